@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import types
 import weakref
 from collections import OrderedDict, deque
 from typing import Any
@@ -50,6 +51,9 @@ class Holder:
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
+
+    def method(self) -> None:
+        """It has one."""
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -197,8 +201,24 @@ def test_where_it_is_found() -> None:
         in_module=module,
         in_circle=circle,
         array=np.zeros(1, np.float32),
+        in_proxy=types.MappingProxyType({"x": torch.zeros(1)}),
+        in_array=np.array([torch.zeros(1), None, "x"], dtype=object),
+        in_bound=Holder(x=torch.zeros(1)).method,
     )
-    assert counted(places) == {"tensors": 11 * FLOAT}
+    assert counted(places) == {"tensors": 14 * FLOAT + places.in_array.nbytes}
+
+
+def test_attributes_of_tensors() -> None:
+    """They may lead to others. Megatron has gradients there. None is given any."""
+    net, optimizer = trained()
+    plain = counted(Holder(net=net, optimizer=optimizer))
+    weight = next(net.parameters())
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float64)  # type: ignore[attr-defined]
+    loose = torch.zeros(1)
+    loose.beside = [torch.zeros(1)]  # type: ignore[attr-defined]
+    found = counted(Holder(net=net, optimizer=optimizer, loose=loose))
+    assert found == {**plain, "gradients": plain["gradients"] + 2 * weight.nbytes, "tensors": 2 * FLOAT}
+    assert len([each for each in gc.get_referents(*net.parameters()) if type(each) is dict]) == 1
 
 
 def test_what_is_not_looked_into() -> None:

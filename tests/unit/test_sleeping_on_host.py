@@ -437,6 +437,54 @@ def test_memory_that_is_let_go_of_while_it_sleeps(site: Any, kind: str) -> None:
         other.cache = None
 
 
+def test_what_somebody_has_a_part_of_stays(site: Any) -> None:
+    """Also where that begins elsewhere, and so is another storage: who writes there meanwhile would lose it."""
+    table = np.ones(SIDE * SIDE, np.float32)
+    hosted = add(site, types.SimpleNamespace(table=table, own=torch.ones(SIDE, SIDE)))
+    other = types.SimpleNamespace(part=torch.from_numpy(table[SIDE:]))
+    site.roles["other"] = HostedRole("other", other, {}, standalone_context("other"), hosted.setting)
+    sleeper = Sleeper(site)
+    try:
+        assert sleeper.sleep_alone("model") == pytest.approx(PIECE, rel=0.02)
+        other.part.add_(1)
+        assert sleeper.sleep_alone("other") == pytest.approx(PIECE, rel=0.02)  # nobody is awake who has it
+        sleeper.wake_alone(hosted)
+        sleeper.wake_alone(site.roles["other"])
+        assert (table[:SIDE] == 1).all()
+        assert (table[SIDE:] == 2).all()
+    finally:
+        sleeper.close()
+
+
+class Box:
+    """What a method may return."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self.tensors = tensors
+
+
+@pytest.mark.parametrize("kept", ["object", "set", "module", "gradient"])
+def test_residents_of_any_kind(site: Any, kept: str) -> None:
+    """What lies in them stays, also with `discard`, and counts as the residents of who has made them."""
+    net = torch.nn.Linear(SIDE, SIDE, bias=False)
+    net(torch.ones(1, SIDE)).sum().backward()
+    cache = torch.ones(SIDE, SIDE)
+    values = {"object": Box([cache]), "set": {1: {cache}}, "module": net, "gradient": net.weight}
+    hosted = add(site, types.SimpleNamespace(cache=cache, net=net))
+    site.store.expect(7)
+    site.store.put(7, values[kept], "model.make", None)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, ("cache", "grads"), 1)
+        sleeper.wake_alone(hosted)
+        lost = [name for name, tensor in (("cache", cache), ("grads", net.weight.grad)) if not tensor.any()]
+        assert lost == (["grads"] if kept in ("object", "set") else ["cache"])
+        site.roles.clear()
+        assert Accounts(site, sleeper).look(None).owned["model"] == {("residents", "cpu"): PIECE}
+    finally:
+        sleeper.close()
+
+
 @pytest.mark.parametrize("device", ["cpu", "other:0"])
 def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
     """What sleeps of the host's is in use for it all the same, also on a slot with another device."""

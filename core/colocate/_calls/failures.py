@@ -48,7 +48,10 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
-        found.called_at = _line(call)
+        found.node, found.called_at = link.node(slot), _line(call)
+        if isinstance(found, MemoryBudgetError) and len(call.targets) > 1 and call.method != "__init__":
+            where = f"on rank {rank} of group {link.name!r} (node {link.node(slot)}){_states(call, slot)}"
+            found.args = (f"{found.message}, {where}", *found.args[1:])
         return found
     where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
     if role is None:

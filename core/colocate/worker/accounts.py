@@ -117,8 +117,26 @@ class Accounts:
         what = f"waking role {role!r}" if wakes else f"putting role {role!r} to sleep"
         shares = self.look(role)
         for limit in limits:
-            if self.used(shares, limit) + nbytes > limit.nbytes:
+            over = self.used(shares, limit) + nbytes > limit.nbytes
+            if over and not (wakes and self.has_outgrown(shares, role, limit, nbytes)):
                 raise self.exceeded(shares, limit, f"{what} needs {size_text(nbytes)}")
+
+    def has_outgrown(self, shares: Shares, role: str, limit: Limit, nbytes: int) -> bool:
+        """Whether a role that wakes is more than a limit allows by itself, and nobody else has what could go.
+
+        It wakes all the same, and its calls are judged when they have run, as before it slept: one may let go of
+        something. Else nobody would ever come to what it holds.
+
+        Args:
+            shares: What all have.
+            role: The role.
+            limit: The limit.
+            nbytes: What comes to it, and is to stay free for it.
+        """
+        others = (self._parts(shares, other, limit.device) for other in shares.owned if other != role)
+        return self._used_by(shares, role, limit.device) + nbytes > limit.nbytes and not any(
+            kind != Purpose.RESIDENTS.word for parts in others for kind, _ in parts
+        )
 
     def used(self, shares: Shares, limit: Limit) -> int:
         """Bytes that count towards a limit."""

@@ -1,12 +1,13 @@
 """What a role holds: the memory of its tensors and arrays, found in its modules, optimizers and attributes.
 
-An object's attributes are looked at, containers are looked into, and so on from what they hold; nobody's code is
-called. Models that share weights, views, and an optimizer beside its model hold the same memory: what is counted is
-storages, each of them once.
+An object's attributes are looked at, those of tensors and the object of a bound method too, containers are looked into,
+and so on from what they hold; nobody's code is called. Models that share weights, views, and an optimizer beside its
+model hold the same memory: what is counted is storages, each of them once.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 import weakref
@@ -70,6 +71,19 @@ def held_beside(
     return search.found(Storages), complete, search.leaves
 
 
+def lie_in(
+    values: Iterable[object], apart: Iterable[object], storages: Callable[[], Storages] = Storages
+) -> tuple[Holdings, bool, list[Any]]:
+    """What values of any kind hold, such as residents; see `held_by`.
+
+    Returns:
+        What was found, whether that is all, and the tensors whose gradients belong to it, too.
+    """
+    search = _Search(apart)
+    complete = search.through(*values)
+    return search.found(storages), complete, search.leaves
+
+
 def leaves_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
     """The tensors of an object that may have gradients; see `held_by`."""
     search = _Search(apart)
@@ -115,13 +129,12 @@ class _Search:
         self.leaves: list[Any] = []
         self.optimizers: list[Any] = []
         self._torch: Any = imported("torch")
-        # What every module has: its parameters, hooks and the like.
-        self._usual = () if self._torch is None else tuple(vars(self._torch.nn.Module()))
+        self._usual = () if self._torch is None else _usual(self._torch)
 
-    def through(self, root: object) -> bool:
-        """Look at an object and all that it leads to; whether it came to an end."""
+    def through(self, *roots: object) -> bool:
+        """Look at objects and all that they lead to; whether it came to an end."""
         left = _LOOKS
-        self._next.append(root)
+        self._next += roots
         while self._next:
             near, self._next = self._next, []
             for kind, items in self._new(near).items():
@@ -217,6 +230,7 @@ class _Search:
         self._seen.update(by_id)
         self.note(Purpose.PARAMETERS, by_id.values())
         self.leaves += by_id.values()
+        self._attached(by_id.values())
 
     def _optimizers(self, optimizers: list[Any]) -> None:
         self.optimizers += optimizers
@@ -239,9 +253,32 @@ class _Search:
             tensors = [each for each, its in zip(tensors, is_parameter, strict=True) if not its]
         self.note(Purpose.TENSORS, tensors)
         self.leaves += tensors
+        self._attached(tensors)
+
+    def _attached(self, tensors: Iterable[Any]) -> None:
+        # Nearly none has attributes, and to ask one for them would make it a dict. The garbage collector's way doesn't.
+        for held in gc.get_referents(*tensors):
+            if type(held) is dict:
+                if (gradient := held.get("main_grad")) is not None:  # Megatron's, in another dtype than the parameter's
+                    self._seen.add(id(gradient))
+                    self.note(Purpose.GRADIENTS, [gradient])
+                self._all(held.values())
 
     def _memories(self, items: list[Any]) -> None:
         self.note(Purpose.TENSORS, items)
+        numpy = imported("numpy")
+        for item in items:
+            if numpy is not None and isinstance(item, numpy.ndarray) and item.dtype.hasobject:
+                self._all(item.ravel().tolist())
+
+    def _proxies(self, items: list[Any]) -> None:
+        self._next += gc.get_referents(*items)  # their mappings, which may be of a kind that runs code when it is asked
+
+
+@functools.cache
+def _usual(torch: Any) -> tuple[str, ...]:
+    """What every module has: its parameters, hooks and the like."""
+    return tuple(vars(torch.nn.Module()))
 
 
 def _with_arrays(items: Iterable[Any]) -> list[Any]:
@@ -275,6 +312,8 @@ def _look_at(kind: type) -> Callable[[_Search, list[Any]], None]:
             return _Search._memories
     if issubclass(kind, dict):
         return _Search._dicts
+    if kind is types.MappingProxyType:
+        return _Search._proxies
     if issubclass(kind, (list, tuple, set, frozenset, deque)):
         return _Search._containers
     if torch is not None and issubclass(kind, torch.nn.Module):
@@ -316,7 +355,6 @@ _NOT_INTO = (
     types.ModuleType,
     types.FunctionType,
     types.BuiltinFunctionType,
-    types.MethodType,
     types.CodeType,
     types.FrameType,
     types.GeneratorType,

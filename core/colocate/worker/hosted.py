@@ -72,8 +72,9 @@ class HostedRole:
         return True
 
     def hook(self, name: str) -> Any:
-        """What its class has for a purpose of colocate's; None, or a method for its callers, is no hook."""
-        return None if name in self.methods else getattr(self.instance, name, None)
+        """What it has for a purpose of colocate's; a method for its callers is no hook, nor is what can't be called."""
+        hook = None if name in self.methods else getattr(self.instance, name, None)
+        return hook if callable(hook) else None
 
     def run_hook(self, hook: Callable[..., Any], *args: Any) -> None:
         """Run a method that isn't one for its callers, to its end where it is async."""

@@ -11,7 +11,7 @@ import attrs
 
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate.gpus import in_use
-from colocate.worker.holdings import Holdings, held_beside, held_by
+from colocate.worker.holdings import Holdings, held_beside, held_by, lie_in
 from colocate.worker.memory_site import Worker
 from colocate.worker.sleeping import Sleeper
 from colocate.worker.storages import Storages
@@ -121,11 +121,12 @@ def shares_of(
         LookError: A resident can't be looked at.
     """
     found: dict[str, Holdings] = {name: {**each, Purpose.RESIDENTS: Storages()} for name, each in held.items()}
-    for maker, value in [*site.store.values(), *(more or {}).items()]:
-        owner, _, method = maker.partition(".")
-        kept = found.setdefault(owner if method else "", {})
+    for owner, values in _residents(site, more or {}).items():
+        kept = found.setdefault(owner, {}).setdefault(Purpose.RESIDENTS, Storages())
         with _looking_at(owner):
-            kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
+            holdings, _, _ = lie_in(values, [each.instance for each in list(site.roles.values())])
+        for pieces in holdings.values():
+            kept.include(pieces)
     freed = sleeper.asleep.freed()
     away = {key: size for key, size in dict(sleeper.asleep.away).items() if key not in freed}
     shares = _shares(found, away, set(sleeper.asleep.emptied), sleeper.asleep.kept_addresses())
@@ -133,6 +134,15 @@ def shares_of(
         shares.asleep[name] = shares.asleep.get(name, 0) + size
         shares.emptied[name] = shares.emptied.get(name, 0) + emptied
     return shares
+
+
+def _residents(site: Worker, more: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The values of each role; "": of functions."""
+    found: dict[str, list[Any]] = {}
+    for maker, value in [*site.store.values(), *more.items()]:
+        owner, _, method = maker.partition(".")
+        found.setdefault(owner if method else "", []).append(value)
+    return found
 
 
 @contextlib.contextmanager

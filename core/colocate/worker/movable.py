@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from colocate._protocol.ledger import TAGS
+from colocate._protocol.ledger import TAGS, Purpose
 from colocate._system.jobs import error_text
 from colocate._system.mappings import Area, merged, split
 from colocate.errors import ColocateError
 from colocate.worker.asleep import Asleep
-from colocate.worker.holdings import held_by
+from colocate.worker.holdings import gradients_of, held_by, lie_in
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
-from colocate.worker.moves import Going, by_tags, keys_but, unneeded
+from colocate.worker.moves import Going, all_but, by_tags, unneeded
 from colocate.worker.offload import Offload
 from colocate.worker.storages import Objects, Storages
 
@@ -46,20 +46,21 @@ class Movable:
         found, complete = held_by(role.instance, declared, apart, partial(Objects, self._site.boot.device))
         # A device's memory mustn't be used while it sleeps; what is discarded is lost.
         matters = self._site.boot.device != "cpu" or bool(discard)
-        self._refuse_partial(name, complete or not matters)
+        self._refuse_partial(f"role {name!r} holds", complete or not matters)
         every = by_tags(found)
         awake, others = self._held_by_others(name, matters)
         for tag in TAGS:
             if tag not in tags and tag not in self._asleep.tags(name):
-                awake.update(key for place in every[tag].values() for key in place)
+                awake.include(every[tag])
         by_tag = {tag: every[tag] for tag in tags}
-        awake |= self._immovable(by_tag.values(), [*found.values(), *others])
+        immovable = self._immovable(by_tag.values(), [*found.values(), *others])
         # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
         loses = bool(discard) and not self._site.in_process
         empty = unneeded(found, discard, others) if loses else Objects()
-        return Going(by_tag, empty, awake, self._asleep.away, self._asleep.tags(name), self._site.boot.device)
+        asleep, device = self._asleep, self._site.boot.device
+        return Going(by_tag, empty, awake, immovable, asleep.away, asleep.tags(name), device)
 
-    def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:
+    def _held_by_others(self, name: str, matters: bool) -> tuple[Storages, list[Storages]]:
         """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.
 
         Args:
@@ -71,7 +72,7 @@ class Movable:
         """
         roles = [each for each in self._site.roles.values() if each.name is not None]
         storages = Objects if matters else Storages
-        awake: set[int] = set()
+        awake = Storages()
         held: list[Storages] = []
         for role in roles:
             if role.name is None or role.name == name:
@@ -79,14 +80,16 @@ class Movable:
             apart = [other.instance for other in roles if other is not role]
             declared = self._declared(role) if matters else ()
             found, complete = held_by(role.instance, declared, apart, storages)
-            self._refuse_partial(role.name, complete or not matters)
+            self._refuse_partial(f"role {role.name!r} holds", complete or not matters)
             held.extend(found.values())
-            awake |= keys_but(found, self._asleep.tags(role.name))
-        kept = storages()
-        for _, value in self._site.store.values():
-            kept.add(value)
-        awake.update(key for place in kept.values() for key in place)
-        return awake, [*held, kept]
+            awake.include(all_but(found, self._asleep.tags(role.name)))
+        values = [value for _, value in self._site.store.values()]
+        found, complete, leaves = lie_in(values, [each.instance for each in roles], storages)
+        self._refuse_partial("residents hold", complete or not matters)
+        found[Purpose.GRADIENTS].add_all(gradients_of(leaves))
+        for pieces in found.values():
+            awake.include(pieces)
+        return awake, [*held, *found.values()]
 
     def _declared(self, role: HostedRole) -> Sequence[Any]:
         try:
@@ -94,11 +97,9 @@ class Movable:
         except Exception as error:
             raise ColocateError(f"device_state() of role {role.name!r} has raised {error_text(error)}") from error
 
-    def _refuse_partial(self, role: str, complete: bool) -> None:
+    def _refuse_partial(self, who_holds: str, complete: bool) -> None:
         if not complete:
-            raise ColocateError(
-                f"role {role!r} holds more objects than were looked at: what else uses the memory isn't known"
-            )
+            raise ColocateError(f"{who_holds} more objects than were looked at: what else uses the memory isn't known")
 
     def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> set[int]:
         """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold."""

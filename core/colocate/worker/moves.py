@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._system.imported import imported
@@ -38,7 +38,8 @@ class Going:
         self,
         by_tag: Mapping[str, Objects],
         unneeded: Objects,
-        awake: Collection[int],
+        awake: Storages,
+        immovable: Collection[int],
         away: Mapping[int, int],
         asleep: Collection[str],
         device: str,
@@ -49,6 +50,7 @@ class Going:
             by_tag: What is to.
             unneeded: What of the role has contents that nobody needs.
             awake: What others use.
+            immovable: What can't lose its memory.
             away: The sizes of what sleeps already.
             asleep: The tags of which something may.
             device: The slot's.
@@ -61,12 +63,14 @@ class Going:
             for place, sizes in pieces.items()
             for key, size in sizes.items()
         }
+        stays = {key for sizes in awake.values() for key in sizes}.union(immovable, away)
         going = {
-            key: (place, size)
-            for key, (place, size) in wanted.items()
-            if place in {"cpu", device} and key not in awake and key not in away
+            key: (place, size) for key, (place, size) in wanted.items() if place in {"cpu", device} and key not in stays
         }
-        on_host = {key: size for key, (place, size) in going.items() if place == "cpu"}
+        # Storages of their own may lie in the same memory: those of tensors that were made from parts of an array.
+        used = merged(awake.get("cpu", {}).items())
+        on_host = _apart({key: size for key, (place, size) in going.items() if place == "cpu"}, used)
+        going = {key: each for key, each in going.items() if each[0] != "cpu" or key in on_host}
         for key in on_host.keys() - dict(own(on_host.items())).keys():  # what processes share stays, and is awake
             del going[key], on_host[key]
         self.pieces = {key: size for key, (_, size) in going.items()}
@@ -189,9 +193,20 @@ def by_tags(found: Holdings) -> dict[str, Objects]:
     return by_tag
 
 
-def keys_but(found: Holdings, tags: Collection[str]) -> set[int]:
-    """What those pieces are called that don't count for one of these tags; see `by_tags`."""
-    return {key for tag, _, keys in _firsts(found) if tag not in tags for key in keys}
+def all_but(found: Holdings, tags: Collection[str]) -> Storages:
+    """Those pieces that don't count for one of these tags; see `by_tags`."""
+    others = Storages()
+    for tag, pieces, keys in _firsts(found):
+        if tag not in tags:
+            for place, sizes in pieces.items():
+                others.setdefault(place, {}).update({key: sizes[key] for key in sizes.keys() & keys})
+    return others
+
+
+def _apart(pieces: Mapping[int, int], used: Sequence[Area]) -> dict[int, int]:
+    """Those pieces of the host's memory of which nothing lies in what is used."""
+    found = set(split([Area(key, key + size) for key, size in pieces.items()], used)[1])
+    return {key: size for key, size in pieces.items() if (key, key + size) in found}
 
 
 def _firsts(found: Holdings) -> Iterator[tuple[str, Storages, set[int]]]:
@@ -226,7 +241,6 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
             kept.setdefault(place, {}).update({key: sizes[key] for key in keys})
     needed = [*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes), kept]
     keys = {key for pieces in needed for place in pieces.values() for key in place}
-    # Storages of their own may lie in the same memory: those of tensors that were made from parts of an array.
     used = merged(piece for pieces in needed for piece in pieces.get("cpu", {}).items())
     nobodys = Objects()
     for purpose, pieces in discarded:
@@ -235,8 +249,7 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
             known = sizes.items() if purpose is Purpose.GRADIENTS else pieces.plain.items() & sizes.items()
             alone = {key: size for key, size in known if key not in keys}
             if place == "cpu":
-                apart = set(split([Area(key, key + size) for key, size in alone.items()], used)[1])
-                alone = {key: size for key, size in alone.items() if (key, key + size) in apart}
+                alone = _apart(alone, used)
             nobodys.setdefault(place, {}).update(alone)
             nobodys.storages.update({key: pieces.storages[key] for key in alone if key in pieces.storages})
             nobodys.tensors.update({key: pieces.tensors[key] for key in alone if key in pieces.tensors})

@@ -247,7 +247,9 @@ class Residency:
                 tried.add(each)
                 self._put_to_sleep(each, name)
             shares = self._accounts.shares()
-        if coming and self._over(shares, name) + coming > 0:
+        needed = coming + self._accounts.budgets.activations.get(name, 0)
+        outgrown = self._accounts.has_outgrown(shares, name, self._limit, needed)
+        if coming and self._over(shares, name) + coming > 0 and not outgrown:
             raise self._accounts.exceeded(shares, self._limit, f"waking role {name!r} needs {size_text(coming)}")
 
     def _over(self, shares: Shares, name: str | None) -> int:

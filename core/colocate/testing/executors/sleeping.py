@@ -92,7 +92,7 @@ class Sleeping(ExecutorCase):
         assert actor.asleep() == [[]] * 2
 
     def test_a_call_that_fails_of_sleep(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
-        """Where that was asked for a call doesn't wake what it needs; a checkpoint does."""
+        """Where that was asked for a call doesn't wake what it needs; a checkpoint does, and it sleeps again then."""
         actor = dozing.role("actor", Dozing)
         before = actor.digest()
         dozing.sleep("actor", ["optimizer", "grads"], on_call="fail")
@@ -104,8 +104,12 @@ class Sleeping(ExecutorCase):
         dozing.wake("actor")
         assert actor.digest() == before
         dozing.sleep("actor", on_call="fail")
+        asleep = actor.asleep()
         dozing.checkpoint(tmp_path / "checkpoint")
-        assert actor.asleep() == [[]] * 2
+        assert actor.asleep() == asleep
+        with pytest.raises(SleepingError, match=r"actor\.digest .* sleeps"):
+            actor.digest()
+        dozing.wake("actor")
         assert actor.digest() == before
         with pytest.raises(ConfigError, match=r"on_call='fial'.*did you mean 'fail'"):
             dozing.sleep("actor", on_call="fial")  # type: ignore[arg-type]
