@@ -6,6 +6,8 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate._system import mappings, pages
+from colocate._system import mappings, pages, spill_files
 from colocate._system.libc import libc
-from colocate._system.mappings import PAGE, Area, areas_of, mappings_now, own
+from colocate._system.mappings import PAGE, Area, Mapping, areas_of, mapping, mappings_now, own
 from colocate._system.pages import Emptying, Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.spill_files import MAP_FIXED
@@ -364,6 +366,71 @@ def test_folders_in_memory_are_refused() -> None:
         Spill(Path("/dev/shm"))
     with pytest.raises(OSError, match="No such file"):
         Spill(DISK / "there-is-none")
+
+
+def test_what_a_file_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel shows it where it is mapped: on btrfs and overlays `fstat` tells another device."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda fd: types.SimpleNamespace(st_dev=1, st_ino=1))
+        file = Spill(DISK)
+    array = numbers(30)
+    size = put_away(file, array)
+    file.bring_back(areas_of([piece(array)]))
+    assert file.in_memory() == size
+    file.close()
+
+
+def test_a_file_of_another_subvolume(file: Spill) -> None:
+    """It may have the device and the number of one of ours, and another name."""
+    device, number, name = file._files[0].id
+
+    def shown(path: str) -> Mapping:
+        return mapping(f"7f0000000000-7f0000010000 rw-p 00000000 {device} {number}      {path}")
+
+    assert file.owns(shown(f"/elsewhere/{name}"))
+    assert not file.owns(shown("/data/weights of #1"))
+
+
+def test_a_folder_whose_files_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused: what is put away there couldn't be found again."""
+    before = os.listdir("/proc/self/fd")
+    for line in (None, "7f0000000000-7f0000010000 rw-p 00000000 00:00 0"):
+        with monkeypatch.context() as patch:
+            patch.setattr(spill_files, "mapping_at", lambda address, line=line: line and mapping(line))
+            with pytest.raises(OSError, match="where files of /var/tmp are mapped: put memory away elsewhere"):
+                Spill(DISK)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_on_an_overlay_of_several_file_systems() -> None:
+    """What is away stays there when more goes, and comes back."""
+    mounts = """
+        set -e; mkdir up work low; mount -t tmpfs tmpfs low; mkdir low/low low/all
+        mount -t overlay overlay -o lowerdir=low/low,upperdir=up,workdir=work low/all || exit 77
+        exec "$0" -c "$1"
+    """
+    program = """if True:
+        from pathlib import Path
+        import numpy as np
+        from colocate._system.mappings import areas_of
+        from colocate._system.pages import Spill
+
+        file = Spill(Path("low/all"))
+        arrays = [np.full(1 << 20, seed, dtype=np.uint8) for seed in range(1, 4)]
+        for array in arrays:
+            file.write(areas_of([(array.ctypes.data, array.nbytes)])).put_away()
+        print([int(array.min()) for array in arrays], [int(array.max()) for array in arrays])
+    """
+    unshare = ["unshare", "--mount", "bash", "-c", mounts, sys.executable, program]
+    with tempfile.TemporaryDirectory(dir=DISK) as folder:
+        try:
+            subprocess.run(["unshare", "--mount", "true"], check=True, capture_output=True)
+            done = subprocess.run(unshare, cwd=folder, capture_output=True, text=True, timeout=60)
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            pytest.skip("no file systems can be mounted")
+    if done.returncode == 77:
+        pytest.skip("there are no overlays")
+    assert done.stdout == "[1, 2, 3] [1, 2, 3]\n", done
 
 
 def test_another_allocator_is_refused(tmp_path: Path) -> None:

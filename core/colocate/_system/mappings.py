@@ -20,10 +20,14 @@ _LOOKED_AT_PAGES = 1 << 16
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _WRITTEN = bytes(bool(b & _SWAPPED) or b & (_IN_MEMORY | _OF_FILE) == _IN_MEMORY for b in range(256))
 
-FileId: TypeAlias = tuple[str, int]
-"""A file's device and inode; ("00:00", 0) is none."""
+FileId: TypeAlias = tuple[str, int, str]
+"""A file's device and inode, as they are told of mappings, and its name; ("00:00", 0, "") is none.
 
-_NO_FILE: FileId = ("00:00", 0)
+`fstat` tells another device on btrfs and on overlays, and subvolumes of btrfs, each of which numbers its files by
+itself, have one device here: hence the name.
+"""
+
+_NO_FILE: FileId = ("00:00", 0, "")
 
 
 class Area(NamedTuple):
@@ -176,6 +180,13 @@ def mappings_now() -> list[Mapping]:
     return [mapping(line) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines()]
 
 
+def mapping_at(address: int) -> Mapping | None:
+    """The one in which an address lies; None where the kernel shows none."""
+    with open("/proc/self/maps", errors="replace") as lines:
+        found = (each for each in map(mapping, lines) if each.start <= address < each.stop)
+        return next(found, None)
+
+
 def pages_of_files(most: Callable[[Mapping], int]) -> int:
     """Bytes of this process's memory that are pages of files, as nobody has written into them since, or are shared.
 
@@ -203,7 +214,9 @@ def most_mappings() -> int:
 
 def mapping(line: str) -> Mapping:
     """What a line of `/proc/self/maps`, or the first one of an entry of `/proc/self/smaps`, tells."""
-    where, access, offset, device, inode, *_ = line.split(maxsplit=5)
+    where, access, offset, device, inode, *path = line.split(maxsplit=5)
     start, _, stop = where.partition("-")
     private = access.startswith("rw") and access[3] == "p"
-    return Mapping(int(start, 16), int(stop, 16), private, (device, int(inode)), int(offset, 16))
+    number = int(inode)
+    name = path[0].rpartition("/")[2].rstrip() if path and number else ""
+    return Mapping(int(start, 16), int(stop, 16), private, (device, number, name), int(offset, 16))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocate._system.libc import check, libc
-from colocate._system.mappings import Area, Place
+from colocate._system.mappings import PAGE, Area, FileId, Place, mapping_at
 
 LARGE_PAGE = 2 << 20
 MAP_FIXED = 0x10
@@ -26,14 +26,22 @@ class SpillFile:
     """One of them.
 
     Attributes:
-        id: What the kernel calls it.
+        id: What the kernel calls it where it is mapped.
         size: How much of it is given to somebody.
     """
 
     def __init__(self, directory: Path) -> None:
+        """Make it.
+
+        Raises:
+            OSError: It can't be made there, or the kernel doesn't show where it is mapped.
+        """
         self._file = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        status = os.fstat(self._file)
-        self.id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino
+        try:
+            self.id = _shown(self._file, directory)
+        except OSError:
+            os.close(self._file)
+            raise
         self.size = 0
 
     def close(self) -> None:
@@ -83,6 +91,23 @@ class SpillFile:
         flags = mmap.MAP_PRIVATE | MAP_FIXED
         if libc().mmap(place.start, size, protection, flags, self._file, place.offset) != place.start:
             check(-1)
+
+
+def _shown(file: int, directory: Path) -> FileId:
+    """What the kernel calls a file where it is mapped: that can't be told from the file itself."""
+    address = libc().mmap(None, PAGE, mmap.PROT_READ, mmap.MAP_PRIVATE, file, 0)
+    if address == _FAILED:
+        check(-1)
+    try:
+        found = mapping_at(address)
+    finally:
+        libc().munmap(address, PAGE)
+    if found is None or not found.file[1]:
+        raise OSError(
+            errno.EOPNOTSUPP,
+            f"/proc/self/maps doesn't show where files of {directory} are mapped: put memory away elsewhere",
+        )
+    return found.file
 
 
 class Copy:
