@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -301,6 +305,130 @@ def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> No
     assert all((array == copy).all() for array, copy in zip(arrays, copies, strict=True))
 
 
+@contextlib.contextmanager
+def disk_of(nbytes: int, file: Spill, when_full: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """As if the disk were so large."""
+    allocate, pwrite, one = os.posix_fallocate, os.pwrite, threading.Lock()
+
+    def written(fd: int, data: Any, offset: int) -> int:
+        with one:
+            before = file.room()
+            done = pwrite(fd, data, offset)
+            if nbytes < file.room() > before:  # there was nothing
+                libc().fallocate(fd, 0x03, offset, done)
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return done
+
+    def limited(fd: int, offset: int, size: int) -> None:
+        if file.room() + size > nbytes:
+            when_full()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, offset, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", limited)
+        patch.setattr(os, "pwrite", written)
+        yield
+
+
+@pytest.mark.parametrize("how", ["copied", "written", "read"])
+def test_places_of_what_is_awake_are_given_up(file: Spill, how: str) -> None:
+    """When there is no room: what is kept for the next time is nothing that anybody needs."""
+    arrays = [numbers(seed, LARGE) for seed in range(2)]
+    copies = [array.copy() for array in arrays]
+    with disk_of(LARGE * 3 // 2, file):
+        for index in (0, 1, 0, 1):
+            array = arrays[index]
+            put_away(file, array)
+            assert in_memory(array) == 0
+            assert file.room() <= LARGE * 3 // 2
+            file.bring_back(areas_of([piece(array)]), areas_of([piece(array)]) if how == "copied" else ())
+            if how == "written":
+                array += 1
+                copies[index] += 1
+            assert all((one == other).all() for one, other in zip(arrays, copies, strict=True))
+
+
+def test_places_of_what_sleeps_are_not(file: Spill) -> None:
+    """That there is no room is an error then, and all is where it was."""
+    asleep, read, other = (numbers(seed, LARGE) for seed in range(3))
+    copies = [array.copy() for array in (asleep, read, other)]
+    put_away(file, asleep, read)
+    file.bring_back(areas_of([piece(read)]))
+    with disk_of(LARGE * 2, file):
+        put_away(file, other)
+        with pytest.raises(OSError, match="No space"):
+            put_away(file, read)
+        assert in_memory(asleep) == in_memory(other) == 0
+        assert file.room() <= LARGE * 2
+        assert all((one == copy).all() for one, copy in zip((asleep, read, other), copies, strict=True))
+        file.bring_back(areas_of([piece(other)]), areas_of([piece(other)]))
+        put_away(file, read)
+    assert all((one == copy).all() for one, copy in zip((asleep, read, other), copies, strict=True))
+
+
+@pytest.mark.parametrize("why", ["memory", "dax"])
+def test_what_was_only_read_stays_in_its_place(file: Spill, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Where there is no memory for it, or the kernel doesn't tell whether anybody has written into it."""
+    read, other = numbers(0, LARGE), numbers(1, LARGE)
+    copies = [read.copy(), other.copy()]
+    put_away(file, read)
+    file.bring_back(areas_of([piece(read)]))
+    with monkeypatch.context() as patch, disk_of(LARGE * 3 // 2, file):
+        if why == "memory":
+            patch.setattr(pages, "free_memory", lambda: LARGE // 2)
+        else:
+            patch.setattr(mappings, "_WRITTEN", b"\1" * 256)
+        with pytest.raises(OSError, match="No space"):
+            put_away(file, other)
+    assert (read == copies[0]).all()
+    assert (other == copies[1]).all()
+
+
+def test_places_that_a_process_has_which_is_forked_meanwhile(file: Spill) -> None:
+    """They stay: it has what was there."""
+    read, other = numbers(0, LARGE), numbers(1, LARGE)
+    copy = read.copy()
+    children: list[Child] = []
+    put_away(file, read)
+    file.bring_back(areas_of([piece(read)]))
+
+    def forks() -> None:
+        if not children:
+            children.append(Child(read))
+            read[:] = 0
+
+    with disk_of(LARGE * 3 // 2, file, forks):
+        put_away(file, other)
+    assert (children[0].finds() == copy[:: PAGE // 2]).all()
+    assert not read.any()
+
+
+def test_a_page_that_the_kernel_moves() -> None:
+    """It is told as swapped, also where it is a file's: then nobody has written into it."""
+    assert mappings._WRITTEN[0x40]
+    assert mappings._WRITTEN[0x80]
+    assert not mappings._WRITTEN[0x40 | 0x20]
+    assert not mappings._WRITTEN[0x80 | 0x20]
+
+
+def test_room_of_what_could_not_be_written(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is free again."""
+    array = numbers(0, LARGE)
+    copy = array.copy()
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="quota"):
+            put_away(file, array)
+    assert file.room() == 0
+    put_away(file, array)
+    assert (array == copy).all()
+
+
 def test_memory_that_was_freed_while_away(file: Spill) -> None:
     """Whoever gets it next has what it puts there, and the disk's room is free again."""
     for seed in range(8):
@@ -331,16 +459,18 @@ def test_several_files(file: Spill) -> None:
 @given(
     st.lists(
         st.tuples(st.sampled_from(["away", "back", "copied", "write", "new", "empty"]), st.integers(0, 3)), max_size=24
-    )
+    ),
+    st.sampled_from([1 << 40, LARGE * 3 // 2]),
 )
-def test_any_order(steps: list[tuple[str, int]]) -> None:
-    """Whatever is done in whatever order, everything holds what was last written into it."""
+def test_any_order(steps: list[tuple[str, int]], room: int) -> None:
+    """Whatever is done in whatever order, everything holds what was last written into it, also where room is short."""
     file = Spill(DISK)
     arrays = [numbers(seed, LARGE if seed % 2 else BIG) for seed in range(4)]
     copies = [array.copy() for array in arrays]
     for number, (what, index) in enumerate(steps):
         if what == "away":
-            put_away(file, *arrays[: index + 1])
+            with disk_of(room, file), contextlib.suppress(OSError):
+                put_away(file, *arrays[: index + 1])
         elif what == "back":
             file.bring_back(areas_of([piece(arrays[index])]))
         elif what == "copied":

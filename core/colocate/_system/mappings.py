@@ -18,7 +18,8 @@ _LEAST_OF_MANY_BYTES = 16 * PAGE
 _LOOKED_AT_PAGES = 1 << 16
 # Bits 63, 62 and 61 of an entry of pagemap, in its last byte.
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
-_WRITTEN = bytes(bool(b & _SWAPPED) or b & (_IN_MEMORY | _OF_FILE) == _IN_MEMORY for b in range(256))
+# A page of a file that the kernel is moving elsewhere in memory is told as swapped, and of a file.
+_WRITTEN = bytes(bool(b & (_IN_MEMORY | _SWAPPED)) and not b & _OF_FILE for b in range(256))
 
 FileId: TypeAlias = tuple[str, int, str]
 """A file's device and inode, as they are told of mappings, and its name; ("00:00", 0, "") is none.

@@ -13,6 +13,10 @@ What lies where is asked of the kernel each time (`mappings.py`): memory that wa
 else, is taken for what it is now. Only for what was copied back it is noted which place in a file it has, to be written
 there again. There are several files, since the kernel lets only one thread at a time write into one.
 
+Places are kept for memory that has come back, so that it goes again at little cost. When the disk is full they are
+given up: of what was copied back or written into nobody needs them. What was only read comes from there, and becomes
+memory of the process's own before, by the kernel, since somebody may be using it.
+
 A process that is forked has the same pages of the files for its own, and nothing may happen to them: from then on pages
 go to new files, of which it has none.
 
@@ -49,6 +53,7 @@ from colocate._system.mappings import (
     split,
     written_in,
 )
+from colocate._system.room import free_memory
 from colocate._system.spill_files import LARGE_PAGE, MAP_FIXED, Copy, SpillFile, file_system
 
 if TYPE_CHECKING:
@@ -61,6 +66,8 @@ _THREADS = 4
 _LEAST_COPIED_BYTES = 2 * LARGE_PAGE  # then there is a whole one in it, wherever it begins
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of the same
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 _T = TypeVar("_T")
@@ -73,7 +80,8 @@ def _count_fork() -> None:
     _forks += 1
 
 
-os.register_at_fork(after_in_parent=_count_fork)
+# Before, so that who looks sees those that there are; and after, as somebody may have looked in between.
+os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 class Spill:
@@ -118,6 +126,7 @@ class Spill:
         self._files = files
         self._ids = {file.id: number for number, file in enumerate(files)}
         self._back: list[Place] = []  # of memory that was copied back
+        self._awake: list[Area] = []  # was brought back since it was last put away; it may be pages of the files
         self._forks = _forks
 
     @property
@@ -151,6 +160,16 @@ class Spill:
         Raises:
             OSError: There is no room, on the disk or in the kernel's tables: nothing has changed.
         """
+        for give_up in (self._give_up_places, self._give_up_copies):
+            try:
+                return self._write(areas)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+            give_up(areas)
+        return self._write(areas)
+
+    def _write(self, areas: Sequence[Area]) -> Written:
         if self._has_heirs:
             self._begin()
         mappings = mappings_now()
@@ -169,9 +188,14 @@ class Spill:
                     for area in written_in(Area(place.start, place.stop)):
                         file.write(place.of(area))
 
-        for each in _by_threads(write, sorted({place.file for place in known + new})):
-            each.result()
-        return Written(self._files, known + new)
+        try:
+            for each in _by_threads(write, sorted({place.file for place in known + new})):
+                each.result()
+        except OSError:
+            with contextlib.suppress(OSError):  # the room is free later, then
+                self._free_unused(mappings)
+            raise
+        return Written(self, self._files, known + new)
 
     def bring_back(self, areas: Sequence[Area], copied: Sequence[Area] = ()) -> None:
         """Have pages be in memory, as far as they are in the files.
@@ -194,6 +218,8 @@ class Spill:
                     check(-1)
                 for page in range(area.start, area.stop, PAGE):  # an older kernel
                     ctypes.c_char.from_address(page).value  # noqa: B018 - reading it is what this is for
+        back = merged((area.start, area.stop - area.start) for area in [*self._awake, *areas])
+        self._awake = [area for area, _ in split(back, homes)[0]]
 
     def forget(self, areas: Sequence[Area]) -> None:
         """Free the room of pages that were emptied.
@@ -250,6 +276,38 @@ class Spill:
             file.size += share
         return [place.of(area) for area, place in had] + places
 
+    def _give_up_places(self, areas: Sequence[Area]) -> None:
+        """Free the places of memory whose contents aren't in them any more, but of what is about to go."""
+        self._back = [place.of(area) for area, place in split(areas, self._back)[0]]
+        homes = self._homes(mappings_now())
+        self._free_written(split((Area(home.start, home.stop) for home in homes), areas)[1], homes)
+
+    def _give_up_copies(self, areas: Sequence[Area]) -> None:
+        """The same for what is awake and nobody has written into: as far as there is memory for it."""
+        homes = self._homes(mappings_now())
+        awake = (area for area, _ in split(self._awake, homes)[0])  # the rest was freed meanwhile
+        for some in _batches(split(awake, areas)[1]):
+            if sum(area.stop - area.start for area in some) > free_memory():
+                return
+            for area in some:
+                if libc().madvise(area.start, area.stop - area.start, _POPULATE_WRITE):
+                    return  # an older kernel, or there is no memory
+            self._free_written(some, homes)
+
+    def _free_written(self, areas: Iterable[Area], homes: Sequence[Place]) -> None:
+        """Free the places of pages that somebody has written into. They get them again when they are put away."""
+        tell = [file.tells_written() for file in self._files]
+        for area, home in split(areas, homes)[0]:
+            for written in written_in(area) if tell[home.file] else ():
+                if self._has_heirs:  # one that was forked before these were written needs them
+                    return
+                self._files[home.file].free(home.of(written))
+
+    def has_put_away(self, places: Iterable[Place]) -> None:
+        """Note that pages are in the files only."""
+        gone = merged((place.start, place.stop - place.start) for place in places)
+        self._awake = split(self._awake, gone)[1]
+
     def _free_unused(self, mappings: Sequence[Mapping]) -> None:
         """Free what no page has a place in, as its memory was freed, or holds zeros."""
         self._back = [each for each in self._back if split([Area(each.start, each.stop)], mappings)[0]]
@@ -270,6 +328,7 @@ class Spill:
 class Written:
     """Pages whose contents are in files, too."""
 
+    _spill: Spill
     _files: Sequence[SpillFile]
     _places: Sequence[Place]
 
@@ -278,6 +337,7 @@ class Written:
 
     def put_away(self) -> None:
         """Have them be in the files only. Nobody may have written into them since they were written there."""
+        self._spill.has_put_away(self._places)
         for place in self._places:
             self._files[place.file].replace(place)
 

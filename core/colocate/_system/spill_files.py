@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from colocate._system.libc import check, libc
-from colocate._system.mappings import PAGE, Area, FileId, Place, mapping_at
+from colocate._system.mappings import PAGE, Area, FileId, Place, mapping_at, written_in
 
 LARGE_PAGE = 2 << 20
 MAP_FIXED = 0x10
@@ -64,11 +65,26 @@ class SpillFile:
         at = 0
         for place in sorted(places, key=lambda each: each.offset):
             if at < place.offset:
-                check(libc().fallocate(self._file, _PUNCHES, at, place.offset - at))
+                self._punch(at, place.offset - at)
             at = max(at, place.offset + place.stop - place.start)
         if at < self.size:
             self.size = at
             self.cut()
+
+    def tells_written(self) -> bool:
+        """Whether what isn't written into is told as pages of it. It isn't where the disk is memory (DAX)."""
+        if not self.size:
+            return True
+        with _first_page(self._file) as page:
+            ctypes.c_char.from_address(page.start).value  # noqa: B018 - it is there then
+            return next(written_in(page), None) is None
+
+    def free(self, place: Place) -> None:
+        """Free a place; memory that is mapped there keeps what somebody has written into it, and loses all else."""
+        self._punch(place.offset, place.stop - place.start)
+
+    def _punch(self, offset: int, size: int) -> None:
+        check(libc().fallocate(self._file, _PUNCHES, offset, size))
 
     def read(self, start: int, stop: int, offset: int) -> None:
         while start < stop:
@@ -95,19 +111,26 @@ class SpillFile:
 
 def _shown(file: int, directory: Path) -> FileId:
     """What the kernel calls a file where it is mapped: that can't be told from the file itself."""
-    address = libc().mmap(None, PAGE, mmap.PROT_READ, mmap.MAP_PRIVATE, file, 0)
-    if address == _FAILED:
-        check(-1)
-    try:
-        found = mapping_at(address)
-    finally:
-        libc().munmap(address, PAGE)
+    with _first_page(file) as page:
+        found = mapping_at(page.start)
     if found is None or not found.file[1]:
         raise OSError(
             errno.EOPNOTSUPP,
             f"/proc/self/maps doesn't show where files of {directory} are mapped: put memory away elsewhere",
         )
     return found.file
+
+
+@contextlib.contextmanager
+def _first_page(file: int) -> Iterator[Area]:
+    """It, mapped."""
+    address = libc().mmap(None, PAGE, mmap.PROT_READ, mmap.MAP_PRIVATE, file, 0)
+    if address == _FAILED:
+        check(-1)
+    try:
+        yield Area(address, address + PAGE)
+    finally:
+        libc().munmap(address, PAGE)
 
 
 class Copy:
