@@ -38,6 +38,9 @@ class Budgets(ExecutorCase):
             actor.train()
         assert "actor 4 MiB (parameters 1 MiB, gradients 1 MiB, optimizer 1 MiB" in error.value.message
         assert (error.value.role, error.value.method) == ("actor", "train")
+        rank, node = error.value.rank, error.value.node
+        assert rank in (0, 1)
+        assert f", on rank {rank} of group {group.name!r} (node {node}) [" in error.value.message
         group.sleep("actor", ("optimizer", "grads"))
         assert actor.look() != before  # what it has computed is there
 
@@ -69,6 +72,33 @@ class Budgets(ExecutorCase):
             kept = one.make.options(ranks=[0]).keep(_MIB)
             kept.wait()
             kept.free()
+
+    @pytest.mark.parametrize("swap", [False, True])
+    def test_a_role_that_is_too_much_by_itself(self, spawn: Spawn, swap: bool, tmp_path: Any) -> None:
+        """It wakes where nobody else could make room for it, so that a call may have it let go of something."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="5MiB", residency="swap" if swap else None)
+        one, other = group.role("one", Dozing), group.role("other", Dozing)
+        if not swap:
+            group.sleep("other")
+        before = one.train()
+        with pytest.raises(MemoryBudgetError, match=r"after one\.refill, 7 MiB of .*one 7 MiB"):
+            one.refill(4)
+        for _ in range(2):
+            if not swap:
+                group.sleep("one")
+            other.look()
+            if not swap:
+                with pytest.raises(MemoryBudgetError, match=r"waking role 'one' needs 7 MiB, 1 MiB .*other 1 MiB"):
+                    group.wake("one")
+                group.sleep("other")
+            else:
+                group.checkpoint(tmp_path / "c")
+            with pytest.raises(MemoryBudgetError, match=r"after one\.digest, 7 MiB of .*one 7 MiB"):
+                one.digest()
+        one.remember()
+        assert one.look() == before
 
     def test_budget_of_a_slot(self, runtime: Runtime) -> None:
         """It is the pool's, and of each group there."""
