@@ -27,7 +27,7 @@ class Actor(Role):
 
     Args:
         model: A hub id or a local folder with a causal language model and its tokenizer; None makes a small Llama with
-            random weights that reads characters.
+            random weights that reads characters. Code that comes with a model (`auto_map`) isn't run: such a one fails.
         layers: Layers of the small Llama.
         hidden: Its width.
         heads: Its attention heads.

@@ -51,7 +51,7 @@ def config_of(ctx: Context, directory: str) -> Any:
     from transformers import AutoConfig
 
     _written(ctx, directory)
-    return AutoConfig.from_pretrained(_folder(ctx, directory))
+    return AutoConfig.from_pretrained(_folder(ctx, directory), trust_remote_code=False)
 
 
 def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner | None = None) -> None:

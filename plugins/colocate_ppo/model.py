@@ -60,9 +60,11 @@ def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     """The causal language model of a hub id or a local folder, in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # Without a word of that, transformers asks on the terminal whether a model's own code may run.
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     if device.type == "meta":  # where only its memory is planned: without its weights
-        return _ready(_empty(AutoModelForCausalLM, AutoConfig.from_pretrained(name, dtype=torch.float32)), device)
-    return _ready(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), device)
+        return _ready(_empty(AutoModelForCausalLM, AutoConfig.from_pretrained(name, **options)), device)
+    return _ready(AutoModelForCausalLM.from_pretrained(name, **options), device)
 
 
 def empty_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
@@ -123,7 +125,7 @@ def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    model: PreTrainedModel = kind.from_config(config)
+    model: PreTrainedModel = kind.from_config(config, trust_remote_code=False)
     return model
 
 

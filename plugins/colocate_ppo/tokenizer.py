@@ -87,4 +87,4 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a hub id or a local folder."""
     from transformers import AutoTokenizer
 
-    return Tokenizer.of(AutoTokenizer.from_pretrained(name))
+    return Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic, Estimates
+from colocate_ppo.model import pretrained_model
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.rollout import Rollout
 from colocate_ppo.task import Problems
-from colocate_ppo.tokenizer import character_tokenizer
+from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
 
 
 @attrs.frozen(eq=False)
@@ -278,6 +280,31 @@ def test_a_model_from_a_folder(tmp_path: Path, problems: Problems) -> None:
     critic.update(rollout, values, estimates)
     assert not parameters(actor.model.module).equal(before)
     assert critic.values(rollout).ne(0).any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_code_of_a_model_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor: Actor, device: str
+) -> None:
+    """Nobody is asked whether it may run, wherever a config, a model or a tokenizer comes from: it may not."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    reference = Reference()
+    reference.load(actor.weights())
+    reference.save(str(tmp_path))
+    folder = tmp_path / str(reference.ctx.role)
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Slow", None]}
+    own = {"model_type": "of-its-own", "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(own))
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    (folder / "own.py").write_text(f"from pathlib import Path; Path({str(tmp_path / 'ran')!r}).touch()")
+    for load in (
+        lambda: pretrained_model(str(folder), torch.device(device)),
+        lambda: pretrained_tokenizer(str(folder)),
+        lambda: reference.restore(str(tmp_path)),
+    ):
+        with pytest.raises(ValueError, match="contains custom code"):
+            load()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_kl_penalty_lowers_the_returns(case: Case) -> None:
