@@ -4,6 +4,7 @@ import json
 import subprocess
 from typing import Any
 
+import pytest
 from tests.cli.conftest import CommandLine
 
 ROLES = """
@@ -14,7 +15,7 @@ ROLES = """
 
 
     class Net(Role):
-        def __init__(self, mib: int, trains: bool = True, grid: bool = False) -> None:
+        def __init__(self, mib: int, trains: bool = True, grid: bool = False, **options: bool) -> None:
             self.net = nn.Linear(1 << 18, mib, bias=False, device=self.ctx.device)
             assert self.ctx.generator.device.type == "cpu"
             if grid:
@@ -23,7 +24,7 @@ ROLES = """
                 mesh = self.ctx.device_mesh()["tp"]
                 self.net.weight = nn.Parameter(distribute_tensor(self.net.weight, mesh, [Shard(0)]))
                 torch.distributed.all_reduce(torch.ones(1), group=self.ctx.process_group("dp"))
-            self.optimizer = torch.optim.Adam(self.net.parameters()) if trains else None
+            self.optimizer = torch.optim.Adam(self.net.parameters(), **options) if trains else None
 
         @method
         def use(self) -> None: ...
@@ -112,6 +113,13 @@ def test_what_they_hold(colocate: CommandLine) -> None:
     assert group["fused"]["processes"] == 4
     assert group["separate"]["processes"] == 6
     assert round(group["separate"]["all"] / MIB) == 4 * 32 + 2 * 4
+
+
+@pytest.mark.parametrize("way", ["fused", "capturable"])
+def test_steps_that_need_a_device(colocate: CommandLine, way: str) -> None:
+    """A step of another way makes as much."""
+    group = planned(colocate, CONFIG, f"+groups.all.roles.first.with.{way}=true")
+    assert kinds(group, "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
 
 
 def test_shards_of_a_mesh(colocate: CommandLine) -> None:

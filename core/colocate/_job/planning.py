@@ -28,6 +28,7 @@ from colocate.worker.holdings import Holdings, held_by, optimizers_of
 from colocate.worker.storages import Storages
 from colocate.worker.swapping import Room, State, Use, cost
 
+_LACKING = ("fused", "capturable")  # ways of an optimizer to make a step for which there must be a device
 KINDS = tuple(purpose.word for purpose in Purpose if purpose is not Purpose.RESIDENTS)
 
 
@@ -318,11 +319,18 @@ class _Planned(Storages):
 
 
 def _step(optimizer: Any) -> None:
-    """Make a step without gradients worth having."""
+    """Make a step without gradients worth having, and without what the meta device lacks: its state is as large."""
     import torch
 
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    lacking = [(group, name, group[name]) for group in optimizer.param_groups for name in _LACKING if group.get(name)]
+    for group, name, _ in lacking:
+        group[name] = False
+    try:
+        optimizer.step()
+    finally:
+        for group, name, value in lacking:
+            group[name] = value
