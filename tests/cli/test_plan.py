@@ -8,6 +8,8 @@ import pytest
 from tests.cli.conftest import CommandLine
 
 ROLES = """
+    import sys
+
     import torch
     from torch import nn
 
@@ -55,6 +57,14 @@ ROLES = """
 
         def device_state(self) -> dict[str, object]:
             raise LookupError("nowhere")
+
+
+    class Exits(Role):
+        def __init__(self) -> None:
+            sys.exit(3)
+
+        @method
+        def use(self) -> None: ...
 
 
     class Looks(Role):
@@ -157,6 +167,14 @@ def test_what_is_not_known(colocate: CommandLine) -> None:
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("second  ")]
     assert row.split() == ["second", "1,", "3", "?"]
     assert "the fullest holds at least 32 MiB" in done.stdout
+
+
+def test_a_constructor_that_ends_the_process(colocate: CommandLine) -> None:
+    """It ends neither the command nor what is told of other roles."""
+    config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Exits, slots")
+    group = planned(colocate, config, status=1)
+    assert kinds(group, "first")["parameters"] == 8
+    assert group["roles"][1]["unknown"] == "its constructor called sys.exit(3)"
 
 
 def test_sums_of_what_is_not_all_known(colocate: CommandLine) -> None:

@@ -29,6 +29,7 @@ from colocate.worker.storages import Storages
 from colocate.worker.swapping import Room, State, Use, cost
 
 _LACKING = ("fused", "capturable")  # ways of an optimizer to make a step for which there must be a device
+_ON_META = " on the meta device"
 KINDS = tuple(purpose.word for purpose in Purpose if purpose is not Purpose.RESIDENTS)
 
 
@@ -210,18 +211,20 @@ class _Made:
     unknown: str | None = None
 
     @contextlib.contextmanager
-    def _running(self, what: str) -> Iterator[None]:
+    def _running(self, what: str, where: str = "") -> Iterator[None]:
         token = set_current(self.ctx)
         try:
             yield
+        except SystemExit as ended:  # the command goes on for the other roles
+            self.unknown = f"{what} called sys.exit({ended.code!r})"
         except Exception as error:
-            self.unknown = f"{what}: {error_text(error)}"
+            self.unknown = f"{what} raised{where}: {error_text(error)}"
         finally:
             reset_current(token)
 
     def construct(self, cls: type, options: Mapping[str, Any]) -> None:
         """Have its constructor run."""
-        with self._running("its constructor raised on the meta device"):
+        with self._running("its constructor", _ON_META):
             self.instance = cls(**options)
             attach(self.instance, self.ctx)
 
@@ -229,11 +232,11 @@ class _Made:
         """Have it get what calls will give to it, and make a step of each of its optimizers."""
         planned = getattr(self.instance, "plan", None)
         if callable(planned) and "plan" not in methods_of(type(self.instance)):  # a role method of that name is another
-            with self._running("its plan() raised"):
+            with self._running("its plan()"):
                 planned(roles)
         if self.instance is not None:
             others = [each for each in roles.values() if each is not self.instance]
-            with self._running("a step of its optimizer raised on the meta device"):
+            with self._running("a step of its optimizer", _ON_META):
                 for optimizer in optimizers_of(self.instance, others):
                     _step(optimizer)
 
@@ -242,7 +245,7 @@ class _Made:
         found: list[Any] = []
         declares: Any = getattr(self.instance, "device_state", None)
         if callable(declares):
-            with self._running("its device_state() raised"):
+            with self._running("its device_state()"):
                 state: Any = declares()
                 found += state.values()
         return found
