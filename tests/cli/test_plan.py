@@ -17,7 +17,9 @@ ROLES = """
 
 
     class Net(Role):
-        def __init__(self, mib: int, trains: bool = True, grid: bool = False, **options: bool) -> None:
+        def __init__(
+            self, mib: int, trains: bool = True, grid: bool = False, copies: bool = False, **options: bool
+        ) -> None:
             self.net = nn.Linear(1 << 18, mib, bias=False, device=self.ctx.device)
             assert self.ctx.generator.device.type == "cpu"
             if grid:
@@ -27,6 +29,9 @@ ROLES = """
                 self.net.weight = nn.Parameter(distribute_tensor(self.net.weight, mesh, [Shard(0)]))
                 torch.distributed.all_reduce(torch.ones(1), group=self.ctx.process_group("dp"))
             self.optimizer = torch.optim.Adam(self.net.parameters(), **options) if trains else None
+            if copies:
+                group = self.ctx.process_group()
+                self.wrapped = nn.parallel.DistributedDataParallel(self.net, [self.ctx.device], process_group=group)
 
         @method
         def use(self) -> None: ...
@@ -136,6 +141,12 @@ def test_shards_of_a_mesh(colocate: CommandLine) -> None:
     """A role on a mesh of two axes holds its part; collectives meet nobody."""
     mesh = ("groups.all.roles.first.with.grid=true", "groups.all.roles.first.mesh={dp: 2, tp: 2}")
     assert kinds(planned(colocate, CONFIG, *mesh), "first") == {"parameters": 4, "gradients": 4, "optimizer": 8}
+
+
+def test_copies_on_each_rank(colocate: CommandLine) -> None:
+    """`DistributedDataParallel` meets nobody, and reads no numbers."""
+    group = planned(colocate, CONFIG, "groups.all.roles.first.with.copies=true")
+    assert kinds(group, "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
 
 
 def test_what_two_roles_share_counts_once(colocate: CommandLine) -> None:
