@@ -113,7 +113,7 @@ def actors_weights(roles: Mapping[str, object]) -> Weights:
     for role in roles.values():
         if isinstance(role, Actor):
             return role.weights()
-    raise ConfigError("it gets its model from an actor, and there is none")
+    raise ConfigError("it gets its model from an actor (`use: ppo.actor`), and was given none")
 
 
 def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:

@@ -180,6 +180,20 @@ def test_what_is_not_known(colocate: CommandLine) -> None:
     assert "the fullest holds at least 32 MiB" in done.stdout
 
 
+def test_nothing_is_known(colocate: CommandLine) -> None:
+    """Sums of nothing aren't told; a role that needs another one says that it wasn't given."""
+    config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots: [1, 3]", "use: beside:Later")
+    write(colocate, config.replace("use: beside:Net, with: {mib: 8}", "use: beside:Looks"))
+    done = colocate("plan", "demo.yaml", "--set", "groups.all.device_memory=1MiB")
+    assert done.returncode == 1
+    assert "second isn't known: its plan() raised: KeyError: 'first' (first isn't known, so it wasn't given)" in (
+        done.stdout
+    )
+    assert "fused: 4 workers; nothing is known of what they hold" in done.stdout
+    assert "1 MiB of device_memory: nothing is known of what its roles hold" in done.stdout
+    assert "0 B" not in done.stdout
+
+
 def test_a_constructor_that_ends_the_process(colocate: CommandLine) -> None:
     """It ends neither the command nor what is told of other roles."""
     config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Exits, slots")

@@ -8,11 +8,12 @@ in between isn't known.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
 
+from colocate._plugins.entry_points import listed
 from colocate._plugins.plugins import find_role
 from colocate._protocol.ledger import Purpose
 from colocate._role.budget import Budgets, Limit
@@ -187,8 +188,9 @@ def plan(config: Config) -> list[GroupPlan]:
         found = []
         for name, group in config.groups.items():
             roles = _instances(*(made[other] for other in made if other != name), made[name])  # its own count first
+            unknown = [role for each in made.values() for role in each if role not in roles]
             for each in made[name].values():
-                each.go_on(roles)
+                each.go_on(roles, unknown)
             plans, pool = tuple(_read(made[name], group, slots[name])), config.pools[group.pool]
             found.append(GroupPlan(name, slots[name], plans, budgets_of(group, pool), not pool.gpus))
     return found
@@ -228,12 +230,20 @@ class _Made:
             self.instance = cls(**options)
             attach(self.instance, self.ctx)
 
-    def go_on(self, roles: Mapping[str, Any]) -> None:
-        """Have it get what calls will give to it, and make a step of each of its optimizers."""
+    def go_on(self, roles: Mapping[str, Any], unknown: Collection[str]) -> None:
+        """Have it get what calls will give to it, and make a step of each of its optimizers.
+
+        Args:
+            roles: The roles by name.
+            unknown: Roles that could not be constructed.
+        """
         planned = getattr(self.instance, "plan", None)
         if callable(planned) and "plan" not in methods_of(type(self.instance)):  # a role method of that name is another
             with self._running("its plan()"):
                 planned(roles)
+            if self.unknown is not None and unknown:
+                it, is_not, was_not = ("it", "isn't", "wasn't") if len(unknown) == 1 else ("they", "aren't", "weren't")
+                self.unknown += f" ({listed(unknown)} {is_not} known, so {it} {was_not} given)"
         if self.instance is not None:
             others = [each for each in roles.values() if each is not self.instance]
             with self._running("a step of its optimizer", _ON_META):

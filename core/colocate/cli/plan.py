@@ -69,7 +69,10 @@ def _show(group: GroupPlan) -> None:
             _say(f"{role.role} isn't known: {role.unknown}")
     fused, separate = plural(group.slots, "worker"), plural(group.processes, "process")
     least = _at_least(group, range(group.slots))
-    _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(group.fused)}")
+    if least and not group.fused:
+        _say(f"\nfused: {fused}; nothing is known of what they hold")
+    else:
+        _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(group.fused)}")
     _say(f"separate: {separate}, which hold as much, each with its own Python, torch and, on a GPU, context")
     for turns in group.turns():
         _say(_of(turns, group))
@@ -103,6 +106,8 @@ def _of(turns: Turns, group: GroupPlan) -> str:
         return f"{begin}, also for what sleeps: {listed(turns.misfits)} can't fit ({needs})"
     if turns.misfits:
         return f"{begin}: {listed(turns.misfits)} can't fit alone"
+    if least and not any(role.total for role in group.on(turns.slots[0])):
+        return f"{begin}: nothing is known of what its roles hold"
     if not turns.takers:
         who = "the roles that are known" if least else "all roles"
         return f"{begin}: {who} fit together ({needs})"
