@@ -242,6 +242,22 @@ def test_budgets(colocate: CommandLine) -> None:
     assert "they need 42 MiB: first and second must take turns" in said(*free)
 
 
+def test_who_takes_turns(colocate: CommandLine) -> None:
+    """Only roles of which no two fit together are said to be those."""
+    config = CONFIG.replace("mib: 8}", "mib: 30, trains: false}").replace(
+        "mib: 4, trains: false}, slots: [1, 3]", "mib: 21, trains: false}"
+    )
+    config += "          third: {use: beside:Net, with: {mib: 10, trains: false}}\n"
+    all_three = "not all of first, second and third can be awake together, so they must take turns"
+    # In the last, the smallest can't stay beside the largest; the two smallest fit.
+    cases = (("60", all_three, False), ("45", "first and second must take turns", True), ("35", all_three, False))
+    for mib, told, apart in cases:
+        budget = f"groups.all.device_memory={mib}MiB"
+        turns = planned(colocate, config, budget)["budgets"][0]
+        assert (turns["apart"], turns["takers"][:2]) == (apart, ["first", "second"])
+        assert f"they need 61 MiB: {told}; say" in colocate("plan", "demo.yaml", "--set", budget).stdout
+
+
 def test_slots_that_are_not_alike(colocate: CommandLine) -> None:
     """The fullest isn't the one on which something can't fit."""
     two = "{use: beside:Net, with: {mib: 10, trains: false}, slots: [0]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 import attrs
@@ -64,7 +65,8 @@ class Turns:
         limit: The budget.
         slots: The slots, which have the same roles.
         needs: Bytes that these need together, with what is to stay free for what one of them computes with.
-        takers: Roles that can't be awake all the time; none where all fit.
+        takers: Roles that can't be awake all the time, where the smallest are; none where all fit.
+        apart: Whether no two of the takers fit together. Otherwise who sleeps is a choice, and may be another role.
         misfits: Roles that don't fit: those that are too much alone, or all of them where turns are of no use, since
             what sleeps counts, too.
         copies: Bytes that a step copies at most, once they take turns; None where no step was declared.
@@ -74,6 +76,7 @@ class Turns:
     slots: tuple[int, ...]
     needs: int
     takers: tuple[str, ...]
+    apart: bool
     misfits: tuple[str, ...]
     copies: int | None
 
@@ -133,12 +136,13 @@ class GroupPlan:
     def _turns(self, limit: Limit, slots: tuple[int, ...], sizes: Mapping[str, int]) -> Turns:
         if not limit.device:
             needs = sum(sizes.values())
-            return Turns(limit, slots, needs, (), tuple(sizes) if needs > limit.nbytes else (), None)
+            return Turns(limit, slots, needs, (), False, tuple(sizes) if needs > limit.nbytes else (), None)
         room = Room(limit.nbytes, sizes, {role: self.budgets.activations.get(role, 0) for role in sizes})
         takers = tuple(_takers(room))
         misfits = tuple(role for role in takers if room.over({role}, role) > 0)
         needs = sum(sizes.values()) + max(room.needs.values())
-        return Turns(limit, slots, needs, takers, misfits, None if misfits else self._copies(room))
+        apart = bool(takers) and not any(_fit(room, pair) for pair in combinations(takers, 2))
+        return Turns(limit, slots, needs, takers, apart, misfits, None if misfits else self._copies(room))
 
     def _limits(self) -> list[Limit]:
         """Those that what is known here counts for: beside a GPU it isn't the host's."""
@@ -161,13 +165,18 @@ class GroupPlan:
         return None if not step or two is None or three is None else three - two
 
 
+def _fit(room: Room, roles: Collection[str]) -> bool:
+    """Whether there is room for these together, whichever of them runs."""
+    return all(room.over(roles, role) <= 0 for role in roles)
+
+
 def _takers(room: Room) -> Iterator[str]:
     """Who can't be awake all the time: the smallest are, as long as there is room for the others one by one."""
     rest = sorted(room.sizes, key=lambda role: room.sizes[role])
-    if all(room.over(rest, role) <= 0 for role in rest):
+    if _fit(room, rest):
         return
     awake: list[str] = []
-    while rest and all(room.over({*awake, rest[0], other}, other) <= 0 for other in rest):
+    while rest and all(_fit(room, {*awake, rest[0], other}) for other in rest):
         awake.append(rest.pop(0))
     yield from (role for role in room.sizes if role in rest)
 

@@ -106,12 +106,14 @@ def _of(turns: Turns, group: GroupPlan) -> str:
         return f"{begin}, also for what sleeps: {listed(turns.misfits)} can't fit ({needs})"
     if turns.misfits:
         return f"{begin}: {listed(turns.misfits)} can't fit alone"
-    if least and not any(role.total for role in group.on(turns.slots[0])):
+    holders = [role.role for role in group.on(turns.slots[0]) if role.total or role.role in turns.takers]
+    if least and not holders:
         return f"{begin}: nothing is known of what its roles hold"
     if not turns.takers:
         who = "the roles that are known" if least else "all roles"
         return f"{begin}: {who} fit together ({needs})"
-    text = f"{begin}, and they need {needs}: {listed(turns.takers)} must take turns"
+    who = listed(turns.takers) if turns.apart else f"not all of {listed(holders)} can be awake together, so they"
+    text = f"{begin}, and they need {needs}: {who} must take turns"
     if not group.budgets.swap:
         return f"{text}; say residency: swap"
     return text if turns.copies is None else f"{text}, and a step copies at most {size_text(turns.copies)}"
