@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 import colocate
+
+_LAST_PORT = 65535
 
 
 class Prometheus:
@@ -19,7 +22,12 @@ class Prometheus:
         Args:
             port: The port; 0 for any that is free.
             address: The address; who can reach it can read all numbers of the run.
+
+        Raises:
+            ConfigError: There is no such port.
         """
+        if not 0 <= port <= _LAST_PORT:
+            raise colocate.ConfigError(f"port: {port} is none: give one up to {_LAST_PORT}, or 0 for any that is free")
         self._at = port, address
         self._registry = registry = CollectorRegistry()
         method, role = ("group", "role", "method"), ("group", "role", "kind")
@@ -40,16 +48,14 @@ class Prometheus:
         """Listen.
 
         Raises:
-            ConfigError: The port is taken, or there is no such address here.
+            ConfigError: The port is taken or not for everybody, or there is no such address here.
         """
         port, address = self._at
         try:
             self._served = start_http_server(port, address, self._registry)
-        except (OSError, OverflowError) as error:
-            why = error.strerror or error if isinstance(error, OSError) else error
+        except OSError as error:
             raise colocate.ConfigError(
-                f"can't listen at {address}:{port} ({why}); where another run has it, give this "
-                "one a port of its own, `with: {port: ...}`"
+                f"can't listen at {address}:{port} ({error.strerror or error}); {_cure(error)}"
             ) from error
         if not port:
             print(f"prometheus: http://{address}:{self.port}/metrics")
@@ -80,6 +86,15 @@ class Prometheus:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _cure(error: OSError) -> str:
+    """What to do where it can't listen."""
+    if error.errno == errno.EADDRINUSE:
+        return "where another run has it, give this one a port of its own, `with: {port: ...}`"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "give a port that your user may have, `with: {port: ...}`"
+    return "give an address of this machine, such as `with: {address: 127.0.0.1}`, or 0.0.0.0 for all that it has"
 
 
 @colocate.hookimpl

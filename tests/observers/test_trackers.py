@@ -283,8 +283,28 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     with taken, pytest.raises(colocate.PluginError, match=r"prometheus' raised when .*in use.* a port of its own"):
         run_some(tmp_path, {"use": "prometheus", "with": {"port": taken.server_port}})
-    with pytest.raises(colocate.PluginError, match=r"can't listen at 127\.0\.0\.1:70000"):
-        run_some(tmp_path, {"use": "prometheus", "with": {"port": 70000}})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"port": -1}, r"port: -1 is none: give one up to 65535"),
+        ({"port": 70000}, r"port: 70000 is none: give one up to 65535"),
+        (
+            {"port": 0, "address": "256.1.1.1"},
+            r"can't listen at 256\.1\.1\.1:0 \(.+\); give an address of this machine",
+        ),
+        (
+            {"port": 0, "address": "192.0.2.1"},
+            r"can't listen at 192\.0\.2\.1:0 \(.+\); give an address of this machine",
+        ),
+    ],
+)
+def test_where_nothing_can_listen(tmp_path: Path, options: dict[str, object], told: str) -> None:
+    """The error says which option is wrong, and speaks of other runs only where the port is taken."""
+    with pytest.raises(colocate.PluginError, match=told) as raised:
+        run_some(tmp_path, {"use": "prometheus", "with": options})
+    assert "another run" not in str(raised.value)
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
