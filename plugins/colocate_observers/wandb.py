@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import wandb
+from wandb.errors import UsageError
 
 import colocate
 
@@ -31,9 +32,21 @@ class WeightsAndBiases:
         self._run: wandb.Run | None = None
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin a run there; its files are in the run's folder."""
+        """Begin a run there; its files are in the run's folder.
+
+        Raises:
+            ConfigError: There is no API key.
+        """
         options = {**self._options, "config": dict(run.config)}
-        self._run = wandb.init(name=run.name, dir=str(run.directory), reinit="create_new", **options)
+        try:
+            self._run = wandb.init(name=run.name, dir=str(run.directory), reinit="create_new", **options)
+        except UsageError as error:
+            if "API key" not in str(error):
+                raise
+            words = str(error).rstrip(".")
+            raise colocate.ConfigError(
+                f"{words}, or give this observer `with: {{mode: offline}}`, which needs none"
+            ) from error
         self._run.define_metric("*", step_metric="step")  # what charts have on their x axis
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:

@@ -122,6 +122,31 @@ def test_wandb(tmp_path: Path) -> None:
     assert exits == [0]
 
 
+def refused_by_wandb(folder: Path) -> None:
+    """Begin without an API key, and print what is said of that."""
+    try:
+        run_some(folder, "wandb")
+    except colocate.PluginError as error:
+        print(error)
+
+
+def test_wandb_without_a_key(tmp_path: Path) -> None:
+    """Of what needs none wandb says nothing where there is no terminal."""
+    script = f"from pathlib import Path; from {__name__} import refused_by_wandb; refused_by_wandb(Path.cwd())"
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    here = {**ours, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=here,
+        check=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
+    assert b"No API key" in done.stdout
+    assert b"`with: {mode: offline}`, which needs none" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("how", "error", "status"),
     [
