@@ -256,6 +256,10 @@ def test_who_takes_turns(colocate: CommandLine) -> None:
         turns = planned(colocate, config, budget)["budgets"][0]
         assert (turns["apart"], turns["takers"][:2]) == (apart, ["first", "second"])
         assert f"they need 61 MiB: {told}; say" in colocate("plan", "demo.yaml", "--set", budget).stdout
+    # The smallest could stay, but for what it computes with while it runs.
+    changes = ("groups.all.device_memory=65MiB", "groups.all.roles.third.reserve_activations=10MiB")
+    options = [part for each in changes for part in ("--set", each)]
+    assert f"they need 71 MiB: {all_three}; say" in colocate("plan", "demo.yaml", *options).stdout
 
 
 def test_slots_that_are_not_alike(colocate: CommandLine) -> None:
