@@ -186,6 +186,8 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
             place[kind] = place.get(kind, 0) + size
         shared = ledger.shared.get(name, 0)
         asleep = ledger.asleep.get(name, 0)
+        if not (name or held or shared or asleep):  # functions, which have left nothing
+            continue
         activations = None if ledger.peaks is None else _of_role(name, ledger.peaks)
         roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, name not in ledger.partial))
     parts = ledger.process or {}

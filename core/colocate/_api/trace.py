@@ -36,8 +36,9 @@ class Trace:
     In the form of Chrome's trace events: each group is a process, each of its slots a thread, with what its roles ran
     there, and what a call had waited for; others below it have memory that slept and woke, and what came from other
     workers. What overlaps, as calls of async methods do, has a thread more: viewers leave it out otherwise. The driver
-    is another process, with each call from when it was submitted to its last answer, and each fetch. What is in the
-    file can be read at any time, also after a driver was killed; a disk that is full ends the trace, with a warning.
+    is another process, with each call from when it was submitted to its last answer, and each fetch. Viewers read the
+    file at any time, also after a driver was killed, when its last bracket isn't there; a disk that is full ends the
+    trace, with a warning.
     """
 
     def __init__(self, connection: Connection, path: Path) -> None:

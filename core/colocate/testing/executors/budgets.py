@@ -58,6 +58,7 @@ class Budgets(ExecutorCase):
             one.look()
         with pytest.raises(MemoryBudgetError, match=r"after other\.make, .*residents 6\.1 MiB"):
             other.make.keep(_MIB // 2).wait()
+        assert [role.role for role in group.memory().slots[0].roles] == ["one", "other"]  # and no functions
         assert len(other.make(_MIB)) == 2  # what is only on its way doesn't count
         kept.free()
         assert group.wake("one")
