@@ -456,6 +456,26 @@ def test_what_somebody_has_a_part_of_stays(site: Any) -> None:
         sleeper.close()
 
 
+def test_memory_that_is_resized_while_it_sleeps(site: Any) -> None:
+    """It is elsewhere then, and awake. Who comes to lie where it was hasn't slept."""
+    hosted = add(site, types.SimpleNamespace(grown=torch.ones(SIDE, SIDE), kept=torch.ones(SIDE, SIDE)))
+    sleeper = Sleeper(site)
+    accounts = Accounts(site, sleeper)
+    try:
+        sleeper.sleep_alone("model")
+        before = hosted.instance.grown.data_ptr()
+        hosted.instance.grown.untyped_storage().resize_(2 * PIECE)
+        assert hosted.instance.grown.data_ptr() != before
+        shares = accounts.look("model")
+        assert (shares.owned["model"], shares.asleep["model"]) == ({("tensors", "cpu"): 2 * PIECE}, PIECE)
+        sleeper.wake_alone(hosted)
+        assert accounts.look("model").asleep["model"] == 0
+        assert hosted.instance.grown.all()
+        assert hosted.instance.kept.all()
+    finally:
+        sleeper.close()
+
+
 class Box:
     """What a method may return."""
 

@@ -254,11 +254,17 @@ def _version(item: Any) -> int:
 
 
 def _is_gone(storage: Any) -> Callable[[], bool]:
-    """What tells whether it is."""
+    """What tells whether it is, or has another place since it was resized."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    expired: Callable[[], bool] = StorageWeakRef(storage).expired  # type: ignore[no-untyped-call]
-    return expired
+    there, address = StorageWeakRef(storage), storage.data_ptr()  # type: ignore[no-untyped-call]
+    again = type(storage)._new_with_weak_ptr
+
+    def gone() -> bool:
+        still = again(there.cdata)
+        return still is None or still.data_ptr() != address
+
+    return gone
 
 
 def _key(storage: Any) -> int:
