@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colocate._protocol import from_worker
@@ -191,11 +191,41 @@ class Residency:
         if name is not None:
             self._note(name, shares)
         needed = frozenset().union(*self._needed.values()) | ({name} if name is not None else set())
+        return self._have_others_go(shares, name, needed, 0, lambda shares: self._over(shares, name), more)
+
+    def _have_others_go(
+        self,
+        shares: Shares,
+        name: str | None,
+        stay: frozenset[str],
+        coming: int,
+        excess: Callable[[Shares], int],
+        more: Mapping[str, Any] | None = None,
+    ) -> Shares:
+        """Have others make room for a role, as far as they can; what all have then.
+
+        Args:
+            shares: What all have.
+            name: The role; None for a function.
+            stay: Who can't go.
+            coming: What comes to the role.
+            excess: The bytes that are too many.
+            more: Values that are about to be kept.
+        """
         tried: set[str] = set()
-        while self._over(shares, name) > 0 and (goers := self._goers(shares, name, needed | tried)):
+        anew = False
+        while excess(shares) > 0:
+            goers = self._goers(shares, name, stay | tried, coming)
+            if not goers:
+                if not anew:
+                    break
+                tried, anew = set(), False  # who could not go may have it to itself now
+                continue
             for each in goers:
                 tried.add(each)
+                before = self._sleeper.asleep.tags(each)
                 self._put_to_sleep(each, name or "a function")
+                anew |= self._sleeper.asleep.tags(each) != before
             shares = self._accounts.shares(more)
         return shares
 
@@ -235,18 +265,14 @@ class Residency:
         """Have so many bytes be free, and what the role needs while it runs."""
         assert self._limit is not None
         shares = self._accounts.shares()
-        if self._over(shares, name) + coming + self._growth(name, shares) <= 0:
-            return
         pinned = frozenset().union({name}, *self._needed.values())
-        tried: set[str] = set()
-        while self._over(shares, name) + coming + self._growth(name, shares) > 0:
-            goers = self._goers(shares, name, pinned | tried, coming)
-            if not goers:
-                break
-            for each in goers:
-                tried.add(each)
-                self._put_to_sleep(each, name)
-            shares = self._accounts.shares()
+        shares = self._have_others_go(
+            shares,
+            name,
+            pinned,
+            coming,
+            lambda shares: self._over(shares, name) + coming + self._growth(name, shares),
+        )
         needed = coming + self._accounts.budgets.activations.get(name, 0)
         outgrown = self._accounts.has_outgrown(shares, name, self._limit, needed)
         if coming and self._over(shares, name) + coming > 0 and not outgrown:
@@ -308,14 +334,22 @@ class Residency:
     def _goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
         """Who is to make room next, so that a role can run; all who can where nothing else helps.
 
-        Who sleeps may have come to hold something since, or have it to itself only now: nobody else helps any more.
+        Who sleeps may have come to hold something since, or have it to itself only now: nobody else helps any more. Nor
+        does it count who has what another one has, too, where that begins elsewhere (a part of an array).
         """
         assert self._order is not None
         ahead = self._order.ahead()
         goers = self._choice(shares, name or "", stay, coming, ahead)
         if goers is None:
             goers = frozenset(self._candidates(shares, stay))
-        return goers or {each for each in self._names() if each not in stay and self._awake(each, shares)}
+        others = [each for each in self._names() if each not in stay]
+        holders = {each for each in others if self._awake(each, shares)}
+        return goers or holders or {each for each in others if self._may_go(each)}
+
+    def _may_go(self, name: str) -> bool:
+        """Whether a role may be put to sleep of which nothing counts: not where it would be told, having hooks."""
+        role, asleep = self._site.roles[name], self._sleeper.asleep.tags(name)
+        return len(asleep) < len(TAGS) and all(role.hook(each) is None for each in ("sleep", "wake"))
 
     def _candidates(self, shares: Shares, stay: frozenset[str]) -> set[str]:
         """Who can make room.

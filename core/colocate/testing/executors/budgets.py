@@ -320,6 +320,17 @@ class Budgets(ExecutorCase):
         (slot,) = group.memory().slots
         assert sum(role.total for role in slot.roles) <= 9 * _MIB
 
+    def test_turns_of_roles_that_have_parts_of_one_array(self, spawn: Spawn) -> None:
+        """It goes when nobody is awake who has one, though its memory counts with one of them."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Dozing, 1) for name in ("one", "other", "third")}
+        group = spawn(roles, residency="swap", device_memory="8MiB")
+        group.run(_lend_a_part)
+        for times in range(1, 4):
+            group.role("third", Dozing).refill(4)
+            assert group.run(_write_part) == [1.0 + times] * 2
+            assert group.run(_least_of_table) == [(1.0, 1.0 + times)] * 2
+
     def test_what_is_small_counts_before_it_wakes(self, spawn: Spawn) -> None:
         """Pieces of less than some pages stay where they are; they count like all others, also as they come back."""
         torch = pytest.importorskip("torch")
@@ -511,3 +522,21 @@ def _is_awake(records: list[colocate.MoveRecord], role: str) -> bool:
 
 def _pid(ctx: Context) -> int:
     return os.getpid()
+
+
+def _lend_a_part(ctx: Context) -> None:
+    import numpy as np
+    import torch
+
+    table = np.ones(_MIB, np.float32)
+    ctx.sibling("one", Dozing).cache[:] = [table]  # type: ignore[list-item]
+    ctx.sibling("other", Dozing).cache[:] = [torch.from_numpy(table[2**10 :])]
+
+
+def _write_part(ctx: Context) -> float:
+    return float(ctx.sibling("other", Dozing).cache[0].add_(1).min())
+
+
+def _least_of_table(ctx: Context) -> tuple[float, float]:
+    table = ctx.sibling("one", Dozing).cache[0]
+    return float(table[: 2**10].min()), float(table[2**10 :].min())
