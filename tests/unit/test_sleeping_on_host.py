@@ -483,13 +483,16 @@ class Box:
         self.tensors = tensors
 
 
-@pytest.mark.parametrize("kept", ["object", "set", "module", "gradient"])
-def test_residents_of_any_kind(site: Any, kept: str) -> None:
+@pytest.mark.parametrize("kept", ["object", "set", "module", "gradient", "many"])
+def test_residents_of_any_kind(site: Any, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in them stays, also with `discard`, and counts as the residents of who has made them."""
+    if kept == "many":  # they are looked through all the same
+        monkeypatch.setattr(holdings, "_LOOKS", 100)
     net = torch.nn.Linear(SIDE, SIDE, bias=False)
     net(torch.ones(1, SIDE)).sum().backward()
     cache = torch.ones(SIDE, SIDE)
     values = {"object": Box([cache]), "set": {1: {cache}}, "module": net, "gradient": net.weight}
+    values["many"] = [[each] for each in [*range(200), cache]]
     hosted = add(site, types.SimpleNamespace(cache=cache, net=net))
     site.store.expect(7)
     site.store.put(7, values[kept], "model.make", None)
@@ -498,7 +501,7 @@ def test_residents_of_any_kind(site: Any, kept: str) -> None:
         sleeper.sleep("model", TAGS, ("cache", "grads"), 1)
         sleeper.wake_alone(hosted)
         lost = [name for name, tensor in (("cache", cache), ("grads", net.weight.grad)) if not tensor.any()]
-        assert lost == (["grads"] if kept in ("object", "set") else ["cache"])
+        assert lost == (["grads"] if kept in ("object", "set", "many") else ["cache"])
         site.roles.clear()
         assert Accounts(site, sleeper).look(None).owned["model"] == {("residents", "cpu"): PIECE}
     finally:

@@ -21,7 +21,7 @@ from colocate._role.context import Context
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
-from colocate._values.leaving import has_memory
+from colocate._values.leaving import has_memory, memories
 from colocate._values.tree import PLAIN
 from colocate.worker.storages import Storages
 
@@ -73,15 +73,18 @@ def held_beside(
 
 def lie_in(
     values: Iterable[object], apart: Iterable[object], storages: Callable[[], Storages] = Storages
-) -> tuple[Holdings, bool, list[Any]]:
-    """What values of any kind hold, such as residents; see `held_by`.
+) -> tuple[Holdings, list[Any]]:
+    """What residents hold, which may be values of any kind; see `held_by`.
+
+    Where there is too much to look at, it is all that lies in their lists, dicts and dataclasses.
 
     Returns:
-        What was found, whether that is all, and the tensors whose gradients belong to it, too.
+        What was found, and the tensors whose gradients belong to it, too.
     """
-    search = _Search(apart)
-    complete = search.through(*values)
-    return search.found(storages), complete, search.leaves
+    search, roots = _Search(apart), list(values)
+    if not search.through(*roots):
+        search.note(Purpose.TENSORS, memories(roots))
+    return search.found(storages), search.leaves
 
 
 def leaves_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:

@@ -124,7 +124,7 @@ def shares_of(
     for owner, values in _residents(site, more or {}).items():
         kept = found.setdefault(owner, {}).setdefault(Purpose.RESIDENTS, Storages())
         with _looking_at(owner):
-            holdings, _, _ = lie_in(values, [each.instance for each in list(site.roles.values())])
+            holdings, _ = lie_in(values, [each.instance for each in list(site.roles.values())])
         for pieces in holdings.values():
             kept.include(pieces)
     freed = sleeper.asleep.freed()

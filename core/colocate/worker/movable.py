@@ -46,7 +46,7 @@ class Movable:
         found, complete = held_by(role.instance, declared, apart, partial(Objects, self._site.boot.device))
         # A device's memory mustn't be used while it sleeps; what is discarded is lost.
         matters = self._site.boot.device != "cpu" or bool(discard)
-        self._refuse_partial(f"role {name!r} holds", complete or not matters)
+        self._refuse_partial(name, complete or not matters)
         every = by_tags(found)
         awake, others = self._held_by_others(name, matters)
         for tag in TAGS:
@@ -80,12 +80,11 @@ class Movable:
             apart = [other.instance for other in roles if other is not role]
             declared = self._declared(role) if matters else ()
             found, complete = held_by(role.instance, declared, apart, storages)
-            self._refuse_partial(f"role {role.name!r} holds", complete or not matters)
+            self._refuse_partial(role.name, complete or not matters)
             held.extend(found.values())
             awake.include(all_but(found, self._asleep.tags(role.name)))
         values = [value for _, value in self._site.store.values()]
-        found, complete, leaves = lie_in(values, [each.instance for each in roles], storages)
-        self._refuse_partial("residents hold", complete or not matters)
+        found, leaves = lie_in(values, [each.instance for each in roles], storages)
         found[Purpose.GRADIENTS].add_all(gradients_of(leaves))
         for pieces in found.values():
             awake.include(pieces)
@@ -97,9 +96,11 @@ class Movable:
         except Exception as error:
             raise ColocateError(f"device_state() of role {role.name!r} has raised {error_text(error)}") from error
 
-    def _refuse_partial(self, who_holds: str, complete: bool) -> None:
+    def _refuse_partial(self, role: str, complete: bool) -> None:
         if not complete:
-            raise ColocateError(f"{who_holds} more objects than were looked at: what else uses the memory isn't known")
+            raise ColocateError(
+                f"role {role!r} holds more objects than were looked at: what else uses the memory isn't known"
+            )
 
     def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> set[int]:
         """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold."""
