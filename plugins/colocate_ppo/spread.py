@@ -77,7 +77,10 @@ class SpreadModel:
         elif layout.parallel == "ddp" and any(p.requires_grad and not p.is_meta for p in module.parameters()):
             from torch.nn.parallel import DistributedDataParallel
 
-            self.wrapped = DistributedDataParallel(module, process_group=ctx.process_group())
+            # Else its buckets take as much again as all gradients, and are in C++: they would be nobody's.
+            self.wrapped = DistributedDataParallel(
+                module, process_group=ctx.process_group(), gradient_as_bucket_view=True
+            )
 
     def __call__(self, **inputs: Any) -> Any:
         """What the model says. With gradients it is a step of all ranks together, without one rank may be alone."""
