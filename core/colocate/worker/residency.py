@@ -273,9 +273,10 @@ class Residency:
             coming,
             lambda shares: self._over(shares, name) + coming + self._growth(name, shares),
         )
+        if not coming or self._over(shares, name) + coming <= 0:
+            return
         needed = coming + self._accounts.budgets.activations.get(name, 0)
-        outgrown = self._accounts.has_outgrown(shares, name, self._limit, needed)
-        if coming and self._over(shares, name) + coming > 0 and not outgrown:
+        if not self._accounts.has_outgrown(shares, name, self._limit, needed):
             raise self._accounts.exceeded(shares, self._limit, f"waking role {name!r} needs {size_text(coming)}")
 
     def _over(self, shares: Shares, name: str | None) -> int:
