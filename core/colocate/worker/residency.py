@@ -329,8 +329,7 @@ class Residency:
         What keeps its addresses goes when the device has done all that it had to, for which must not be waited while
         somebody captures a graph.
         """
-        role = self._site.roles[name]
-        return not role.keeps_addresses and all(role.hook(each) is None for each in ("sleep", "wake"))
+        return not self._site.roles[name].keeps_addresses and not self._is_told(name)
 
     def _goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
         """Who is to make room next, so that a role can run; all who can where nothing else helps.
@@ -348,9 +347,12 @@ class Residency:
         return goers or holders or {each for each in others if self._may_go(each)}
 
     def _may_go(self, name: str) -> bool:
-        """Whether a role may be put to sleep of which nothing counts: not where it would be told, having hooks."""
-        role, asleep = self._site.roles[name], self._sleeper.asleep.tags(name)
-        return len(asleep) < len(TAGS) and all(role.hook(each) is None for each in ("sleep", "wake"))
+        """Whether a role may be put to sleep of which nothing counts: not where it would be told of it."""
+        return len(self._sleeper.asleep.tags(name)) < len(TAGS) and not self._is_told(name)
+
+    def _is_told(self, name: str) -> bool:
+        """Whether a role has means of its own to sleep or to wake, which are its code."""
+        return any(self._site.roles[name].hook(each) is not None for each in ("sleep", "wake"))
 
     def _candidates(self, shares: Shares, stay: frozenset[str]) -> set[str]:
         """Who can make room.
