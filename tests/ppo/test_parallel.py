@@ -139,3 +139,19 @@ def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: Problems) ->
         assert shuffled.fetch().sort().values.equal(scores.fetch().sort().values)
         ordered, unordered = (two_ranks.reward.summary(rollout.ref, each.ref) for each in (scores, shuffled))
     assert unordered == pytest.approx(ordered)
+
+
+def test_gradients_under_ddp_lie_in_its_buckets() -> None:
+    """Else the buckets, which nobody can find, take as much again."""
+    with colocate.connect() as runtime, runtime.reserve() as pool:
+        group = pool.spawn({"actor": colocate.role(Actor, **SMALL, parallel="ddp")})
+        ((gradients, pieces),) = group.run(_gradients)
+    assert pieces == 1 < gradients
+
+
+def _gradients(ctx: colocate.Context) -> tuple[int, int]:
+    """How many there are after a backward pass, and in how many pieces of memory."""
+    model = ctx.sibling("actor", Actor).model
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    found = [each.grad for each in model.module.parameters() if each.grad is not None]
+    return len(found), len({each.untyped_storage().data_ptr() for each in found})
