@@ -567,9 +567,16 @@ class TestSleep:
             before, (awake,), (slot,) = actor.digest(), actor.used(), group.memory().slots
             size = slot.roles[0].total
             assert slot.gpu is not None
-            nobodys = sum(slot.unowned[part] for part in ("other, device", "fragmentation"))
-            record_property(f"of {size / 2**30:.0f} GiB in use, what nobody owns", f"{nobodys / size:.1%}")
-            assert 0 <= nobodys <= 0.02 * size
+            unowned = {part: f"{slot.unowned[part] / 2**20:.0f} MiB" for part in ("fragmentation", "context")}
+            record_property(
+                f"beside {size / 2**30:.0f} GiB of a role: of torch's, kept for the next", unowned["fragmentation"]
+            )
+            record_property(f"beside {size / 2**30:.0f} GiB of a role: contexts", unowned["context"])
+            unexplained = slot.unowned["other, device"]
+            record_property(
+                f"beside {size / 2**30:.0f} GiB of a role: unexplained", f"{unexplained / slot.gpu['used']:.1%}"
+            )
+            assert 0 <= unexplained <= 0.02 * slot.gpu["used"]
             begin = time.perf_counter()
             assert group.sleep("actor") >= 0.98 * size
             first = time.perf_counter() - begin

@@ -235,7 +235,7 @@ class PlayedDriver:
         self.asked = 0
         self.open_now: list[int] = []
         self.amid: Callable[[], object] = lambda: None
-        patch.setattr(lending, "driver", lambda device: self)
+        patch.setattr(lending, "driver", lambda device: self if device.startswith("cuda") else None)
         patch.setattr(lending, "in_use", cuda.in_use)
         patch.setattr(lending, "empty", lambda shape, dtype, device: cuda._empty(shape, dtype, device, False))
 

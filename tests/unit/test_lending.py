@@ -213,7 +213,8 @@ def test_who_is_elsewhere(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_places(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine, a kind of device, a version of torch; none where nothing can be lent."""
+    """A machine, a kind of device, which needn't be in use yet, a version of torch; none where nothing can be lent."""
+    monkeypatch.setattr(lending, "in_use", lambda device: None)
     assert lending.place("cuda:0") == lending.place("cuda:1") == f"{lending._machine()} cuda torch {torch.__version__}"
     assert lending.place("cpu") == ""
     monkeypatch.setattr(lending, "driver", lambda device: None)
@@ -289,5 +290,7 @@ def test_where_there_is_no_driver() -> None:
     assert driver("cuda:0", missing) is None
     assert driver("xpu:0") is None
     assert isinstance(driver("cuda:0", lambda name: Library()), Driver)
-    assert driver("cuda:0", lambda name: SimpleNamespace()) is None  # an old one
+    old = driver("cuda:0", lambda name: SimpleNamespace())
+    with pytest.raises(DriverError, match="cuDeviceGet: this driver lacks it"):
+        old.handle(1, 1)
     cuda_driver.driver.cache_clear()

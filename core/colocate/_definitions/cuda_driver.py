@@ -29,11 +29,10 @@ class Driver:
     """
 
     def __init__(self, library: Any, device: str) -> None:
-        """Args: library: As ctypes has it. device: As torch calls it, which has initialised CUDA there."""
+        """Args: library: As ctypes has it. device: As torch calls it; see `_enter`."""
         self._library = library
-        number, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(number_of(device)))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)  # torch's own
+        self._device = device
+        self._context: ctypes.c_void_p | None = None
 
     def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
         """What another process opens to get at some memory, and where in that it begins.
@@ -78,7 +77,12 @@ class Driver:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def _enter(self) -> None:
-        """Threads begin without a context."""
+        """Threads begin without a context. Torch has made one by now: some tensor is there, or is to be."""
+        if self._context is None:
+            number, context = ctypes.c_int(), ctypes.c_void_p()
+            self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(number_of(self._device)))
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # torch's own
+            self._context = context
         self._call("cuCtxSetCurrent", self._context)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -94,7 +98,7 @@ class Driver:
 
 @functools.cache
 def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
-    """The driver for a device of this process that torch has initialised; None where there is none.
+    """The driver for a device of this process, which needn't be in use yet; None where there is none.
 
     AMD's and Intel's GPUs have others.
     """
@@ -102,5 +106,5 @@ def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | No
         return None
     try:
         return Driver(load("libcuda.so.1"), device)
-    except (OSError, DriverError):
+    except OSError:
         return None

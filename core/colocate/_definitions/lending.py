@@ -16,6 +16,7 @@ from typing import Any
 
 from colocate._definitions.cuda_driver import Driver, DriverError, driver
 from colocate._definitions.device_copies import SideStream, is_plain
+from colocate._system.imported import imported
 from colocate.gpus import in_use
 
 WORTH_LENDING_BYTES = 1 << 20
@@ -30,10 +31,14 @@ class NotLentError(Exception):
 
 
 def place(device: str) -> str:
-    """Where a process computes, as those say it alike which may lend memory to each other; "" where none may."""
-    if in_use(device) is None or driver(device) is None:
+    """Where a process computes, as those say it alike which may lend memory to each other; "" where none may.
+
+    It needn't have used the device yet: what comes first may be a value for it.
+    """
+    torch = imported("torch")
+    if torch is None or driver(device) is None:
         return ""
-    return f"{_machine()} {device.partition(':')[0]} torch {sys.modules['torch'].__version__}"
+    return f"{_machine()} {device.partition(':')[0]} torch {torch.__version__}"
 
 
 @functools.cache
