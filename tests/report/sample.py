@@ -99,6 +99,7 @@ def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
                 60 * MIB,
                 20 * MIB,
                 6 * MIB,
+                0,
                 None,
             )
             for slot in range(slots)

@@ -256,6 +256,14 @@ class Library:
         self.called.append(f"{size.value} from {source.value} to {target.value} on {stream.value}")
         return 0
 
+    def cuMemHostRegister_v2(self, address: Any, size: Any, flags: Any) -> int:
+        self.called.append(f"pin {size.value} at {address.value}, {flags.value}")
+        return 0
+
+    def cuMemHostUnregister(self, address: Any) -> int:
+        self.called.append(f"unpin {address.value}")
+        return 0
+
     def cuIpcCloseMemHandle(self, address: Any) -> int:
         self.called.append(f"close {address.value}")
         return 0
@@ -275,6 +283,9 @@ def test_the_driver() -> None:
     made.copy(1, 9100, 900, SimpleNamespace(cuda_stream=4))
     made.close(9000)
     assert library.called == ["in 80", "in 80", "in 80", "900 from 9100 to 1 on 4", "in 80", "close 9000"]
+    made.pin(4096, 900)
+    made.unpin(4096)
+    assert library.called[6:] == ["in 80", "pin 900 at 4096, 1", "in 80", "unpin 4096"]
     with pytest.raises(DriverError, match="several pieces"):
         made.handle(5100, 901)
     with pytest.raises(DriverError, match="cuMemGetAddressRange_v2: invalid argument"):

@@ -14,7 +14,7 @@ from tests.unit.played import Cuda  # noqa: E402
 
 from colocate.worker import offload as offload_module  # noqa: E402
 from colocate.worker.backing import Resized  # noqa: E402
-from colocate.worker.offload import Offload, _digest, _pieces, _view  # noqa: E402
+from colocate.worker.offload import Offload, _digest, _view  # noqa: E402
 
 
 def storages(*tensors: Any) -> dict[int, Any]:
@@ -71,22 +71,20 @@ def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(weights, before)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 5, 1 << 20, (1 << 20) + 1, 3 << 20, 33 << 30, (7 << 30) - 12345])
-def test_pieces(nbytes: int) -> None:
-    """Torch pins powers of two: of what is pinned little is for nobody."""
-    sizes = list(_pieces(nbytes))
-    assert sum(sizes) == nbytes
-    assert all(sizes)
-    assert sum(1 << (size - 1).bit_length() for size in sizes) < nbytes + (1 << 20)
-
-
 def test_in_several_pieces() -> None:
-    tensor = torch.arange(float(3 * 2**18 + 77))
-    before = tensor.clone()
-    offload, chosen = Offload("cpu"), storages(tensor)
-    assert len(list(_pieces(tensor.nbytes))) == 3
+    """What is taken when others have left gaps."""
+    offload = Offload("cpu")
+    several = [torch.full((1 << 18,), float(number)) for number in range(8)]
+    chosen = storages(*several)
     offload.write(chosen).put_away()
     offload.bring_back(chosen)
+    offload.let_go(list(chosen)[::2])
+    tensor = torch.arange(float(3 * 2**18 + 77))
+    before, more = tensor.clone(), storages(tensor)
+    offload.write(more).put_away()
+    (key,) = more
+    assert len(offload._copies[key].host.parts) == 4
+    offload.bring_back(more)
     assert torch.equal(tensor, before)
 
 

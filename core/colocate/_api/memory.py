@@ -65,6 +65,7 @@ class SlotMemory:
         code: What of it came with what roles have imported since.
         held_back: What of it was freed, and `malloc` has kept.
         objects: What of it `malloc` has given to others than roles: to libraries and for objects of Python, since.
+        pinned: What of it was pinned for memory of the device that sleeps, and is kept for the next time.
         gpu: "allocated" and "reserved" by torch, "used" by all processes, "total"; None without a GPU.
     """
 
@@ -77,6 +78,7 @@ class SlotMemory:
     code: int | None
     held_back: int | None
     objects: int | None
+    pinned: int | None
     gpu: Mapping[str, int] | None
 
     @property
@@ -84,9 +86,9 @@ class SlotMemory:
         """What nobody owns, by what it is for.
 
         "empty worker" (Python and torch), "code" (imported since), "held back" (freed, and kept by `malloc`), "objects"
-        (of libraries and of Python, made since) and "other" of the process; on a GPU "fragmentation" (reserved, and not
-        in use), "context" (CUDA's, NCCL's and other processes' memory), and "other" (of torch: what is computed with
-        just now).
+        (of libraries and of Python, made since), "pinned" (where there is some: for what sleeps, and kept) and "other"
+        of the process; on a GPU "fragmentation" (reserved, and not in use), "context" (CUDA's, NCCL's and other
+        processes' memory), and "other" (of torch: what is computed with just now).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
@@ -102,6 +104,8 @@ class SlotMemory:
                 "held back": self.held_back or 0,
                 "objects": self.objects or 0,
             }
+            if self.pinned:
+                parts["pinned"] = self.pinned
             owned = on_device if self.device == "cpu" else on_host
             found |= {**parts, "other": self.process - sum(parts.values()) - owned}
         return found
@@ -201,6 +205,7 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         parts.get("code"),
         parts.get("held back"),
         parts.get("objects"),
+        parts.get("pinned"),
         ledger.gpu,
     )
 

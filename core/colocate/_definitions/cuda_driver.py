@@ -1,4 +1,4 @@
-"""What CUDA's driver does for a process that lends memory of a device to another one, and for that one."""
+"""What CUDA's driver does beyond torch: it lends memory of a device to another process, and pins memory of the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from colocate.gpus import number_of
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 
 
 class DriverError(RuntimeError):
@@ -75,6 +76,25 @@ class Driver:
         """Let go of what was opened."""
         self._enter()
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Have some memory of the host's stay where it is: the device copies from and to it by itself.
+
+        Raises:
+            DriverError: It can't.
+        """
+        self._enter()
+        size = ctypes.c_size_t(nbytes)
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        """Have it be as others.
+
+        Raises:
+            DriverError: It can't.
+        """
+        self._enter()
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def _enter(self) -> None:
         """Threads begin without a context. Torch has made one by now: some tensor is there, or is to be."""

@@ -46,8 +46,9 @@ class Ledger:
         asleep: What roles hold that isn't in memory (`group.sleep`), by role.
         partial: Roles that hold more objects than were looked at.
         process: What of the process's memory is its own, "private"; of it what was so before the first role was
-            constructed, "empty", came with imports since, "code", was freed without being given back, "held back", and
-            was given to others than roles by `malloc`, "objects". None where the process is the driver's.
+            constructed, "empty", came with imports since, "code", was freed without being given back, "held back", was
+            given to others than roles by `malloc`, "objects", and was pinned for what sleeps of a device, "pinned".
+            None where the process is the driver's.
         gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
             "total"; None of a slot without one. Without what sleeps and has kept its addresses.
         peaks: What methods have allocated on it at most while they ran, by role and method; None where nobody knows.

@@ -7,7 +7,7 @@ is done (`backing.py`). Nothing may be computed with them meanwhile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -15,14 +15,15 @@ import attrs
 
 from colocate._definitions.device_copies import SideStream
 from colocate._system.imported import imported
+from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
 from colocate.gpus import in_use
 from colocate.worker.backing import Backing, Mapped, Resized
+from colocate.worker.pinned import Arena, Room
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
 
-_SMALLEST_PIECE = 1 << 20
 _WORDS_AT_ONCE = 1 << 20  # what is looked at of a storage needs as much memory beside it
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _PRIME = 1_000_003
@@ -52,7 +53,7 @@ class _Copy:
 
     Attributes:
         nbytes: How many they are.
-        host: They, as bytes in several pieces; None where they were let go of.
+        host: They; None where they were let go of.
         digest: A number that they make; None where it isn't known.
         storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
         reference: What tells whether it is there.
@@ -60,7 +61,7 @@ class _Copy:
     """
 
     nbytes: int
-    host: Any
+    host: Room | None
     digest: int | None
     storage: Any
     reference: _Reference
@@ -70,12 +71,18 @@ class _Copy:
 class Offload:
     """Storages of one device that are on the host, and copies of such as hardly change."""
 
-    def __init__(self, device: str) -> None:
-        """Args: device: As torch calls it."""
+    def __init__(self, device: str, free: Callable[[], int] = free_memory) -> None:
+        """Args: device: As torch calls it. free: How much of the host's memory is free."""
         self._device = device
+        self._arena = Arena(device, free)
         self._copies: dict[Key, _Copy] = {}
         self._side = SideStream(device)
         self._backings: tuple[Backing, ...] = (Mapped(device), Resized())
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of the host that are kept for copies, in use or not."""
+        return self._arena.nbytes
 
     def write(
         self,
@@ -99,15 +106,19 @@ class Offload:
         for key in [key for key, known in self._copies.items() if known.reference.expired()]:
             del self._copies[key]
         copies: dict[Key, _Copy] = {}
+        new: dict[Key, int | None] = {}
         with self._copying():
             for key, storage in storages.items():
-                view = _view(storage)
-                digest = None if key in once else _digest_if_room(view)
+                digest = None if key in once else _digest_if_room(_view(storage))
                 known = self._copies.pop(key, None)
                 if known is not None and digest is not None and known.digest == digest:
                     copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))
-                    continue
-                copies[key] = self._copy(storage, self._to_host(view), digest)
+                else:
+                    new[key] = digest
+            known = None
+            self._arena.reserve([storages[key].nbytes() for key in new])
+            for key, digest in new.items():
+                copies[key] = self._copy(storages[key], self._to_host(_view(storages[key])), digest)
         for key, storage in emptied.items():
             if (known := self._copies.get(key)) is not None and self.away(key):
                 copies[key] = attrs.evolve(known, host=None, digest=None)
@@ -164,8 +175,7 @@ class Offload:
                     if copy.host is None:
                         view.zero_()
                     else:
-                        sizes = [piece.numel() for piece in copy.host]
-                        for piece, part in zip(copy.host, view.split(sizes), strict=True):
+                        for part, piece in _along(view, copy.host):
                             part.copy_(piece, non_blocking=True)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self._take(given)
@@ -189,7 +199,7 @@ class Offload:
         self._take(copies)
         self._give_back()
 
-    def _copy(self, storage: Any, host: Any, digest: int | None) -> _Copy:
+    def _copy(self, storage: Any, host: Room | None, digest: int | None) -> _Copy:
         return _Copy(storage.nbytes(), host, digest, storage, _Reference(storage), self._backing_of(storage))
 
     def _backing_of(self, storage: Any) -> Backing:
@@ -200,14 +210,9 @@ class Offload:
             backing.take([copy.storage for copy in copies if copy.backing is backing]) for backing in self._backings
         )
 
-    def _to_host(self, view: Any) -> Any:
-        torch, is_pinned = imported("torch"), in_use(self._device) is not None
-        sizes = list(_pieces(view.numel()))
-        try:
-            host = [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
-        except RuntimeError as error:
-            raise MemoryError(f"{size_text(view.numel())} of pinned memory are needed: {error}") from error
-        for piece, part in zip(host, view.split(sizes), strict=True):
+    def _to_host(self, view: Any) -> Room:
+        host = self._arena.take(view.numel())
+        for part, piece in _along(view, host):
             piece.copy_(part, non_blocking=True)
         return host
 
@@ -247,14 +252,9 @@ class Offloading:
         return self._offload.put_away(self._copies, gives_back)
 
 
-def _pieces(nbytes: int) -> Iterator[int]:
-    """The sizes in which so many bytes are pinned: torch pins powers of two, and of 33 GiB that would be 64."""
-    while nbytes > _SMALLEST_PIECE:
-        size = 1 << (nbytes.bit_length() - 1)
-        yield size
-        nbytes -= size
-    if nbytes:
-        yield nbytes
+def _along(view: Any, host: Room) -> Iterator[tuple[Any, Any]]:
+    """The parts of a view of bytes, each with what it is copied to and from."""
+    return zip(view.split([piece.numel() for piece in host.parts]), host.parts, strict=True)
 
 
 def _view(storage: Any) -> Any:

@@ -36,16 +36,17 @@ class ProcessMemory:
         self.code, self._before = 0, private
         self._in_use = self._in_use_before = malloced.in_use
 
-    def look(self, elsewhere: int, owned: int, asleep: int) -> dict[str, int]:
+    def look(self, elsewhere: int, owned: int, asleep: int, pinned: int) -> dict[str, int]:
         """What there is now, by what it is called in a ledger.
 
         Args:
             elsewhere: What is its own, and not private.
             owned: What of the host's memory roles have.
             asleep: What they have besides that is in files: `malloc` takes it for memory in use.
+            pinned: What was pinned for a device's memory that sleeps.
         """
         private, malloced = private_bytes() + elsewhere, Malloced.now()
-        rest = private - self.empty - self.code - malloced.held_back - owned
+        rest = private - self.empty - self.code - malloced.held_back - pinned - owned
         # No more than there is: `malloc` counts memory that nobody has ever touched, too.
         objects = min(malloced.in_use - self._in_use - owned - asleep, rest)
         return {
@@ -54,6 +55,7 @@ class ProcessMemory:
             "code": self.code,
             "held back": malloced.held_back,
             "objects": max(0, objects),
+            "pinned": pinned,
         }
 
     def notice_imports(self) -> None:

@@ -69,7 +69,7 @@ class Sleeper:
     def __init__(self, site: Worker) -> None:
         self._site = site
         self._files: Spill | None = None
-        self._offload = Offload(site.boot.device)
+        self._offload = Offload(site.boot.device, lambda: self.free())
         self.asleep = Asleep(site.boot.device)
         self._movable = Movable(site, self._offload, self.asleep)
         self.free: Callable[[], int] = free_memory
@@ -222,6 +222,11 @@ class Sleeper:
         """The bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         return self.asleep.coming(name, asleep).on_device if asleep else 0
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of the process's own memory that a device copies from and to as its own sleeps and wakes."""
+        return self._offload.pinned
 
     def in_memory(self, pieces: Iterable[Mapping[int, int]] = ()) -> int:
         """Bytes of the process's memory that are pages of files: of its own, to which memory goes, and of others.
