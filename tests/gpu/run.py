@@ -129,6 +129,8 @@ if torch.cuda.is_available():
     except (OSError, subprocess.TimeoutExpired):
         said = []
     found["driver"] = said[0] if said else "unknown"
+    free, total = torch.cuda.mem_get_info()
+    found["in use"] = f"{(total - free) / 2**20:.0f} MiB, with this process's context"
 print(json.dumps(found))
 """
 
