@@ -567,16 +567,11 @@ class TestSleep:
             before, (awake,), (slot,) = actor.digest(), actor.used(), group.memory().slots
             size = slot.roles[0].total
             assert slot.gpu is not None
-            unowned = {part: f"{slot.unowned[part] / 2**20:.0f} MiB" for part in ("fragmentation", "context")}
-            record_property(
-                f"beside {size / 2**30:.0f} GiB of a role: of torch's, kept for the next", unowned["fragmentation"]
-            )
-            record_property(f"beside {size / 2**30:.0f} GiB of a role: contexts", unowned["context"])
-            unexplained = slot.unowned["other, device"]
-            record_property(
-                f"beside {size / 2**30:.0f} GiB of a role: unexplained", f"{unexplained / slot.gpu['used']:.1%}"
-            )
-            assert 0 <= unexplained <= 0.02 * slot.gpu["used"]
+            what = f"beside {size / 2**30:.0f} GiB of a role"
+            kept, unexplained = (slot.unowned[part] for part in ("fragmentation", "other, device"))
+            record_property(f"{what}: what torch keeps for the next", f"{kept / 2**20:.0f} MiB")
+            record_property(f"{what}: unexplained", f"{unexplained / slot.gpu['reserved']:.1%}")
+            assert 0 <= unexplained <= 0.02 * slot.gpu["reserved"]
             begin = time.perf_counter()
             assert group.sleep("actor") >= 0.98 * size
             first = time.perf_counter() - begin
