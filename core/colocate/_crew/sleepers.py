@@ -62,11 +62,6 @@ class Sleepers:
                 found.setdefault(role, []).append(tag)
         return found
 
-    @property
-    def roles(self) -> list[str]:
-        """The roles that have marks."""
-        return list(dict.fromkeys(role for role, _ in list(self._marks)))
-
     def woken(self, seen: dict[Mark, Slept]) -> None:
         """They have been woken by a call that was made when these marks were there."""
         for mark, slept in seen.items():

@@ -15,7 +15,6 @@ from colocate._system.atomic import atomic_folder
 from colocate._system.numbers import FOREVER_S, shown
 from colocate._values.dispatch import plan
 from colocate._views.sending import ready, refuse_inside, submit
-from colocate._views.sleeping import start_sleep
 from colocate._views.waking import everyone
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.checkpoint import RECORD, role_folder
@@ -43,8 +42,7 @@ def write(crew: Crew, folder: Path, tag: Tag) -> None:
         with atomic_folder(folder, _committing(crew, found, crew.generation, saved)) as part:
             for name in saved:
                 role_folder(part, name).mkdir()
-            with _asleep_again(crew):
-                _submit(crew, part).result()
+            _submit(crew, part).result()
             crew.residents.raise_untold()
             record = {
                 "tag": tag,
@@ -71,18 +69,6 @@ def _committing(crew: Crew, checkpoint: Checkpoint, generation: int, saved: Coll
         refuse_others(checkpoint.folder, saved)  # it may have been filled meanwhile
         yield
         crew.restarts.committed(checkpoint)
-
-
-@contextlib.contextmanager
-def _asleep_again(crew: Crew) -> Iterator[None]:
-    """What calls don't wake is woken for a checkpoint only: behind it, all of that sleeps again."""
-    until_woken = crew.sleepers.until_woken
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ColocateError):  # of a group that has failed, which the checkpoint has told
-            for role, tags in until_woken.items():
-                start_sleep(crew, role, tags, None, "fail")
 
 
 def _submit(crew: Crew, part: Path) -> PendingCall:

@@ -16,7 +16,7 @@ from colocate._role.method import TAGS
 from colocate._values.dispatch import plan
 from colocate._values.mesh import Mesh
 from colocate._views.drafts import Draft, settled
-from colocate.worker.functions import CHECKPOINT, SPECS, WAKE, Functions
+from colocate.worker.functions import SPECS, WAKE, Functions
 from colocate.worker.sleeping import Outcome
 
 
@@ -68,11 +68,11 @@ def outcomes(call: PendingCall) -> Sequence[Outcome]:
 
 def _wakes(crew: Crew, draft: Draft) -> dict[str, dict[Mark, Slept]]:
     """What a call wakes, by role."""
-    name, sleepers = draft.call.role, crew.sleepers
-    if name in crew.roles:
-        awake = crew.roles[name].methods[draft.method].awake
-        return {name: sleepers.for_call(name, TAGS if awake is None else awake)}
-    return {role: sleepers.seen(role, TAGS) for role in sleepers.roles} if draft.method == CHECKPOINT else {}
+    name = draft.call.role
+    if name not in crew.roles:
+        return {}
+    awake = crew.roles[name].methods[draft.method].awake
+    return {name: crew.sleepers.for_call(name, TAGS if awake is None else awake)}
 
 
 def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: Draft) -> Draft:

@@ -34,7 +34,9 @@ class Movable:
         self._offload = offload
         self._asleep = asleep
 
-    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = ()) -> Going:
+    def going(
+        self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Collection[int] | None = None
+    ) -> Going:
         """See `Sleeper.going`, which looks at whether there is room, too.
 
         Raises:
@@ -54,6 +56,9 @@ class Movable:
                 awake.include(every[tag])
         by_tag = {tag: every[tag] for tag in tags}
         immovable = self._immovable(by_tag.values(), [*found.values(), *others])
+        if only is not None:
+            keys = {key for pieces in by_tag.values() for sizes in pieces.values() for key in sizes}
+            immovable |= keys.difference(only)
         # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
         loses = bool(discard) and not self._site.in_process
         empty = unneeded(found, discard, others) if loses else Objects()

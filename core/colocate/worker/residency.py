@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colocate._protocol import from_worker
@@ -25,6 +25,7 @@ from colocate.worker.accounts import Accounts
 from colocate.worker.hosted import HostedRole
 from colocate.worker.ledger import Shares
 from colocate.worker.memory_site import Worker
+from colocate.worker.moves import Coming
 from colocate.worker.prefetch import Prefetch
 from colocate.worker.sleeping import Sleeper
 from colocate.worker.swapping import Order, Room, State, Use, by_last_use, who_goes
@@ -136,20 +137,31 @@ class Residency:
     def awake(self, role: HostedRole) -> Iterator[None]:
         """A block in which all of a role is awake, on this rank as on all others; what it holds may change there.
 
+        Where roles don't take turns, what slept sleeps again behind it: whoever has put several to sleep has no room
+        for all of them at once.
+
         Raises:
-            MemoryBudgetError: There is no room for it.
+            MemoryBudgetError: There is no room for it, or where it is to sleep again.
         """
         assert role.name is not None
         self.settle()
         with self.holding(role.name):
             if self._order is not None:
                 self._awaken(role.name, tuple(TAGS))
+                slept: Coming | None = None
             else:
-                self._sleeper.wake_alone(role)
+                slept = self._wake_for_once(role.name)
             try:
                 yield
+            except BaseException as error:
+                try:
+                    self._sleep_again(role.name, slept)
+                except Exception as second:
+                    error.add_note(error_text(second))
+                raise
             finally:
                 self._accounts.changed(role.name)
+            self._sleep_again(role.name, slept)
 
     def make_room(self, name: str) -> None:
         """A role is about to be woken: have others make room, as far as they can."""
@@ -224,7 +236,7 @@ class Residency:
             for each in goers:
                 tried.add(each)
                 before = self._sleeper.asleep.tags(each)
-                self._put_to_sleep(each, name or "a function")
+                self._put_to_sleep(each, f"could not make room for {name or 'a function'}")
                 anew |= self._sleeper.asleep.tags(each) != before
             shares = self._accounts.shares(more)
         return shares
@@ -246,14 +258,32 @@ class Residency:
             self.settle()
         self._make_room(name, self._sleeper.size(name, tags))
         if asleep:
-            start = time.time()
-            try:
-                nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, self._writes(name))
-            except Exception as error:  # of its own hook, too
-                raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
-            finally:
-                self._accounts.changed(name)
-            self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False))
+            self._wake(name, asleep, self._writes(name))
+
+    def _wake(self, name: str, asleep: Sequence[str], writes: bool) -> None:
+        start = time.time()
+        try:
+            nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, writes)
+        except Exception as error:  # of its own hook, too
+            raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
+        finally:
+            self._accounts.changed(name)
+        self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False))
+
+    def _wake_for_once(self, name: str) -> Coming | None:
+        """Have all of a role be awake, if its budget has room for that. What has come, if anything slept."""
+        asleep = self._sleeper.asleep.tags(name)
+        if not asleep:
+            return None
+        coming = self._sleeper.asleep.coming(name, asleep)
+        self._sleeper.refuse_more(name, coming.on_device, True, True)
+        self._sleeper.refuse_more(name, coming.anew, False, True)
+        self._wake(name, asleep, False)
+        return coming
+
+    def _sleep_again(self, name: str, slept: Coming | None) -> None:
+        if slept is not None:
+            self._put_to_sleep(name, "could not be put back to sleep", slept.tags, slept.pieces)
 
     def _writes(self, name: str) -> bool:
         """Whether a role that is about to run will be written into, as far as anybody knows."""
@@ -412,20 +442,24 @@ class Residency:
             return who_goes([use for use in ahead if use.role in moving or use.role not in stay], room, state)
         return by_last_use(self._order.recent, runs, room, state)
 
-    def _put_to_sleep(self, name: str, why: str) -> None:
+    def _put_to_sleep(
+        self, name: str, failing: str, tags: Sequence[str] = tuple(TAGS), only: Collection[int] | None = None
+    ) -> None:
+        """See `Sleeper.sleep_alone`. `failing`: what is wrong with the role if it can't."""
         self.settle()
         start, before = time.time(), self._sleeper.asleep.tags(name)
         try:
-            nbytes = self._sleeper.sleep_alone(name)
+            nbytes = self._sleeper.sleep_alone(name, tags, only)
         except Consequence:  # of a peer's failure
             raise
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
-            raise MemoryBudgetError(f"role {name!r} could not make room for {why}: {error_text(error)}") from error
+            raise MemoryBudgetError(f"role {name!r} {failing}: {error_text(error)}") from error
         finally:
             self._accounts.changed(name)
         self._copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
-            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), True))
+            whole = len(tags) == len(TAGS)
+            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), whole))
 
     def _note(self, name: str, shares: Shares) -> None:
         """What a role has come to hold, and whether it was written into."""

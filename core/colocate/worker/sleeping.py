@@ -174,8 +174,13 @@ class Sleeper:
             self.asleep.why[name] = outcome.refusal
         return outcome
 
-    def sleep_alone(self, name: str) -> int:
-        """Put all of a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
+    def sleep_alone(self, name: str, tags: Sequence[str] = tuple(TAGS), only: Collection[int] | None = None) -> int:
+        """Put a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
+
+        Args:
+            name: The role.
+            tags: What of it.
+            only: The pieces of memory that may go; None for all.
 
         Returns:
             The bytes that sleep now, also those that a device keeps.
@@ -186,8 +191,8 @@ class Sleeper:
             ValueError: It can't be put away here.
         """
         role = self._site.roles[name]
-        new = [tag for tag in TAGS if tag not in self.asleep.tags(name)]
-        found, end = self._copied(name, role, tuple(TAGS), again=True)
+        new = [tag for tag in tags if tag not in self.asleep.tags(name)]
+        found, end = self._copied(name, role, tags, again=True, only=only)
         try:
             end()
         except BaseException:
@@ -314,13 +319,14 @@ class Sleeper:
         tags: Sequence[str],
         discard: Collection[str] = (),
         again: bool = False,
+        only: Collection[int] | None = None,
     ) -> tuple[Going, Callable[[], int]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
         finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards
         try:
-            going = self.going(name, tags, discard)
+            going = self.going(name, tags, discard, only)
             return going, self.copy_out(going, again=again)
         except BaseException:
             self._tell(role, "wake", new)
@@ -342,20 +348,23 @@ class Sleeper:
 
     # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
 
-    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = ()) -> Going:
+    def going(
+        self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Collection[int] | None = None
+    ) -> Going:
         """What of a role is to sleep.
 
         Args:
             name: The role.
             tags: What of it.
             discard: Tags of which the contents are let go of; those that sleep already, too.
+            only: The pieces of memory that may go; None for all.
 
         Raises:
             MemoryBudgetError: There is no room where it goes.
             ColocateError: Not everything can be looked at, where that matters.
         """
         self.asleep.forget_freed()
-        going = self._movable.going(name, tags, discard)
+        going = self._movable.going(name, tags, discard, only)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
 

@@ -184,6 +184,21 @@ class Budgets(ExecutorCase):
         with pytest.raises(MemoryBudgetError, match=r"after other\.look"):
             other.look()
 
+    def test_a_checkpoint_wakes_one_role_at_a_time(self, spawn: Spawn, tmp_path: Any) -> None:
+        """All of them together have no room, which is why they sleep."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="7MiB")
+        found = {}
+        for name in roles:
+            found[name] = group.role(name, Dozing).train()
+            group.sleep(name)
+        group.checkpoint(tmp_path / "saved")
+        assert all(role.asleep >= 3 * _MIB for slot in group.memory().slots for role in slot.roles)
+        for name in roles:
+            assert group.role(name, Dozing).look() == found[name]
+            group.sleep(name)
+
     def test_budgets_that_can_not_be(self, runtime: Runtime) -> None:
         """They are refused before anything starts."""
         role, named = colocate.role(Dozing), {"residency": "swap", "device_memory": 5000}

@@ -375,11 +375,49 @@ class Sleeping(ExecutorCase):
         assert actor.told() == [["sleep weights", "wake weights"]] * 2
 
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
-        """It is woken for that."""
-        before = dozing.role("actor", Dozing).digest()
+        """It is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
+        actor = dozing.role("actor", Dozing)
+        dozing.sleep("actor", ["optimizer", "cache"])
+        actor.refill(_MIBS)
+
+        def look() -> tuple[list[list[str]], list[list[int]]]:
+            roles = [slot.roles for slot in dozing.memory().slots]
+            return actor.asleep(), [[role.asleep, role.total] for each in roles for role in each]
+
+        before = look()
+        dozing.checkpoint(tmp_path / "c")  # `Dozing.save` asserts that it is awake
+        assert look() == before
+        digest = actor.digest()
         dozing.sleep("actor")
         dozing.checkpoint(tmp_path / "c")
-        assert dozing.role("actor", Dozing).digest() == before
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        assert actor.digest() == digest
+
+    @pytest.mark.parametrize(
+        ("hook", "words"),
+        [
+            ("save", "no room for the file"),
+            ("wake", r"role 'actor' could not be woken: OSError: no room for the file"),
+            ("sleep", r"role 'actor' could not be put back to sleep: OSError: no room for the file"),
+        ],
+    )
+    def test_a_checkpoint_that_fails_of_a_sleeping_role(
+        self, spawn: Spawn, tmp_path: Path, hook: str, words: str
+    ) -> None:
+        """What failed is told, and the role is as it was, or can be woken."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
+        actor = group.role("actor", Dozing)
+        before = actor.digest()
+        group.sleep("actor")
+        actor.fail_hook(1, OSError("no room for the file"), hook)
+        with pytest.raises((RoleError, MemoryBudgetError), match=words):
+            group.checkpoint(tmp_path / "c")
+        assert not (tmp_path / "c").exists()
+        if hook == "save":
+            assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        actor.fail_hook(1, None)
+        assert actor.digest() == before
 
     def test_a_failed_call_of_a_role_that_slept(self, dozing: ColocatedGroup) -> None:
         """It stays awake, and can sleep again."""

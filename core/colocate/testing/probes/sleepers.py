@@ -185,6 +185,8 @@ class Dozing(Role):
     def save(self, directory: str) -> None:
         """Note that it is awake."""
         assert not asleep(self.ctx)
+        if "save" in self._failing:
+            raise self._failing["save"]
 
     def restore(self, directory: str) -> None:
         """It has saved nothing."""
