@@ -45,6 +45,7 @@ class Residency:
         self._peaks: dict[str, int] = {}  # what roles have had at most
         self._written: dict[str, int] = {}  # how often their tensors had been, when that was last looked at
         self._copied: set[str] = set()  # whose copies are up to date
+        self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
         self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
         self._prefetch = Prefetch(site, sleeper)
 
@@ -57,6 +58,14 @@ class Residency:
             self._limit = min((each for each in budgets.limits if each.role is None and each.device), key=_nbytes)
 
     # -- around calls
+
+    @contextlib.contextmanager
+    def constructing(self, name: str) -> Iterator[None]:
+        """A block in which a role is constructed: how much it comes to hold nobody knows, so all others make room."""
+        with self.holding(name):
+            if self._order is not None:
+                self._clear(name)
+            yield
 
     def enter(self, seq: int, role: HostedRole, spec: MethodSpec) -> None:
         """A method is about to run: what it needs is awake afterwards.
@@ -79,6 +88,9 @@ class Residency:
             self.settle()
         needed = frozenset(self._with_siblings(role.name))
         self._needed[seq] = needed
+        if (role.name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
+            self._known.add((role.name, spec.name))
+            self._clear(role.name)
         for name in sorted(needed - {role.name}):
             self._awaken(name, tuple(TAGS))
         self._awaken(role.name, tags)
@@ -251,6 +263,13 @@ class Residency:
                 found.add(each)
                 todo.extend(self._site.roles[each].ctx._asked)
         return found
+
+    def _clear(self, name: str) -> None:
+        """Have all others of whom nothing is needed make room, as far as they can."""
+        self.settle()
+        stay = frozenset().union({name}, *self._needed.values())
+        with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
+            self._have_others_go(self._accounts.shares(), name, stay, 0, lambda shares: 1)
 
     def _awaken(self, name: str, tags: Sequence[str]) -> None:
         asleep = [tag for tag in self._sleeper.asleep.tags(name) if tag in tags]

@@ -73,7 +73,7 @@ class Runner:
             try:
                 site.definitions.load(work.lots)
                 before = site.device.begin()
-                with site.residency.holding(build.name):
+                with site.residency.constructing(build.name):
                     site.roles[build.name] = construct(build, site)
                 site.device.end(f"{build.name}.__init__", before)
                 site.residency.check(build.name, f"the constructor of role {build.name!r}")

@@ -17,7 +17,7 @@ from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStart
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.sleepers import Dozing, Sharing
+from colocate.testing.probes.sleepers import Dozing, Sharing, Watching
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
@@ -363,12 +363,25 @@ class Budgets(ExecutorCase):
             assert call.result(PATIENCE_S)
         assert two.asleep() == [["weights", "grads", "optimizer", "cache"]]
 
+    def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
+        """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Watching, "one", 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="40MiB")
+        one, two = group.role("one", Dozing), group.role("two", Watching)
+        all_of_it = ["weights", "grads", "optimizer", "cache"]
+        for _ in range(2):
+            one.train()
+            two.train()
+        assert two.seen() == [[all_of_it, all_of_it, []]]
+
     def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
         """A method that needs only the weights has the rest of its role sleep on."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="12MiB")
         one, two = group.role("one", Dozing), group.role("two", Dozing)
+        one.look(), two.look()  # for the first time all others make room
         one.train()
         two.train()
         assert one.asleep() == [["weights", "grads", "optimizer", "cache"]]
@@ -442,6 +455,7 @@ class Budgets(ExecutorCase):
         roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
         one, two = group.role("one", Dozing), group.role("two", Dozing)
+        assert one.look()
         one.fail_hook(0, RuntimeError("not now"))
         with pytest.raises(MemoryBudgetError, match="role 'one' could not make room for two: RuntimeError: not now"):
             two.train()

@@ -192,6 +192,29 @@ class Dozing(Role):
         """It has saved nothing."""
 
 
+class Watching(Dozing):
+    """Looks what of another role sleeps, when it is constructed and when it trains."""
+
+    def __init__(self, other: str, mib: int) -> None:
+        self._other = other
+        self._seen = [self._look()]
+        super().__init__(mib)
+
+    @method
+    def train(self) -> str:
+        """A step."""
+        self._seen.append(self._look())
+        return self._train()
+
+    @method(awake=())
+    def seen(self) -> list[list[str]]:
+        """What it has seen."""
+        return self._seen
+
+    def _look(self) -> list[str]:
+        return list(_sleeper(self.ctx).asleep.tags(self._other))
+
+
 class Sharing(Role):
     """Has what another role has."""
 
