@@ -213,6 +213,12 @@ def _by_torch() -> int:
     return int(module.device_count()) if module is not None and module.is_initialized() else 0
 
 
+def gpu_names(torch: Any) -> list[str]:
+    """What the GPUs are called that torch can use."""
+    module = getattr(torch, KIND.device)
+    return [str(module.get_device_name(number)) for number in range(module.device_count())]
+
+
 def in_use(device: str) -> Any:
     """Torch's module for a kind of device, such as `torch.cuda`; None until this process has used it, and for the host.
 

@@ -226,6 +226,7 @@ class Library:
 
     def __init__(self) -> None:
         self.called: list[str] = []
+        self.within: list[int] = []
 
     def cuDeviceGet(self, number: Any, ordinal: Any) -> int:
         number._obj.value = ordinal.value
@@ -235,9 +236,17 @@ class Library:
         context._obj.value = 77 + number.value
         return 0
 
-    def cuCtxSetCurrent(self, context: Any) -> int:
-        self.called.append(f"in {context.value}")
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:
+        self.within.append(context.value)
         return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        context._obj.value = self.within.pop()
+        return 0
+
+    def note(self, what: str) -> None:
+        assert self.within == [80]
+        self.called.append(what)
 
     def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> int:
         base._obj.value, size._obj.value = 5000, 1000
@@ -253,19 +262,19 @@ class Library:
         return 0 if bytes(handle.reserved) == bytes(range(HANDLE_BYTES)) and flags.value == 1 else 201
 
     def cuMemcpyDtoDAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
-        self.called.append(f"{size.value} from {source.value} to {target.value} on {stream.value}")
+        self.note(f"{size.value} from {source.value} to {target.value} on {stream.value}")
         return 0
 
     def cuMemHostRegister_v2(self, address: Any, size: Any, flags: Any) -> int:
-        self.called.append(f"pin {size.value} at {address.value}, {flags.value}")
+        self.note(f"pin {size.value} at {address.value}, {flags.value}")
         return 0
 
     def cuMemHostUnregister(self, address: Any) -> int:
-        self.called.append(f"unpin {address.value}")
+        self.note(f"unpin {address.value}")
         return 0
 
     def cuIpcCloseMemHandle(self, address: Any) -> int:
-        self.called.append(f"close {address.value}")
+        self.note(f"close {address.value}")
         return 0
 
     def cuGetErrorString(self, code: Any, text: Any) -> int:
@@ -282,16 +291,17 @@ def test_the_driver() -> None:
     assert made.open(handle) == 9000
     made.copy(1, 9100, 900, SimpleNamespace(cuda_stream=4))
     made.close(9000)
-    assert library.called == ["in 80", "in 80", "in 80", "900 from 9100 to 1 on 4", "in 80", "close 9000"]
+    assert library.called == ["900 from 9100 to 1 on 4", "close 9000"]
     made.pin(4096, 900)
     made.unpin(4096)
-    assert library.called[6:] == ["in 80", "pin 900 at 4096, 1", "in 80", "unpin 4096"]
+    assert library.called[2:] == ["pin 900 at 4096, 1", "unpin 4096"]
     with pytest.raises(DriverError, match="several pieces"):
         made.handle(5100, 901)
     with pytest.raises(DriverError, match="cuMemGetAddressRange_v2: invalid argument"):
         made.handle(1, 1)
     with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2: error 201"):
         made.open(bytes(HANDLE_BYTES))
+    assert not library.within
 
 
 def test_where_there_is_no_driver() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -247,3 +248,66 @@ def test_digests(nbytes: int) -> None:
         swapped = data.clone()
         swapped[0:8], swapped[8:16] = data[8:16], data[0:8]
         assert _digest(_view(swapped.untyped_storage())) != found
+
+
+def _changes() -> Iterator[tuple[str, Any, Any]]:
+    """Two tensors that differ as those of a step do, by what has been done."""
+    doubles = torch.randn(1000, dtype=torch.float64)
+    yield "all signs", doubles, -doubles
+    floats = torch.randn(1000)
+    some = floats.clone()
+    some[1:4:2].neg_()
+    yield "two signs", floats, some
+    complexes = torch.randn(1000, dtype=torch.complex64)
+    yield "conjugated", complexes, complexes.conj().resolve_conj()
+    for dtype, width in ((torch.float32, 512), (torch.bfloat16, 1024), (torch.bool, 1024)):
+        hot = torch.zeros(64, width, dtype=dtype)
+        other = hot.clone()
+        hot[3, 5] = other[4, 5] = 1
+        yield f"another row of {dtype}", hot, other
+    for one, two in (([5, 5, 5], [6, 3, 6]), ([0, 1, 1, 0], [1, 0, 0, 1]), ([1, 0, 3, 2, 4, 5], [0, 2, 1, 4, 3, 5])):
+        yield f"{one} to {two}", torch.tensor(one), torch.tensor(two)
+    yield "longer by zeros", torch.zeros(1000), torch.zeros(1002)
+    yield "none to some", torch.zeros(0), torch.zeros(2)
+
+
+@pytest.mark.parametrize(("one", "two"), [pytest.param(*pair, id=name) for name, *pair in _changes()])
+def test_digests_of_what_changes_alike(one: Any, two: Any) -> None:
+    """What leaves a sum, or the sum of products with places, as it was."""
+    assert _digest(_view(one.clone().untyped_storage())) != _digest(_view(two.clone().untyped_storage()))
+
+
+def test_digests_of_permutations() -> None:
+    digests = {_digest(_view(torch.tensor(each).untyped_storage())) for each in permutations(range(6))}
+    assert len(digests) == 720
+
+
+def test_what_has_grown_in_place() -> None:
+    """It comes back as large as it was."""
+    cache = torch.zeros(1000)
+    offload, chosen = Offload("cpu"), storages(cache)
+    for size in (1000, 200_000, 0, 10):
+        cache.resize_(size).zero_()
+        offload.write(chosen).put_away()
+        offload.bring_back(chosen)
+        assert cache.untyped_storage().nbytes() >= 4 * size
+        assert float(cache.sum()) == 0
+
+
+def test_copies_that_might_serve_again_make_room() -> None:
+    """Those of what is awake, where the host has no more; those that this sleep needs stay."""
+    free = [8 << 20]
+
+    def left() -> int:
+        return free[0] - offload.pinned
+
+    offload = Offload("cpu", left)
+    frozen, trained = torch.ones(2 << 20), torch.ones(2 << 20)
+    for tensor in (frozen, trained, frozen):
+        offload.write(storages(tensor)).put_away()
+        offload.bring_back(storages(tensor))
+        assert bool((tensor == 1).all())
+    with pytest.raises(MemoryError, match=r"8 MiB .* to be pinned, beside the 8 MiB that are: 0 B are free"):
+        offload.write(storages(frozen, trained))
+    offload.close()
+    assert offload.pinned == 0

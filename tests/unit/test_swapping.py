@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from colocate.worker.swapping import Order, Room, State, Use, by_last_use, by_next_use, cost, who_goes
+from colocate.worker.swapping import Order, Room, State, Use, _until_it_fits, by_last_use, by_next_use, cost, who_goes
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -130,22 +130,31 @@ def test_an_order_that_shows(seed: int) -> None:
 
 
 def test_many_roles() -> None:
-    """For more roles than are searched through, the way is near the best, and better than without the order."""
-    worse = 0
-    for seed in range(20):
-        step, room = case(200 + seed, 6, 9)
-        recent: list[str] = []
+    """For more roles than are searched through, the way is near the best, and better than any of its reasons alone."""
 
-        def last(ahead: Sequence[Use], room: Room, state: State, recent: list[str] = recent) -> frozenset[str] | None:
-            recent.append(ahead[0].role)
-            return by_last_use(recent, ahead[0].role, room, state)
+    def by(gain: Callable[[int, int, bool], float]) -> Callable[..., frozenset[str] | None]:
+        def goes(ahead: Sequence[Use], room: Room, state: State) -> frozenset[str] | None:
+            places = {use.role: place for place, use in reversed(list(enumerate(ahead)))}
+            order = sorted(
+                state.awake - {ahead[0].role},
+                key=lambda each: (gain(places.get(each, len(ahead)), room.sizes[each], each in state.dirty), each),
+                reverse=True,
+            )
+            return _until_it_fits(order, ahead[0].role, room, state)
 
-        copied = [sum(play(step, room, goes, 8)[2:]) for goes in (who_goes, by_next_use, last)]
-        assert copied[0] <= copied[1]
-        worse += copied[1] > copied[2]
-    assert worse <= 4
-    step, room = case(7, 9, 14)
-    assert play(step, room, who_goes, 3)
+        return goes
+
+    def copied(cases: Sequence[tuple[list[Use], Room]], goes: Callable[..., frozenset[str] | None]) -> int:
+        return sum(sum(play(step, room, goes, 8)[2:]) for step, room in cases)
+
+    few = [case(200 + seed, 6, 9) for seed in range(20)]
+    assert copied(few, who_goes) <= copied(few, by_next_use) <= 1.1 * copied(few, who_goes)
+    many = [case(400 + seed, 9, 14) for seed in range(60)]
+    ours = copied(many, by_next_use)
+    assert copied(many, who_goes) <= ours
+    assert ours < copied(many, by(lambda place, size, dirty: place)) / 1.03
+    assert ours < copied(many, by(lambda place, size, dirty: -dirty)) / 1.15
+    assert ours < copied(many, by(lambda place, size, dirty: place * size / (1 + dirty))) / 1.05
 
 
 def test_who_can_not_fit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from colocate._system.lines import at, caller
 from colocate._system.numbers import (
     amount_problem,
     duration_problem,
+    gpus_problem,
     limit,
     name_problem,
     seconds,
@@ -290,11 +290,9 @@ def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
 def _check_request(
     slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Any, detachable: Any, name: Any
 ) -> None:
-    fraction = isinstance(gpus, float) and 0 < gpus < math.inf
-    why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
     found = {
         "slots": amount_problem(slots, whole=True, least=1),
-        "gpus": f"is {gpus}; {why}" if fraction else amount_problem(gpus, whole=True),
+        "gpus": gpus_problem(gpus),
         "cpus": amount_problem(cpus),
         "timeout": duration_problem(timeout),
         "env": None if isinstance(env, Mapping) else f"must be a mapping from variables to values, not {shown(env)}",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from colocate.gpus import number_of
@@ -30,10 +31,10 @@ class Driver:
     """
 
     def __init__(self, library: Any, device: str) -> None:
-        """Args: library: As ctypes has it. device: As torch calls it; see `_enter`."""
+        """Args: library: As ctypes has it. device: As torch calls it; see `_context`."""
         self._library = library
         self._device = device
-        self._context: ctypes.c_void_p | None = None
+        self._primary: ctypes.c_void_p | None = None
 
     def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
         """What another process opens to get at some memory, and where in that it begins.
@@ -41,13 +42,13 @@ class Driver:
         Raises:
             DriverError: It can't be lent: it is of an allocator, say, that maps it piece by piece.
         """
-        self._enter()
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-        offset = address - base.value
-        if offset + nbytes > size.value:
-            raise DriverError("memory that consists of several pieces")
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        with self._context():
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+            offset = address - base.value
+            if offset + nbytes > size.value:
+                raise DriverError("memory that consists of several pieces")
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
         return bytes(handle.reserved), offset
 
     def open(self, handle: bytes) -> int:
@@ -56,10 +57,10 @@ class Driver:
         Raises:
             DriverError: It can't be had.
         """
-        self._enter()
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        with self._context():
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
         return address.value
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
@@ -68,14 +69,14 @@ class Driver:
         Raises:
             DriverError: The device has lost its context, say.
         """
-        self._enter()
         size, where = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
-        self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
+        with self._context():
+            self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
 
     def close(self, address: int) -> None:
         """Let go of what was opened."""
-        self._enter()
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        with self._context():
+            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def pin(self, address: int, nbytes: int) -> None:
         """Have some memory of the host's stay where it is: the device copies from and to it by itself.
@@ -83,9 +84,9 @@ class Driver:
         Raises:
             DriverError: It can't.
         """
-        self._enter()
         size = ctypes.c_size_t(nbytes)
-        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
+        with self._context():
+            self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
 
     def unpin(self, address: int) -> None:
         """Have it be as others.
@@ -93,17 +94,25 @@ class Driver:
         Raises:
             DriverError: It can't.
         """
-        self._enter()
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        with self._context():
+            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
-    def _enter(self) -> None:
-        """Threads begin without a context. Torch has made one by now: some tensor is there, or is to be."""
-        if self._context is None:
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        """A block in the device's context, which torch has made by now: some tensor is there, or is to be.
+
+        Threads begin without one, and this may be the thread of another device, which frees something.
+        """
+        if self._primary is None:
             number, context = ctypes.c_int(), ctypes.c_void_p()
             self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(number_of(self._device)))
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # torch's own
-            self._context = context
-        self._call("cuCtxSetCurrent", self._context)
+            self._primary = context
+        self._call("cuCtxPushCurrent_v2", self._primary)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _call(self, name: str, *arguments: Any) -> None:
         function = getattr(self._library, name, None)

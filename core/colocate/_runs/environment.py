@@ -8,6 +8,8 @@ import os
 import platform
 import sys
 
+from colocate.gpus import gpu_names
+
 
 def environment() -> dict[str, str]:
     """Versions and machine, as people ask for them when numbers differ."""
@@ -20,6 +22,6 @@ def environment() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        found["gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    if torch is not None and (names := gpu_names(torch)):
+        found["gpus"] = ", ".join(names)
     return found

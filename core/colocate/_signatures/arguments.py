@@ -13,12 +13,12 @@ import attrs
 
 from colocate._signatures.annotations import Problem, problems
 from colocate._system.nearest import nearest
-from colocate._system.numbers import amount_problem, duration_problem
+from colocate._system.numbers import amount_problem, duration_problem, gpus_problem
 
 # Of every executor that has options of these names.
 _NUMBERS: Mapping[str, Callable[[Any], str | None]] = {
     "cpus": amount_problem,
-    "gpus": partial(amount_problem, whole=True),
+    "gpus": gpus_problem,
     "timeout": duration_problem,
     "collective_timeout": partial(duration_problem, positive=True),
 }

@@ -56,6 +56,14 @@ def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | 
     return None
 
 
+def gpus_problem(value: Any) -> str | None:
+    """What is wrong with a number of GPUs, in words; None when nothing is."""
+    if isinstance(value, float) and 0 < value < FOREVER_S:
+        why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
+        return f"is {value}; {why}"
+    return amount_problem(value, whole=True)
+
+
 def name_problem(name: object) -> str | None:
     """What is wrong with the name of something, in words; None when nothing is, or none is given."""
     return None if name is None or isinstance(name, str) else f"must be text, not {shown(name)}"

@@ -18,6 +18,7 @@ from colocate._system.pip import pip_line
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
 from colocate.errors import ColocateError
+from colocate.gpus import gpu_names
 
 
 def examine(
@@ -79,8 +80,8 @@ def _devices() -> dict[str, str]:
     if importlib.util.find_spec("torch") is not None:
         import torch
 
-        count = torch.cuda.device_count()
-        gpus = f"{count} ({torch.cuda.get_device_name(0)})" if count else "none that torch can use"
+        names = gpu_names(torch)
+        gpus = f"{len(names)} ({names[0]})" if names else "none that torch can use"
     memory = psutil.virtual_memory()
     free, total = memory.available / 2**30, memory.total / 2**30
     return {"CPUs": environment()["cpus"], "memory": f"{free:.1f} GiB free of {total:.1f} GiB", "GPUs": gpus}

@@ -73,7 +73,7 @@ def _show(group: GroupPlan) -> None:
         _say(f"\nfused: {fused}; nothing is known of what they hold")
     else:
         _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(group.fused)}")
-    _say(f"separate: {separate}, which hold as much, each with its own Python, torch and, on a GPU, context")
+    _say(f"separate: {separate}, which hold at least as much, each with its own Python, torch and, on a GPU, context")
     for turns in group.turns():
         _say(_of(turns, group))
     for role, limit in group.misfits():

@@ -15,7 +15,7 @@ from colocate._role.role import RoleSpec, torchrun_problem
 from colocate._signatures.annotations import Place, path_text
 from colocate._signatures.arguments import Arguments, arguments_of, options_of
 from colocate._system.nearest import nearest
-from colocate._system.numbers import amount_problem, duration_problem, variable_problem
+from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, variable_problem
 from colocate._system.sizes import parse_bytes
 from colocate._values.mesh import parse_meshes
 from colocate.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
@@ -133,7 +133,7 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
     _sizes(pool, ("host_memory", "device_memory"), place, document)
     found = {
         "slots": amount_problem(pool.slots, whole=True, least=1),
-        "gpus": amount_problem(pool.gpus, whole=True),
+        "gpus": gpus_problem(pool.gpus),
         "cpus": amount_problem(pool.cpus),
         "timeout": duration_problem(pool.timeout),
     }

@@ -177,7 +177,15 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return "DefaultCPUAllocator: can't allocate memory" in message_of(error)
+    return any(words in message_of(error) for words in _NO_MEMORY)
+
+
+_NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "error: out of memory",  # of CUDA's own, which isn't torch's allocator's
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def is_in_backward(error: BaseException) -> bool:

@@ -25,7 +25,8 @@ Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
 
 _WORDS_AT_ONCE = 1 << 20  # what is looked at of a storage needs as much memory beside it
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 _PRIME = 1_000_003
 
 
@@ -66,6 +67,10 @@ class _Copy:
     storage: Any
     reference: _Reference
     backing: Backing
+
+    def is_of(self, storage: Any, digest: int) -> bool:
+        """Whether a storage has these contents."""
+        return self.host is not None and self.digest == digest and self.nbytes == storage.nbytes()
 
 
 class Offload:
@@ -111,12 +116,12 @@ class Offload:
             for key, storage in storages.items():
                 digest = None if key in once else _digest_if_room(_view(storage))
                 known = self._copies.pop(key, None)
-                if known is not None and digest is not None and known.digest == digest:
+                if known is not None and digest is not None and known.is_of(storage, digest):
                     copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))
                 else:
                     new[key] = digest
             known = None
-            self._arena.reserve([storages[key].nbytes() for key in new])
+            self._reserve([storages[key].nbytes() for key in new], copies)
             for key, digest in new.items():
                 copies[key] = self._copy(storages[key], self._to_host(_view(storages[key])), digest)
         for key, storage in emptied.items():
@@ -199,6 +204,26 @@ class Offload:
         self._take(copies)
         self._give_back()
 
+    def close(self) -> None:
+        """Nothing sleeps any more, nor will."""
+        self._copies.clear()
+        self._arena.close()
+
+    def _reserve(self, sizes: list[int], needed: Collection[Key]) -> None:
+        """Have pinned memory for some copies. Where it is short, copies of what is awake go, which might serve again.
+
+        Raises:
+            MemoryError: The host hasn't that much.
+        """
+        try:
+            self._arena.reserve(sizes)
+        except MemoryError:
+            spare = [key for key, copy in self._copies.items() if copy.storage is None and key not in needed]
+            if not spare:
+                raise
+            self.let_go(spare)
+            self._arena.reserve(sizes)
+
     def _copy(self, storage: Any, host: Room | None, digest: int | None) -> _Copy:
         return _Copy(storage.nbytes(), host, digest, storage, _Reference(storage), self._backing_of(storage))
 
@@ -272,16 +297,22 @@ def _digest_if_room(view: Any) -> int | None:
 
 
 def _digest(view: Any) -> int:
-    """A number of 64 bits that depends on each byte and its place, worked out where the bytes are."""
+    """A number of 64 bits that depends on each byte and its place, worked out where the bytes are.
+
+    Each word is mixed with its place before all are added (two rounds of SplitMix64, Steele et al. 2014): a sum of
+    products would be the same for many permutations, and wherever an even number of signs have changed.
+    """
     torch = imported("torch")
     whole = view.numel() // 8 * 8
     words = view[:whole].view(torch.int64)
-    # Odd factors: times an even one the highest bits would make no difference.
     count = min(_WORDS_AT_ONCE, words.numel())
-    places = (2 * torch.arange(count, dtype=torch.int64, device=view.device) + 1) * _ODD
-    total = torch.zeros((), dtype=torch.int64, device=view.device)
+    places = torch.arange(1, count + 1, dtype=torch.int64, device=view.device).mul_(_WEYL)
+    total = torch.full((), view.numel(), dtype=torch.int64, device=view.device)
     for part in words.split(_WORDS_AT_ONCE):
-        total = total * _PRIME + (part * places[: part.numel()]).sum()
+        mixed = part + places[: part.numel()]
+        for shift, factor in _ROUNDS:
+            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total = total * _PRIME + mixed.sum()
     for byte in view[whole:].tolist():
         total = total * _PRIME + byte
     return int(total)

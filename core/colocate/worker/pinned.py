@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from colocate.gpus import in_use
 GRAIN = 512  # bytes: where pieces may begin
 _REGION_BYTES = 2 << 20  # a huge page
 _THREADS = 8
+_TOUCHED_BYTES = 64 << 20
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14
 
 
 class _Span(NamedTuple):
@@ -39,6 +41,46 @@ class _Span(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+class _Spans:
+    """What is nobody's: spans of which none begins where another one ends."""
+
+    def __init__(self) -> None:
+        self._placed: list[_Span] = []  # by where they are
+        self._sized: list[tuple[int, _Span]] = []
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    @property
+    def size(self) -> int:
+        return sum(size for size, _ in self._sized)
+
+    def best(self, nbytes: int) -> _Span:
+        """Takes the smallest that has room for so much; else the largest, which has for some of it."""
+        at = bisect.bisect_left(self._sized, (nbytes,))
+        found = self._sized[min(at, len(self._sized) - 1)][1]
+        self._remove(found)
+        return found
+
+    def give(self, span: _Span) -> None:
+        """It is nobody's, and so one with those beside it that are nobody's."""
+        at = bisect.bisect_left(self._placed, span)
+        beside = self._placed[max(0, at - 1) : at + 1]
+        for other in beside:
+            if other.region == span.region and other.stop == span.start:
+                self._remove(other)
+                span = span._replace(start=other.start)
+            elif other.region == span.region and other.start == span.stop:
+                self._remove(other)
+                span = span._replace(stop=other.stop)
+        bisect.insort(self._placed, span)
+        bisect.insort(self._sized, (span.size, span))
+
+    def _remove(self, span: _Span) -> None:
+        del self._placed[bisect.bisect_left(self._placed, span)]
+        del self._sized[bisect.bisect_left(self._sized, (span.size, span))]
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +102,7 @@ class Arena:
         self._device = device
         self._free_on_host = free
         self._regions: list[Any] = []  # as tensors of bytes
-        self._spans: list[_Span] = []  # sorted; none begins where another one ends
+        self._spans = _Spans()
         self._left: deque[_Span] = deque()  # by rooms that are gone; on whatever thread, amid whatever else
 
     @property
@@ -74,32 +116,30 @@ class Arena:
         Raises:
             MemoryError: The host hasn't that much.
         """
-        self._gather()
-        more = sum(map(_rounded, sizes)) - sum(span.size for span in self._spans)
+        while self._left:
+            self._spans.give(self._left.popleft())
+        more = sum(map(_rounded, sizes)) - self._spans.size
         if more <= 0:
             return
         more = -(-more // _REGION_BYTES) * _REGION_BYTES
         if more > (free := self._free_on_host()):
-            raise MemoryError(
-                f"{size_text(more)} of the host's memory are needed, to be pinned; {size_text(free)} are free"
-            )
+            raise MemoryError(self._lack(more, f"{size_text(free)} are free"))
         try:
             regions = pinned(more, self._device)
         except (OSError, RuntimeError) as error:
-            raise MemoryError(f"{size_text(more)} of pinned memory are needed: {error}") from error
+            raise MemoryError(self._lack(more, str(error).partition("\n")[0])) from error
         for region in regions:
-            self._give(_Span(len(self._regions), 0, region.numel()))
             self._regions.append(region)
+            self._spans.give(_Span(len(self._regions) - 1, 0, region.numel()))
 
     def take(self, nbytes: int) -> Room:
         """Some of what was reserved."""
         taken, needed = [], _rounded(nbytes)
         while needed:
-            span = self._best(needed)
-            self._spans.remove(span)
+            span = self._spans.best(needed)
             used = span._replace(stop=min(span.stop, span.start + needed))
             if used.stop < span.stop:
-                bisect.insort(self._spans, span._replace(start=used.stop))
+                self._spans.give(span._replace(start=used.stop))
             taken.append(used)
             needed -= used.size
         parts = [self._regions[each.region][each.start : each.stop] for each in taken]
@@ -109,24 +149,14 @@ class Arena:
         weakref.finalize(room, self._left.extend, taken).atexit = False
         return room
 
-    def _best(self, nbytes: int) -> _Span:
-        """The smallest that has room for so much; else the largest, for some of it."""
-        enough = [span for span in self._spans if span.size >= nbytes]
-        return min(enough, key=lambda span: span.size) if enough else max(self._spans, key=lambda span: span.size)
+    def close(self) -> None:
+        """It is given back, as soon as no room of it is left."""
+        self._regions, self._spans, self._left = [], _Spans(), deque()
 
-    def _gather(self) -> None:
-        while self._left:
-            self._give(self._left.popleft())
-
-    def _give(self, span: _Span) -> None:
-        """It is nobody's, and so one with those beside it that are nobody's."""
-        at = bisect.bisect(self._spans, span)
-        if at < len(self._spans) and self._spans[at][:2] == (span.region, span.stop):
-            span = span._replace(stop=self._spans.pop(at).stop)
-        if at and (self._spans[at - 1].region, self._spans[at - 1].stop) == (span.region, span.start):
-            span = span._replace(start=self._spans.pop(at - 1).start)
-            at -= 1
-        self._spans.insert(at, span)
+    def _lack(self, more: int, why: str) -> str:
+        all_of_it = sum(region.numel() for region in self._regions)
+        beside = f", beside the {size_text(all_of_it)} that are" if all_of_it else ""
+        return f"{size_text(more)} of the host's memory are needed, to be pinned{beside}: {why}"
 
 
 class _Pages(mmap.mmap):
@@ -155,16 +185,21 @@ def pinned(nbytes: int, device: str) -> list[Any]:
     """
     if in_use(device) is None:
         return [_memory(nbytes)[1]]
-    if (found := driver(device)) is None:
-        return _by_torch(nbytes)
+    found = driver(device)
+    memory = None if found is None else _by_driver(nbytes, found)
+    return _by_torch(nbytes) if memory is None else [memory]
+
+
+def _by_driver(nbytes: int, found: Any) -> Any:
+    """None where it can't, as in some virtual machines: nothing is left of it then."""
     pages, memory = _memory(nbytes)
     _touch(memory)
     try:
         found.pin(memory.data_ptr(), nbytes)
-    except DriverError:  # some virtual machines can't
-        return _by_torch(nbytes)
+    except DriverError:
+        return None
     pages.pinned_by, pages.address = found, memory.data_ptr()
-    return [memory]
+    return memory
 
 
 def _by_torch(nbytes: int) -> list[Any]:
@@ -181,20 +216,20 @@ def _memory(nbytes: int) -> tuple[_Pages, Any]:
     pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
-    pages.madvise(mmap.MADV_DONTFORK)  # else after a fork the device may copy from pages that the child has
+    # A process that is forked has zeros there: else the device might copy from pages that are the other one's. It has
+    # the addresses, too, as it may collect what lies there.
+    try:
+        pages.madvise(_WIPE_ON_FORK)
+    except OSError:  # gVisor
+        pages.madvise(mmap.MADV_DONTFORK)
     return pages, torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _touch(memory: Any) -> None:
     """Have all pages be there."""
-    parts = list(_chunks(memory))
-    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as threads:
+    parts = memory.split(_TOUCHED_BYTES)  # torch itself has several threads for larger ones
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "colocate-pages") as threads:
         list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
-
-
-def _chunks(memory: Any) -> Iterator[Any]:
-    chunk = max(_REGION_BYTES, -(-memory.numel() // (8 * _THREADS * _REGION_BYTES)) * _REGION_BYTES)
-    yield from memory.split(chunk)
 
 
 def _rounded(nbytes: int) -> int:

@@ -21,6 +21,7 @@ from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system import mappings
 from colocate._system.jobs import error_text
+from colocate._system.libc import trim
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
@@ -262,6 +263,7 @@ class Sleeper:
         if self._files is not None:
             self._files.close()
             self._files = None
+        self._offload.close()
 
     # -- all ranks or none
 
@@ -336,6 +338,8 @@ class Sleeper:
         """Have a role put away, or take back, by its own means what colocate can't find."""
         if tags:
             role.call_hook(hook, tuple(tags))
+            if hook == "sleep" and role.hook(hook) is not None:
+                trim()  # it may have freed many small pieces, which `malloc` keeps
 
     def _tell_woken(self, role: HostedRole, tags: Sequence[str]) -> None:
         """The same for a wake. One that raises has it not back: it is told again when that is wanted the next time."""

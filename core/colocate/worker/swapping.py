@@ -88,13 +88,15 @@ def who_goes(step: Sequence[Use], room: Room, state: State) -> frozenset[str] | 
 
 
 def by_next_use(step: Sequence[Use], room: Room, state: State) -> frozenset[str] | None:
-    """The same for many roles: who is needed last and is large makes room; who has to be copied goes later."""
+    """The same for many roles: who is needed last makes room; who has to be copied on its way out, too, goes later.
+
+    Sizes don't matter: as much room as a role makes is copied for it. To weigh by them copies a tenth more.
+    """
     role = step[0].role
     places = {use.role: place for place, use in reversed(list(enumerate(step)))}
 
-    def gain(other: str) -> tuple[float, int]:
-        size, copied = room.sizes[other], room.sizes[other] * (2 if other in state.dirty else 1)
-        return places.get(other, len(step)) * size / max(1, copied), size
+    def gain(other: str) -> float:
+        return places.get(other, len(step)) / (2 if other in state.dirty else 1)
 
     return _until_it_fits(sorted(state.awake - {role}, key=gain, reverse=True), role, room, state)
 

@@ -366,14 +366,14 @@ class Budgets(ExecutorCase):
     def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
         """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
         pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Watching, "one", 2)}
+        roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Watching, "one", 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="40MiB")
         one, two = group.role("one", Dozing), group.role("two", Watching)
         all_of_it = ["weights", "grads", "optimizer", "cache"]
         for _ in range(2):
             one.train()
             two.train()
-        assert two.seen() == [[all_of_it, all_of_it, []]]
+        assert two.has_seen() == [[all_of_it, all_of_it, []]]
 
     def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
         """A method that needs only the weights has the rest of its role sleep on."""
@@ -381,7 +381,7 @@ class Budgets(ExecutorCase):
         roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="12MiB")
         one, two = group.role("one", Dozing), group.role("two", Dozing)
-        one.look(), two.look()  # for the first time all others make room
+        assert one.look() == two.look()  # for the first time all others make room
         one.train()
         two.train()
         assert one.asleep() == [["weights", "grads", "optimizer", "cache"]]

@@ -207,7 +207,7 @@ class Watching(Dozing):
         return self._train()
 
     @method(awake=())
-    def seen(self) -> list[list[str]]:
+    def has_seen(self) -> list[list[str]]:
         """What it has seen."""
         return self._seen
 
