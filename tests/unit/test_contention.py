@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import pytest
 
 import colocate
+from colocate._runs.calls import CallLog
 from colocate._runs.contention import Busy, RoleUse, contention, waits
 from colocate._runs.naps import Naps
 from colocate.testing.gate import Address, Gate, pass_gate
@@ -80,6 +82,28 @@ def test_how_long_a_role_is_awake() -> None:
     naps.note(move("actor", 0, 16.0, 17.0, False, "wake"))
     naps.end("policy", 18.0)
     assert naps.awake(20.0) == {("policy", "actor"): 8.0 + 10.0, ("policy", "critic"): 5.0 + 2.0}
+
+
+def test_moves_are_told() -> None:
+    """Each is a span of its slot and counts as a call; one ahead of its turn has held up nobody."""
+    calls = CallLog(lambda group, role, rank: rank + 1)
+    calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
+    calls.colocate_memory_moved(move("critic", 0, 12.0, 14.0, False, "wake"))
+    calls.colocate_memory_moved(attrs.evolve(move("actor", 0, 13.0, 16.0, False, "wake"), ahead=True))
+    assert [(each.slot, each.role, each.method, each.start, each.end) for each in calls.spans()] == [
+        (1, "actor", "sleep", 11.0, 12.0),
+        (1, "critic", "wake", 12.0, 14.0),
+        (1, "actor", "wake", 13.0, 16.0),
+    ]
+    assert [(total.role, total.method, total.calls, total.seconds) for total in calls.totals()] == [
+        ("actor", "sleep", 1, 1.0),
+        ("critic", "wake", 1, 2.0),
+        ("actor", "wake", 1, 3.0),
+    ]
+    assert {use.role: (use.busy, use.moved, dict(use.waited)) for use in calls.contention()} == {
+        "actor": (1.0, 16, {}),
+        "critic": (2.0, 8, {}),
+    }
 
 
 class First(colocate.Role):

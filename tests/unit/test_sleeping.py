@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -671,3 +672,16 @@ def test_ahead_of_time_without_room(
     for name in ("one", "two"):
         sleeper.wake_alone(worker.roles[name])
         assert equal(contents(worker.roles[name].instance), before[name])
+
+
+def test_ranks_of_a_machine_share_its_memory(worker: Worker) -> None:
+    """Each has its part of what is free on the host, as the others sleep at the same moment."""
+    model = Model()
+    worker.add("model", model)
+    sleeper = Sleeper(worker)
+    sleeper.free = lambda: 7 << 20  # where a region of 2 MiB is pinned at least
+    node = worker.boot.node
+    refused = sleeper.sleep("model", TAGS, (), 1, {node: 4})
+    assert refused.refusal is not None
+    assert re.search("2 MiB of the host's memory are needed, to be pinned: 1.8 MiB are free", refused.refusal)
+    assert sleeper.sleep("model", TAGS, (), 1, {node: 3}).refusal is None

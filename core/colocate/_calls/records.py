@@ -138,6 +138,7 @@ class MoveRecord:
         start: When it began, in seconds of time.time() on the worker.
         end: When it was done.
         asleep: Whether all of it sleeps now, and not only a part.
+        ahead: Whether that was done ahead of a role's turn, while another one ran.
     """
 
     group: str
@@ -148,6 +149,7 @@ class MoveRecord:
     start: float
     end: float
     asleep: bool
+    ahead: bool = False
 
 
 class Ended(NamedTuple):

@@ -237,7 +237,7 @@ class Crew(Restartable):
         rank = self.roles[moved.role].slots.index(worker.slot)
         kind = "sleep" if moved.asleep else "wake"
         when = moved.start, moved.end
-        record = MoveRecord(self.name, moved.role, rank, kind, moved.nbytes, *when, moved.whole)
+        record = MoveRecord(self.name, moved.role, rank, kind, moved.nbytes, *when, moved.whole, moved.ahead)
         self.services.tell("colocate_memory_moved", record)
 
     def _can_withdraw(self, worker: Worker, answer: from_worker.CanWithdraw, body: None) -> None:

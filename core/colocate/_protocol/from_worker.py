@@ -288,6 +288,7 @@ class Moved(Message):
         start: When that began, in seconds of time.time().
         end: When it was done.
         whole: Whether all of it sleeps now.
+        ahead: Whether that was done ahead of a role's turn, beside what another one ran.
     """
 
     role: str
@@ -296,6 +297,7 @@ class Moved(Message):
     start: float
     end: float
     whole: bool
+    ahead: bool = False
 
 
 @message

@@ -59,7 +59,7 @@ class CallLog:
     _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
     _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
-    _ready: deque[float] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _ready: deque[float | None] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _moved: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
@@ -95,7 +95,7 @@ class CallLog:
             self._totals[key] = calls + 1, seconds + record.end - record.start
             slot = self._slot(record.group, record.role, record.rank)
             self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end))
-            self._ready.append(record.start)
+            self._ready.append(None if record.ahead else record.start)
             _add(self._moved, (record.group, record.role), record.nbytes)
             self._naps.note(record)
 
@@ -118,6 +118,8 @@ class CallLog:
             transferred, awake = dict(self._transferred), self._naps.awake(time.time())
         slots: dict[tuple[str, int], list[Busy]] = {}
         for span, ready in spans:
+            if ready is None:  # it ran beside another role, and held up none
+                continue
             busy = Busy(span.start, span.end, span.role, ready)
             slots.setdefault((span.group, span.slot), []).append(busy)
         return tuple(contention(slots, moved, transferred, awake))

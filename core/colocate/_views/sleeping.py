@@ -55,7 +55,8 @@ def start_sleep(
         )
     crew.sleepers.mark(role, chosen, until_woken)
     crew.home.changed()
-    call = _start(crew, SLEEP, f"sleep of {role}", {"role": role, "tags": chosen, "discard": lost}, timeout)
+    given = {**arguments(crew, role, chosen), "discard": lost}
+    call = _start(crew, SLEEP, f"sleep of {role}", given, timeout)
     crew.sleepers.mark(role, chosen, until_woken)  # what has woken it before that doesn't count
     return call
 

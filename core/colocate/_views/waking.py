@@ -47,7 +47,7 @@ def behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
 
 
 def arguments(crew: Crew, role: str, tags: Sequence[str]) -> dict[str, Any]:
-    """Those of a call that wakes a role."""
+    """Those of a call that has a role sleep or wake."""
     return {"role": role, "tags": list(tags), "beside": dict(Counter(crew.node(slot) for slot in crew.live()))}
 
 

@@ -40,11 +40,11 @@ class Functions:
         checkpoint.save(roles, directory, self._site.residency.awake)
 
     @method
-    def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str]) -> Outcome:
-        """Put memory of a role to sleep."""
+    def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], beside: Mapping[str, int]) -> Outcome:
+        """Put memory of a role to sleep. `beside`: how many of the group's workers lie on each node."""
         self._site.residency.settle()
         start, before, had = time.time(), self._site.sleeper.asleep.tags(role), self._asleep(role)
-        outcome = self._site.sleeper.sleep(role, tags, discard, current_slots())
+        outcome = self._site.sleeper.sleep(role, tags, discard, current_slots(), beside)
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
         if more or self._site.sleeper.asleep.tags(role) != before:
             self._tell(role, True, more, start)
@@ -52,7 +52,7 @@ class Functions:
 
     @method
     def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:
-        """Have it be there again. `beside`: how many of the group's workers lie on each node."""
+        """Have it be there again. `beside`: as for a sleep."""
         self._site.residency.make_room(role)
         start, before = time.time(), self._site.sleeper.asleep.tags(role)
         outcome = self._site.sleeper.wake(role, tags, current_slots(), beside)

@@ -115,11 +115,11 @@ class Prefetch:
                 start = time.time()
                 self._sleeper.copy_out(going, gives_back=False)()
                 moves.gone.add(name)
-                self._site.say(from_worker.Moved(name, True, going.size, start, time.time(), True))
+                self._site.say(from_worker.Moved(name, True, going.size, start, time.time(), True, True))
             start = time.time()
             self._sleeper.bring_back(moves.coming, moves.writes)
             moves.has_come = True
-            self._site.say(from_worker.Moved(moves.name, False, moves.coming.size, start, time.time(), False))
+            self._site.say(from_worker.Moved(moves.name, False, moves.coming.size, start, time.time(), False, True))
         except (OSError, MemoryError, ValueError):
             pass  # there is no room, or it can't be read: whoever needs it finds that, and tells it
         finally:

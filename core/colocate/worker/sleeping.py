@@ -11,6 +11,7 @@ import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import attrs
 
@@ -70,7 +71,8 @@ class Sleeper:
     def __init__(self, site: Worker) -> None:
         self._site = site
         self._files: Spill | None = None
-        self._offload = Offload(site.boot.device, lambda: self.free())
+        self._offload = Offload(site.boot.device, lambda: self._share())
+        self._beside = 1  # how many workers of the group lie here, which may sleep or wake at once
         self.asleep = Asleep(site.boot.device)
         self._movable = Movable(site, self._offload, self.asleep)
         self.free: Callable[[], int] = free_memory
@@ -114,7 +116,14 @@ class Sleeper:
                 "of its methods, before something in its workers uses it"
             )
 
-    def sleep(self, name: str, tags: Sequence[str], discard: Collection[str], members: int) -> Outcome:
+    def sleep(
+        self,
+        name: str,
+        tags: Sequence[str],
+        discard: Collection[str],
+        members: int,
+        beside: Mapping[str, int] = MappingProxyType({}),
+    ) -> Outcome:
         """Put memory of a role to sleep, if all ranks can.
 
         Args:
@@ -122,7 +131,9 @@ class Sleeper:
             tags: What of it; what sleeps already stays so, and what the role has come to hold since goes, too.
             discard: Those of which the contents are let go of, also of what sleeps already.
             members: How many workers take part.
+            beside: How many of these lie on each node.
         """
+        self._beside = beside.get(self._site.boot.node, 1)
         role = self._site.roles.get(name)
         if role is None:
             return Outcome(self._agree(members, None))
@@ -156,7 +167,8 @@ class Sleeper:
         if role is None or not asleep:
             return Outcome(self._agree(members, None))
         coming = self.asleep.coming(name, asleep)
-        share = self.free() // beside.get(self._site.boot.node, 1)
+        self._beside = beside.get(self._site.boot.node, 1)
+        share = self._share()
 
         def begin() -> Callable[[], int]:
             self.refuse_more(name, coming.on_device, True, True)
@@ -257,6 +269,10 @@ class Sleeper:
             return sum(sizes[address] for address in addresses[first:last])
 
         return mappings.pages_of_files(most)
+
+    def _share(self) -> int:
+        """What of the host's free memory is this rank's, where others may want as much just now."""
+        return self.free() // self._beside
 
     def close(self) -> None:
         """The worker ends."""
