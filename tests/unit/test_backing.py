@@ -390,7 +390,7 @@ class TestRoles:
         functions: Any = Functions(site)
         token = set_current(standalone_context("role"))
         try:
-            assert functions.sleep("role", ("weights",), ()) == Outcome(stay=GRAIN // 2)
+            assert functions.sleep("role", ("weights",), (), {}) == Outcome(stay=GRAIN // 2)
             assert functions.sleep("role", TAGS, ()) == Outcome()
             functions.sleep("role", TAGS, ())
             functions.wake("role", TAGS, {})

@@ -13,9 +13,16 @@ torch = pytest.importorskip("torch")
 
 from tests.unit.played import Cuda  # noqa: E402
 
+from colocate.worker import digests as digests_module  # noqa: E402
 from colocate.worker import offload as offload_module  # noqa: E402
 from colocate.worker.backing import Resized  # noqa: E402
-from colocate.worker.offload import Offload, _digest, _view  # noqa: E402
+from colocate.worker.digests import digests  # noqa: E402
+from colocate.worker.offload import Offload, _view  # noqa: E402
+
+
+def _digest(view: Any) -> int | None:
+    (found,) = digests([view])
+    return found
 
 
 def storages(*tensors: Any) -> dict[int, Any]:
@@ -107,7 +114,7 @@ def test_who_computes_meanwhile_does_not_wait(monkeypatch: pytest.MonkeyPatch, f
 def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sleeps makes room there, whether there is some to find out what has changed or not: all is copied then."""
 
-    def fail(view: Any) -> int:
+    def fail(view: Any, places: Any) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 MiB")
 
     weights = torch.randn(1000)
@@ -117,7 +124,7 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
         before = weights.clone()
         with monkeypatch.context() as patch:
             if is_full:
-                patch.setattr(offload_module, "_digest", fail)
+                patch.setattr(digests_module, "_digest", fail)
             offload.write(chosen).put_away()
         offload.bring_back(chosen)
         assert torch.equal(weights, before)
@@ -311,3 +318,12 @@ def test_copies_that_might_serve_again_make_room() -> None:
         offload.write(storages(frozen, trained))
     offload.close()
     assert offload.pinned == 0
+
+
+def test_digests_of_several() -> None:
+    """Each is what it is by itself, whatever is looked at with it."""
+    views = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (0, 5, 8, 17, 4096, (9 << 20) + 3)]
+    found = digests(views)
+    assert found == [_digest(view) for view in views]
+    assert len(set(found)) == len(views)
+    assert digests([]) == []

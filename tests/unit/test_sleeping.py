@@ -596,13 +596,13 @@ def test_nothing_moves_beside_a_stream_of_a_role_s_own(
 def test_what_trains_is_not_looked_through(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy isn't kept when `group.wake` has it be there; a cache's is, and it is seen that it is the same."""
     looked: list[int] = []
-    digest = offload._digest_if_room
+    digests = offload.digests
 
-    def noted(view: Any) -> Any:
-        looked.append(view.numel())
-        return digest(view)
+    def noted(views: Sequence[Any]) -> Any:
+        looked.extend(view.numel() for view in views)
+        return digests(views)
 
-    monkeypatch.setattr(offload, "_digest_if_room", noted)
+    monkeypatch.setattr(offload, "digests", noted)
     model = Model()
     worker.add("model", model)
     model.train()

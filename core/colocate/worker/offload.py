@@ -19,15 +19,11 @@ from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
 from colocate.gpus import in_use
 from colocate.worker.backing import Backing, Mapped, Resized
+from colocate.worker.digests import digests
 from colocate.worker.pinned import Arena, Room
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
-
-_WORDS_AT_ONCE = 1 << 20  # what is looked at of a storage needs as much memory beside it
-_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
-_PRIME = 1_000_003
 
 
 class _Reference:
@@ -113,8 +109,10 @@ class Offload:
         copies: dict[Key, _Copy] = {}
         new: dict[Key, int | None] = {}
         with self._copying():
+            kept = {key: storage for key, storage in storages.items() if key not in once}
+            found = dict(zip(kept, digests([_view(storage) for storage in kept.values()]), strict=True))
             for key, storage in storages.items():
-                digest = None if key in once else _digest_if_room(_view(storage))
+                digest = found.get(key)
                 known = self._copies.pop(key, None)
                 if known is not None and digest is not None and known.is_of(storage, digest):
                     copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))
@@ -286,33 +284,3 @@ def _view(storage: Any) -> Any:
     """A storage's bytes as a tensor."""
     torch = imported("torch")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _digest_if_room(view: Any) -> int | None:
-    """As `_digest`; None where the device hasn't even the room for that: what sleeps then is what others want."""
-    try:
-        return _digest(view)
-    except imported("torch").OutOfMemoryError:
-        return None
-
-
-def _digest(view: Any) -> int:
-    """A number of 64 bits that depends on each byte and its place, worked out where the bytes are.
-
-    Each word is mixed with its place before all are added (two rounds of SplitMix64, Steele et al. 2014): a sum of
-    products would be the same for many permutations, and wherever an even number of signs have changed.
-    """
-    torch = imported("torch")
-    whole = view.numel() // 8 * 8
-    words = view[:whole].view(torch.int64)
-    count = min(_WORDS_AT_ONCE, words.numel())
-    places = torch.arange(1, count + 1, dtype=torch.int64, device=view.device).mul_(_WEYL)
-    total = torch.full((), view.numel(), dtype=torch.int64, device=view.device)
-    for part in words.split(_WORDS_AT_ONCE):
-        mixed = part + places[: part.numel()]
-        for shift, factor in _ROUNDS:
-            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
-        total = total * _PRIME + mixed.sum()
-    for byte in view[whole:].tolist():
-        total = total * _PRIME + byte
-    return int(total)
