@@ -391,8 +391,8 @@ class TestRoles:
         token = set_current(standalone_context("role"))
         try:
             assert functions.sleep("role", ("weights",), (), {}) == Outcome(stay=GRAIN // 2)
-            assert functions.sleep("role", TAGS, ()) == Outcome()
-            functions.sleep("role", TAGS, ())
+            assert functions.sleep("role", TAGS, (), {}) == Outcome()
+            functions.sleep("role", TAGS, (), {})
             functions.wake("role", TAGS, {})
             functions.wake("role", TAGS, {})
         finally:

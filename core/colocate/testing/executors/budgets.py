@@ -79,7 +79,7 @@ class Budgets(ExecutorCase):
         """It wakes where nobody else could make room for it, so that a call may have it let go of something."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
-        group = spawn(roles, device_memory="5MiB", residency="swap" if swap else None)
+        group = spawn(roles, slots=1, device_memory="5MiB", residency="swap" if swap else None)
         one, other = group.role("one", Dozing), group.role("other", Dozing)
         if not swap:
             group.sleep("other")
