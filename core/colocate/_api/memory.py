@@ -143,7 +143,7 @@ class GroupMemory:
             return title
         names = list(rows[0])
         lines = columns([names, *(list(row.values()) for row in rows)], [name != "role" for name in names])
-        return "\n".join([title, *lines])
+        return "\n".join([title, *lines, *filter(None, map(_totals, self.slots))])
 
     def _repr_html_(self) -> str:
         return html.page(html.heading("memory of", self.group, ""), html.table(self.texts()))
@@ -229,6 +229,16 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
             "asleep": role.asleep,
             "activations": None if role.activations is None else max(role.activations.values(), default=0),
         }
+
+
+def _totals(slot: SlotMemory) -> str:
+    """What a slot's process and device have in all, as far as anybody knows."""
+    known = [] if slot.process is None else [f"{size_text(slot.process)} of the host for its process"]
+    if slot.gpu is not None:
+        known.append(
+            f"{size_text(slot.gpu['used'])} of {size_text(slot.gpu['total'])} of {slot.device} for all processes"
+        )
+    return f"slot {slot.slot} in all: {', '.join(known)}" if known else ""
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:

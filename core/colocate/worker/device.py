@@ -4,6 +4,9 @@ A call of a role has ended when its work there has. So an error of the device is
 what a call has kept is complete for whoever uses it, on whatever stream, and how long a call took is how long the
 device took. Work that a role begins on other streams than its current one, which may be one of its own, is the role's
 to wait for, as ever with torch.
+
+So nothing has to be recorded on streams either: what a call was given, or has been lent, is held until it has ended,
+and whoever gets its memory then, on whatever stream, comes after all that was computed with it.
 """
 
 from __future__ import annotations

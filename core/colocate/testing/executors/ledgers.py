@@ -7,12 +7,14 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import attrs
 import pytest
 
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._api.memory import memory_of_each
 from colocate._system.deadline import Deadline
+from colocate._system.sizes import size_text
 from colocate.errors import ClosedError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -184,3 +186,10 @@ class Ledgers(ExecutorCase):
         assert [row["total"] for row in found.rows()] == [_MIB + 4096] * 4
         assert json.loads(found.json())["slots"][1]["roles"][0]["device"] == {"parameters": _MIB, "buffers": 4096}
         assert "<table>" in found._repr_html_()
+        totals = [line for line in text.splitlines() if " in all: " in line]
+        assert len(totals) == sum(slot.process is not None for slot in found.slots)
+        for line, slot in zip(totals, found.slots, strict=False):
+            assert line == f"slot {slot.slot} in all: {size_text(slot.process)} of the host for its process"  # type: ignore[arg-type]
+        gpu = {"used": 5 * _MIB, "total": 80 * _MIB, "allocated": 0, "reserved": 0}
+        on_gpu = attrs.evolve(found, slots=(attrs.evolve(found.slots[0], gpu=gpu, device="cuda:0"),))
+        assert str(on_gpu).endswith("5 MiB of 80 MiB of cuda:0 for all processes")
