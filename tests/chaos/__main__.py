@@ -73,18 +73,23 @@ def _play(
     executors: Sequence[str], kinds: Sequence[str], ledger: Ledger, count: int, seconds: float, lanes: int
 ) -> None:
     deadline = time.monotonic() + seconds
+    plans = [judge.Plan(name, ledger, count, kinds, deadline) for name in executors]
 
-    def run(name: str) -> None:
-        plan = judge.Plan(name, ledger, count, kinds, deadline)
+    def run(plan: judge.Plan) -> None:
         if not plan.over(kinds):
-            with engine.running(name, judge.SHARED_SLOTS, SLOTS) as made:
+            with engine.running(plan.executor, judge.SHARED_SLOTS, SLOTS) as made:
                 judge.campaign(made, plan, lanes)
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in executors]
+    threads = [threading.Thread(target=run, args=(plan,)) for plan in plans]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:  # the programs that are played are played to their ends, and no others
+        for plan in plans:
+            plan.deadline = 0.0
+        raise
 
 
 if __name__ == "__main__":
