@@ -7,6 +7,7 @@ import signal
 import threading
 import uuid
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,6 +376,21 @@ class Budgets(ExecutorCase):
             two.train()
         assert two.has_seen() == [[all_of_it, all_of_it, []]]
 
+    @needs(OwnProcess)
+    def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
+        """Of four roles only one is ever in memory, from their constructors on."""
+        pytest.importorskip("torch")
+        names, mib = ("one", "two", "three", "four"), 64
+        most = []
+        for these in (names[:1], names):
+            roles = {name: colocate.role(Dozing, mib) for name in these}  # of twice that each: weights, and a cache
+            group = spawn(roles, slots=1, residency="swap", device_memory=f"{2 * mib + 16}MiB")
+            found = [group.role(name, Dozing).look() for name in these * 2]
+            assert found[: len(these)] == found[len(these) :]
+            most += group.run(most_in_memory)
+            group.close()
+        assert most[1] - most[0] < mib * _MIB
+
     def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
         """A method that needs only the weights has the rest of its role sleep on."""
         pytest.importorskip("torch")
@@ -569,3 +585,9 @@ def _write_part(ctx: Context) -> float:
 def _least_of_table(ctx: Context) -> tuple[float, float]:
     table = ctx.sibling("one", Dozing).cache[0]
     return float(table[: 2**10].min()), float(table[2**10 :].min())
+
+
+def most_in_memory(ctx: Context) -> int:
+    """The most of this process's memory that was ever in use, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
