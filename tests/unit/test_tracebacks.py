@@ -11,6 +11,7 @@ import colocate
 from colocate import Concat, Role, Scatter, method
 from colocate._system.lines import is_own_code
 from colocate._system.tracebacks import frames_of_users, told
+from colocate.worker.failure import is_out_of_memory
 
 
 class Nested(Role):
@@ -146,3 +147,24 @@ def test_what_cannot_be_told_to_its_end_is_told_in_part() -> None:
     assert "raise error" in text
     assert "ExceptionGroup: a group (1 sub-exception)" in text
     assert "can't be told: RecursionError" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (colocate.MemoryBudgetError("after one.train, 6 MiB of cpu are in use"), False),  # it says who has what itself
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_is_out_of_memory(error: BaseException, is_one: bool) -> None:
+    """Of torch's allocators, of CUDA's own, and of its libraries."""
+    pytest.importorskip("torch")
+    assert is_out_of_memory(error) is is_one

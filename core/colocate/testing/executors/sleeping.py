@@ -21,7 +21,7 @@ from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.renewals import alone
 from colocate.testing.gate import Gate
-from colocate.testing.probes.sleepers import Dozing, Sharing, digest_of
+from colocate.testing.probes.sleepers import Dozing, Engine, Sharing, digest_of
 from colocate.testing.probes.trainers import Renewing
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -373,6 +373,17 @@ class Sleeping(ExecutorCase):
         actor.fail_hook(1, None)
         assert actor.look() == before
         assert actor.told() == [["sleep weights", "wake weights"]] * 2
+
+    @needs(OwnProcess)
+    def test_what_a_role_frees_by_itself(self, spawn: Spawn) -> None:
+        """In many small pieces, below some that stay: the system has them, and not `malloc`."""
+        group = spawn({"engine": colocate.role(Engine)}, slots=1)
+        for _ in range(2):
+            (awake,) = group.memory().slots
+            group.sleep("engine")
+            (asleep,) = group.memory().slots
+            assert (awake.process or 0) - (asleep.process or 0) >= 0.9 * Engine.NBYTES
+            group.wake("engine")
 
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """It is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
