@@ -71,7 +71,7 @@ def test_refused_in_a_pipeline() -> None:
 
 
 def test_a_failed_call_observed() -> None:
-    """How long it took is told of the ranks on which it went well: of others nobody knows."""
+    """How long it took is told of all ranks that had answered, and which of them have raised."""
     told: list[colocate.CallRecord] = []
 
     class Observer:
@@ -87,7 +87,9 @@ def test_a_failed_call_observed() -> None:
         with pytest.raises(colocate.RoleError):
             pool.spawn({"echo": colocate.role(Echo)}).run(fail)
     assert 1 in told[0].ranks
-    assert all(rank == 0 and end >= start > 0 for rank, start, end in told[0].spans)
+    assert told[0].raised == (1,)
+    assert [rank for rank, _, _ in told[0].spans] == list(told[0].ranks)
+    assert all(end >= start > 0 for _, start, end in told[0].spans)
 
 
 def test_observed() -> None:

@@ -35,6 +35,11 @@ class Worker(Role):
     def fail(self) -> None:
         raise ValueError("not today")
 
+    @method
+    async def fail_later(self) -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("not then")
+
 
 class Numbers(Role):
     """Makes bytes, and is given them."""
@@ -96,23 +101,66 @@ def test_trace(tmp_path: Path) -> None:
             waiting.result(20)
             behind.result(20)
             with pytest.raises(RoleError):
-                one.fail()
+                one.fail.options(ranks=[0])()
         one.work()  # which isn't traced any more
     names = {event["args"].get("name") for event in events(path, "M")}
     assert {"driver", "group group", *(f"slot {slot} ({p.node}, cpu)" for slot, p in enumerate(pool.slots))} <= names
     of = rows(path)
     spans = [(event["name"], of[2, event["tid"]][:6], event["args"]["rank"]) for event in events(path, "X")]
-    assert sorted(spans) == [("one.work", "slot 0", 0), ("one.work", "slot 1", 1), ("other.wait", "slot 1", 0)]
+    assert sorted(spans) == [
+        ("one.fail", "slot 0", 0),
+        ("one.work", "slot 0", 0),
+        ("one.work", "slot 1", 1),
+        ("other.wait", "slot 1", 0),
+    ]
     late = next(event for event in events(path, "X") if event["name"] == "one.work" and event["args"]["rank"] == 1)
     assert late["args"]["waited_for"] == "other.wait"
     assert late["args"]["waited_ms"] >= 0
     calls = {event["name"]: event for event in events(path, "b")}
     assert list(calls) == ["other.wait", "one.work", "one.fail"]
-    assert "not today" in calls["one.fail"]["args"]["error"]
+    raised = {event["name"]: event["args"]["error"] for event in events(path, "X") if "error" in event["args"]}
+    assert raised == {"one.fail": calls["one.fail"]["args"]["error"]}
+    assert "not today" in raised["one.fail"]
     assert [event["id2"]["local"] for event in events(path, "e")] == ["0x1", "0x2", "0x3"]
     for record in told[:3]:
         begin = next(event for event in events(path, "b") if event["name"] == f"{record.role}.{record.method}")
         assert begin["ts"] == pytest.approx(record.submitted * 1e6, abs=1.0)
+
+
+def test_failures(tmp_path: Path) -> None:
+    """What has raised is where it ran, for as long as it did; a call that is given up ends when that is known."""
+    path = tmp_path / "trace.json"
+    told: dict[str, colocate.CallRecord] = {}
+
+    class Listening:
+        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+            told[record.method] = record
+
+    with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
+        group = spawned(pool)
+        one = group.role("one", Worker)
+        runtime.observe(Listening())
+        with runtime.trace(path):
+            with pytest.raises(RoleError):
+                one.fail.options(ranks=[0])()
+            with pytest.raises(RoleError):
+                one.fail_later()
+            Worker.gate.clear()
+            late = one.wait.options(timeout=0.05).submit()
+            with pytest.raises(colocate.CallTimeout):
+                late.result(20)
+            Worker.gate.set()
+    failed, later, late_one = told["fail"], told["fail_later"], told["wait"]
+    assert failed.raised == failed.ranks == (0,)
+    assert 1 <= len(later.raised) <= 2  # the first tells it; the other one may have, too
+    assert later.raised == later.ranks
+    for record in (failed, later):
+        assert all(record.submitted <= start <= end <= record.finished for _, start, end in record.spans)
+    assert all(end - start >= 0.01 for _, start, end in later.spans)
+    assert late_one.raised == late_one.spans == ()
+    assert late_one.finished - late_one.submitted >= 0.05
+    spans = [(event["name"], event["args"]["rank"]) for event in events(path, "X")]
+    assert sorted(spans) == [("one.fail", 0), *(("one.fail_later", rank) for rank in later.raised)]
 
 
 def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:

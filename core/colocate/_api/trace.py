@@ -143,6 +143,8 @@ class Trace:
         for rank, start, end in record.spans:
             slot = self._connection.slot_of(record.group, record.role, rank)
             more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
+            if rank in record.raised:
+                more["error"] = record.error
             before, what = self._last.get((group, slot), (0.0, ""))
             if before > record.submitted:
                 more["waited_for"] = what

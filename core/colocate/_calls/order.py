@@ -181,7 +181,8 @@ class CallOrder:
                 return
             call.updates[slot] = failed.updates
             index = call.index_of(slot)
-            call.spans.append((index, 0.0, 0.0))
+            call.spans.append((index, failed.start, failed.end))
+            call.raised.append(index)
             if failed.taken:
                 call.taken[index] = failed.taken
             poison = call.poison()

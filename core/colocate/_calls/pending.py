@@ -38,6 +38,7 @@ class PendingCall(Underway):
         "on_end",
         "pipeline",
         "places",
+        "raised",
         "ranks",
         "remaining",
         "role",
@@ -68,6 +69,7 @@ class PendingCall(Underway):
         self.bodies: list[Any] = [None] * len(targets)
         self.rows: list[int | None] = [None] * len(targets)
         self.spans: list[tuple[int, float, float]] = []
+        self.raised: list[int] = []  # of the spans' indices, those of ranks that have raised
         self.remaining = len(targets)
         self.updates: dict[int, int] = {}  # by slot, where there were any
         self.taken: dict[int, Sequence[Taken]] = {}  # by index, where there was something and somebody wants to know

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,10 +71,10 @@ class CallRecord:
         group: Name of the group.
         role: Name of the role.
         method: Name of the method.
-        ranks: The ranks that it ran on.
+        ranks: The ranks that it ran on, as far as they had answered when it ended: a failed one ends with its cause.
         submitted: When it was submitted, in seconds of time.time().
-        finished: When its last answer came.
-        spans: For each rank on which it went well: rank, start and end in the worker.
+        finished: When its last answer came; of a failed one, when its error was known.
+        spans: For each of these: rank, start and end in the worker.
         kept: Whether the result stayed in the workers.
         error: The error's first line; None when it went well.
         ready: When it could have run, if its slots had been its own: it was submitted, and all kept results that it
@@ -84,6 +85,7 @@ class CallRecord:
             when the call ended.
         handed_over: Bytes of tensors and arrays in kept results of other roles that its ranks found in their very
             workers, by reference; by the role that had made them.
+        raised: The ranks on which it has raised.
     """
 
     group: str
@@ -100,6 +102,7 @@ class CallRecord:
     received: int = 0
     transfers: tuple[TransferRecord, ...] = ()
     handed_over: Mapping[str, int] = attrs.field(factory=dict)
+    raised: tuple[int, ...] = ()
 
 
 @attrs.frozen
@@ -160,7 +163,9 @@ class Ended(NamedTuple):
     method: str
     ranks: Sequence[int]
     answers: Sequence[tuple[int, float, float]]
+    raised: Sequence[int]
     submitted: float
+    failed: float | None  # when that was known
     kept: bool
     error: str | None
     ready: float
@@ -183,7 +188,9 @@ class Ended(NamedTuple):
             call.method,
             call.ranks,
             call.spans,
+            call.raised,
             call.submitted,
+            None if error is None else time.time(),
             call.keep is not None,
             words,
             ready,
@@ -195,10 +202,10 @@ class Ended(NamedTuple):
 
     def record(self) -> CallRecord:
         """The same as observers know it."""
-        # A rank on which it failed has answered, and nobody knows how long it took.
-        spans = tuple(sorted([(self.ranks[index], start, end) for index, start, end in self.answers if end]))
-        finished = max((end for _, _, end in spans), default=self.submitted)
-        ran_on = tuple(sorted([self.ranks[index] for index, _, _ in self.answers]))
+        spans = tuple(sorted([(self.ranks[index], start, end) for index, start, end in self.answers]))
+        last = max((end for _, _, end in spans), default=self.submitted)
+        finished = last if self.failed is None else max(last, self.failed)
+        ran_on = tuple(rank for rank, _, _ in spans)
         transfers: list[TransferRecord] = []
         handed_over: dict[str, int] = {}
         for index, taken in self.taken.items():
@@ -225,6 +232,7 @@ class Ended(NamedTuple):
             self.received,
             tuple(transfers),
             handed_over,
+            tuple(sorted([self.ranks[index] for index in self.raised])),
         )
 
 

@@ -80,6 +80,8 @@ class Failed(Message):
         operations: How many it has begun on each process group; see `Left`.
         updates: See `Done`.
         amid: Whether it has begun some in this call, or has raised in a backward pass.
+        start: When it began, in seconds of `time.time()`.
+        end: When it was over.
         taken: See `Done`.
     """
 
@@ -88,11 +90,14 @@ class Failed(Message):
     operations: Operations
     updates: int
     amid: bool
+    start: float
+    end: float
     taken: Sequence[Taken] = ()
 
     def head(self) -> Head:
         """What travels of it."""
-        return "Failed", self.seq, values(self.failure), self.operations, self.updates, self.amid, self.taken
+        seq, failure, *others = values(self)
+        return "Failed", seq, values(failure), *others
 
     @classmethod
     def of(cls, *values: Any) -> Failed:

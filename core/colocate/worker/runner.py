@@ -328,7 +328,9 @@ class Runner:
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             taken = summed(work.taken) if work is not None and work.taken else ()
-            site.say(from_worker.Failed(seq, told, operations, halves, amid, taken), body)
+            end = time.time()
+            start = end if work is None else work.began
+            site.say(from_worker.Failed(seq, told, operations, halves, amid, start, end, taken), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
