@@ -189,13 +189,29 @@ def test_restarts(made: Made) -> None:
                 pool.spawn({"echo": colocate.role(Echo)}, on_failure="restart", restarts=value)
 
 
+HALF_A_GPU = (
+    "must be a whole number from 0 to 1,000,000, not 0.5: only its group uses the GPUs of a slot, which several roles "
+    "share by being in one group"
+)
+
+
+@pytest.mark.parametrize("executor", ["local", "ray", "dask"])
+def test_a_part_of_a_gpu(made: Made, executor: str) -> None:
+    """It is refused with the reason wherever a number of GPUs is given."""
+    if executor == "local":
+        with pytest.raises(ConfigError, match=f"gpus: {HALF_A_GPU}"):
+            made.runtime.reserve(1, gpus=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"gpus: {HALF_A_GPU}"):
+        colocate.connect(executor, gpus=0.5)
+
+
 CONFIG = """
 name: numbers
 call_timeout: {call_timeout}
 executor: {{use: local, with: {{cpus: {cpus}}}}}
-pools: {{a: {{slots: {slots}, timeout: {timeout}, cpus: {pool_cpus}}}}}
+pools: {{a: {{slots: {slots}, timeout: {timeout}, cpus: {pool_cpus}, gpus: {gpus}}}}}
 """
-FINE = {"call_timeout": "5", "cpus": "4", "slots": "1", "timeout": ".inf", "pool_cpus": "0.5"}
+FINE = {"call_timeout": "5", "cpus": "4", "slots": "1", "timeout": ".inf", "pool_cpus": "0.5", "gpus": "0"}
 
 
 @pytest.mark.parametrize(
@@ -212,6 +228,9 @@ FINE = {"call_timeout": "5", "cpus": "4", "slots": "1", "timeout": ".inf", "pool
         ),
         ("timeout", ".nan", "pools.a.timeout: must be a number of seconds"),
         ("pool_cpus", ".nan", "pools.a.cpus: must be a number from 0"),
+        ("gpus", "0.5", f"pools.a.gpus: {HALF_A_GPU}"),
+        ("gpus", "2.0", "pools.a.gpus: must be a whole number from 0 to 1,000,000, not 2.0"),
+        ("gpus", "'1'", "pools.a.gpus: must be an integer, not the text '1'; remove the quotes"),
     ],
 )
 def test_numbers_in_a_config(tmp_path: Any, key: str, value: str, words: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NewType, TypeAlias, Union, get_args, get_origin
 
 import attrs
@@ -35,6 +36,17 @@ class Problem:
     nearest: str | None = None
 
 
+@attrs.frozen
+class Checked:
+    """A note of an `Annotated` kind: values have to be more than of that kind.
+
+    Attributes:
+        problem: What is wrong with a value, in words; None when nothing is. Isn't asked of None.
+    """
+
+    problem: Callable[[Any], str | None]
+
+
 def path_text(place: Place) -> str:
     """A place as people write it: `groups.policy.roles.actor.slots[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
@@ -43,6 +55,9 @@ def path_text(place: Place) -> str:
 
 def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
     """Everything about a value that doesn't fit an annotation; nothing for annotations that can't be judged."""
+    if get_origin(annotation) is Annotated:
+        yield from _checked(value, *get_args(annotation), place=place)
+        return
     annotation = _bare(annotation)
     origin = get_origin(annotation) or annotation
     if annotation in _SCALARS:
@@ -88,6 +103,16 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     return f"the text {brief(repr(value))}" if isinstance(value, str) else brief(repr(value))
+
+
+def _checked(value: Any, kind: Any, *notes: Any, place: Place) -> Iterator[Problem]:
+    """What a check says of a number goes first, also where its kind is wrong: it knows why."""
+    found = list(problems(value, kind, place))
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    checks = [note.problem for note in notes if isinstance(note, Checked)]
+    if value is not None and (number or not found):
+        found = [Problem(place, said) for check in checks if (said := check(value)) is not None] or found
+    yield from found
 
 
 def _scalar(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:

@@ -7,11 +7,11 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 
-from colocate._signatures.annotations import Problem, problems
+from colocate._signatures.annotations import Checked, Problem, problems
 from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, duration_problem, gpus_problem
 
@@ -33,25 +33,19 @@ class Arguments:
         parameters: By name, without `self` and whatever the caller gives itself.
         hints: The annotations that could be evaluated.
         open: Whether any other name is accepted too.
-        numbers: By name, what is wrong with a number that is right in kind.
     """
 
     owner: str
     parameters: Mapping[str, inspect.Parameter]
     hints: Mapping[str, Any]
     open: bool
-    numbers: Mapping[str, Callable[[Any], str | None]] = attrs.field(factory=dict)
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
         """What doesn't fit: unknown, missing, of a wrong simple type."""
         meant = set()  # by names that are misspelt: they aren't missing besides
         for name, value in given.items():
             if name in self.parameters:
-                found = list(problems(value, self.hints.get(name, Any), (name,)))
-                yield from found
-                check = self.numbers.get(name)
-                if not found and value is not None and check is not None and (problem := check(value)) is not None:
-                    yield Problem((name,), problem)
+                yield from problems(value, self.hints.get(name, Any), (name,))
             elif not self.open:
                 unknown = self._unknown(name)
                 meant.add(unknown.nearest)
@@ -94,7 +88,8 @@ def options_of(executor: type) -> Arguments:
     assert issubclass(executor, Executor)
     inherited = inspect.unwrap(executor.connect).__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
     found = arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
-    return attrs.evolve(found, numbers=_NUMBERS)
+    checked = {name: Annotated[found.hints.get(name, Any), Checked(check)] for name, check in _NUMBERS.items()}
+    return attrs.evolve(found, hints={**found.hints, **checked})
 
 
 def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:

@@ -58,10 +58,10 @@ def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | 
 
 def gpus_problem(value: Any) -> str | None:
     """What is wrong with a number of GPUs, in words; None when nothing is."""
-    if isinstance(value, float) and 0 < value < FOREVER_S:
-        why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
-        return f"is {value}; {why}"
-    return amount_problem(value, whole=True)
+    problem = amount_problem(value, whole=True)
+    if isinstance(value, float) and 0 < value < _MOST and not value.is_integer():
+        return f"{problem}: only its group uses the GPUs of a slot, which several roles share by being in one group"
+    return problem
 
 
 def name_problem(name: object) -> str | None:

@@ -15,7 +15,7 @@ from colocate._role.role import RoleSpec, torchrun_problem
 from colocate._signatures.annotations import Place, path_text
 from colocate._signatures.arguments import Arguments, arguments_of, options_of
 from colocate._system.nearest import nearest
-from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, variable_problem
+from colocate._system.numbers import amount_problem, variable_problem
 from colocate._system.sizes import parse_bytes
 from colocate._values.mesh import parse_meshes
 from colocate.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
@@ -30,9 +30,6 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
     trust = Trust(config.plugins.allow, allow_import)
     if not re.fullmatch(r"\w[\w.-]*", config.name):
         document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
-    timeout = None if config.call_timeout is None else duration_problem(config.call_timeout, positive=True)
-    if timeout is not None:
-        document.wrong(("call_timeout",), timeout)
     executor = _executor(config, trust, document)
     _variables(trust, document)
     for name, pool in config.pools.items():
@@ -131,15 +128,6 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
         if (why := variable_problem(variable, value)) is not None:
             document.wrong((*place, "env", variable), why)
     _sizes(pool, ("host_memory", "device_memory"), place, document)
-    found = {
-        "slots": amount_problem(pool.slots, whole=True, least=1),
-        "gpus": gpus_problem(pool.gpus),
-        "cpus": amount_problem(pool.cpus),
-        "timeout": duration_problem(pool.timeout),
-    }
-    for key, problem in found.items():
-        if problem is not None:
-            document.wrong((*place, key), problem)
 
 
 def _sizes(entry: attrs.AttrsInstance, names: Sequence[str], place: Place, document: Document) -> bool:

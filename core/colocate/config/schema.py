@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
+from colocate._signatures.annotations import Checked
+from colocate._system.numbers import amount_problem, duration_problem, gpus_problem
+
 Mesh = dict[str, int] | dict[str, dict[str, int]]
+
+_Slots = Annotated[int, Checked(partial(amount_problem, whole=True, least=1))]
+_GPUs = Annotated[int, Checked(gpus_problem)]
+_CPUs = Annotated[float, Checked(amount_problem)]
+_Seconds = Annotated[float, Checked(duration_problem)]
 
 
 @attrs.frozen
@@ -40,13 +49,13 @@ class PoolConfig:
             that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
     """
 
-    slots: int
-    gpus: int = 0
-    cpus: float = 1
+    slots: _Slots
+    gpus: _GPUs = 0
+    cpus: _CPUs = 1
     host_memory: int | str | None = None
     device_memory: int | str | None = None
     strategy: Literal["pack", "spread"] = "pack"
-    timeout: float = 60
+    timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
 
 
@@ -169,7 +178,7 @@ class Config:
 
     name: str
     seed: int = 0
-    call_timeout: float | None = None
+    call_timeout: Annotated[float | None, Checked(partial(duration_problem, positive=True))] = None
     executor: ExecutorConfig = attrs.field(factory=ExecutorConfig)
     pools: dict[str, PoolConfig] = attrs.field(factory=dict)
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)

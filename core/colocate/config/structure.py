@@ -115,7 +115,8 @@ def _list_of_classes(annotation: Any) -> bool:
 
 
 def _holds_class(annotation: Any) -> bool:
-    return attrs.has(annotation) or any(_holds_class(each) for each in get_args(annotation))
+    is_class = isinstance(annotation, type) and attrs.has(annotation)  # and no note of an annotated kind
+    return is_class or any(_holds_class(each) for each in get_args(annotation))
 
 
 def _of_class(annotation: Any, converter: Converter) -> Callable[[Any, Any], Any]:
