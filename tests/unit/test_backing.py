@@ -344,7 +344,8 @@ class TestRoles:
         sleeper, later = Sleeper(worker), role.later.nbytes
         hosted.keeps_addresses = True
         for name in ("role", "other"):
-            assert sleeper.sleep(name, TAGS, (), 1) == Outcome(nbytes=4 * GRAIN, stay=later)
+            assert sleeper.sleep(name, TAGS, (), 1) == Outcome(nbytes=4 * GRAIN)
+            assert sleeper.asleep.kept_awake(name) == {"of a CUDA graph, which writes there": later}
         assert bool((role.later == 1).all())
         for name in ("role", "other"):
             sleeper.wake(name, TAGS, 1, {})
@@ -352,7 +353,7 @@ class TestRoles:
         assert sleeper.sleep("role", TAGS, (), 1) == Outcome(nbytes=4 * GRAIN + later)
 
     def test_what_stays(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
-        """It is told of as staying, until what lies beside it sleeps as well."""
+        """It doesn't count as gone, until what lies beside it sleeps as well."""
         role = Graphed(arena)
         weight, role.cache = (
             each.view(torch.float32).fill_(value)
@@ -364,14 +365,15 @@ class TestRoles:
         worker.refusal = "rank 7: no room"
         assert sleeper.sleep("role", ("weights",), (), 1).refusal == "rank 7: no room"
         worker.refusal = None
-        assert sleeper.sleep("role", ("weights",), (), 1) == Outcome(nbytes=GRAIN, stay=1024)
+        assert sleeper.sleep("role", ("weights",), (), 1) == Outcome(nbytes=GRAIN)
+        assert sleeper.asleep.kept_awake("role") == {}  # it sleeps, though the device has it yet
         before = arena.gpu.state()
         worker.refusal = "rank 7: no room"
         assert sleeper.wake("role", ("weights",), 1, {}).refusal == "rank 7: no room"
         assert arena.gpu.state() == before
         worker.refusal = None
         assert bool((role.cache == 1).all())
-        assert sleeper.sleep("role", ("cache",), (), 1).stay == 0
+        sleeper.sleep("role", ("cache",), (), 1)
         assert arena.gpu.state()[0] == before[0] - GRAIN
         sleeper.wake_alone(worker.roles["role"])
         assert not role.net.weight.any()
@@ -390,7 +392,7 @@ class TestRoles:
         functions: Any = Functions(site)
         token = set_current(standalone_context("role"))
         try:
-            assert functions.sleep("role", ("weights",), (), {}) == Outcome(stay=GRAIN // 2)
+            assert functions.sleep("role", ("weights",), (), {}) == Outcome()
             assert functions.sleep("role", TAGS, (), {}) == Outcome()
             functions.sleep("role", TAGS, (), {})
             functions.wake("role", TAGS, {})

@@ -332,10 +332,11 @@ def test_discard_of_what_somebody_needs(worker: Worker, who: str) -> None:
     sleeper = Sleeper(worker)
     if who == "a role that sleeps":
         sleeper.sleep("other", TAGS, (), 1)
-    outcome = sleeper.sleep("model", ("grads", "optimizer"), ("grads",), 1)
+    sleeper.sleep("model", ("grads", "optimizer"), ("grads",), 1)
     stays = who in ("a role", "declared by a role", "a resident")
     assert (grad.untyped_storage().nbytes() > 0) == stays
-    assert outcome.stay == (grad.nbytes if stays else 0)
+    users = {"a role": "role 'other'", "declared by a role": "role 'other'", "a resident": "residents"}
+    assert sleeper.asleep.kept_awake("model") == ({f"used by {users[who]}": grad.nbytes} if stays else {})
     sleeper.wake("model", TAGS, 1, {})
     assert torch.equal(grad, before)
     assert not bias.any()
@@ -421,13 +422,17 @@ def test_what_somebody_uses_stays(worker: Worker) -> None:
     worker.store.expect(1)
     worker.store.put(1, model.cache[3:], "model.make", None)
     sleeper = Sleeper(worker)
-    outcome = sleeper.sleep("model", TAGS, (), 1)
+    sleeper.sleep("model", TAGS, (), 1)
     weights = sum(2 * each.nbytes for each in model.net.parameters())  # gradients with them
-    assert outcome.stay == weights + model.cache.nbytes
+    kept = {"used by role 'other'": weights, "used by residents": model.cache.nbytes}
+    assert sleeper.asleep.kept_awake("model") == kept
     assert model.net.weight.untyped_storage().nbytes() > 0
     assert sleeper.sleep("other", TAGS, (), 1).nbytes == weights + other.cache.nbytes
     assert model.net.weight.untyped_storage().nbytes() == 0
+    assert sleeper.asleep.kept_awake("other") == {}
+    assert sleeper.asleep.kept_awake("model") == {"used by residents": model.cache.nbytes}
     assert sleeper.wake("model", TAGS, 1, {}).nbytes > weights
+    assert sleeper.asleep.kept_awake("model") == {}
     assert model.net.weight.untyped_storage().nbytes() > 0
     sleeper.wake("other", TAGS, 1, {})
     model.train()
@@ -442,7 +447,8 @@ def test_what_torch_can_not_resize_stays(worker: Worker, discard: tuple[str, ...
     sleeper = Sleeper(worker)
     size = sum(each.nbytes for each in [*model.net.parameters(), model.cache])
     for _ in range(2):
-        assert sleeper.sleep("model", TAGS, discard, 1) == Outcome(nbytes=size, stay=1000)
+        assert sleeper.sleep("model", TAGS, discard, 1) == Outcome(nbytes=size)
+        assert sleeper.asleep.kept_awake("model") == {"of another library": 1000}
         assert model.foreign.eq(1).all()
         sleeper.wake("model", TAGS, 1, {})
         assert model.foreign.eq(1).all()

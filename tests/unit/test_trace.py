@@ -240,25 +240,30 @@ def test_what_overlaps(tmp_path: Path) -> None:
 
 
 def test_memory_has_a_row(tmp_path: Path) -> None:
-    """What moves while calls run is beside them, with its bytes."""
+    """What moves while calls run is beside them, with its bytes, and with what stays and why."""
     path = tmp_path / "trace.json"
 
     class Holding(Role):
         def __init__(self) -> None:
             self.memory = numpy.ones(1 << 20, numpy.uint8)
+            self.given = numpy.ones(1 << 16, numpy.uint8)
 
         @method(awake=())
-        def work(self) -> None: ...
+        def give(self) -> Any:
+            return self.given
 
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(1, cpus=0) as pool:
         group = pool.spawn({"holding": colocate.role(Holding)}, name="group")
+        kept = group.role("holding", Holding).give.keep()
         with runtime.trace(path):
             gone = group.sleep("holding")
-            group.role("holding", Holding).work()
+            group.role("holding", Holding).give()
             group.wake("holding")
+        kept.free()
     of = rows(path)
-    moved = [(e["name"], e["args"]["bytes"]) for e in events(path, "X") if of[e["pid"], e["tid"]] == "slot 0: memory"]
-    assert moved == [("holding sleep", gone), ("holding wake", gone)]
+    moved = [e for e in events(path, "X") if of[e["pid"], e["tid"]] == "slot 0: memory"]
+    assert [(e["name"], e["args"]["bytes"]) for e in moved] == [("holding sleep", gone), ("holding wake", gone)]
+    assert [e["args"].get("kept awake") for e in moved] == [{"used by residents": 1 << 16}, None]
     assert [e["args"] for e in events(path, "C")] == [{"holding": gone}, {"holding": 0}]
 
 

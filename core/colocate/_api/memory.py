@@ -34,6 +34,8 @@ class RoleMemory:
         activations: What its methods have allocated on a GPU at most while they ran, beyond what was there when they
             began, by method; None where nobody knows: on the CPU, and where slots are threads.
         complete: Whether all that it leads to was looked at.
+        kept_awake: What was to sleep with what is `asleep` and stays in memory, by why, as it was when that was put to
+            sleep: "used by role 'critic'", "used by residents", "of another library" ...
     """
 
     role: str
@@ -44,6 +46,7 @@ class RoleMemory:
     asleep: int
     activations: Mapping[str, int] | None
     complete: bool
+    kept_awake: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
     def total(self) -> int:
@@ -143,10 +146,16 @@ class GroupMemory:
             return title
         names = list(rows[0])
         lines = columns([names, *(list(row.values()) for row in rows)], [name != "role" for name in names])
-        return "\n".join([title, *lines, *filter(None, map(_totals, self.slots))])
+        return "\n".join([title, *lines, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """What `print` says below the table: what each slot has in all, and what of sleeping roles is awake and why."""
+        return [line for slot in self.slots for line in (*_totals(slot), *_kept_awake(slot))]
 
     def _repr_html_(self) -> str:
-        return html.page(html.heading("memory of", self.group, ""), html.table(self.texts()))
+        return html.page(
+            html.heading("memory of", self.group, ""), html.table(self.texts()), *map(html.reason, self.notes())
+        )
 
     def texts(self) -> list[dict[str, str]]:
         """As `print` shows it: a row for each role and rank and for what nobody owns, without kinds that nobody has."""
@@ -193,7 +202,8 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         if not (name or held or shared or asleep):  # functions, which have left nothing
             continue
         activations = None if ledger.peaks is None else _of_role(name, ledger.peaks)
-        roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, name not in ledger.partial))
+        kept, whole = ledger.kept_awake.get(name, {}), name not in ledger.partial
+        roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, whole, kept))
     parts = ledger.process or {}
     return SlotMemory(
         slot,
@@ -231,14 +241,22 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
         }
 
 
-def _totals(slot: SlotMemory) -> str:
+def _totals(slot: SlotMemory) -> Iterator[str]:
     """What a slot's process and device have in all, as far as anybody knows."""
     known = [] if slot.process is None else [f"{size_text(slot.process)} of the host for its process"]
     if slot.gpu is not None:
         known.append(
             f"{size_text(slot.gpu['used'])} of {size_text(slot.gpu['total'])} of {slot.device} for all processes"
         )
-    return f"slot {slot.slot} in all: {', '.join(known)}" if known else ""
+    if known:
+        yield f"slot {slot.slot} in all: {', '.join(known)}"
+
+
+def _kept_awake(slot: SlotMemory) -> Iterator[str]:
+    for role in slot.roles:
+        if role.kept_awake:
+            parts = ", ".join(f"{size_text(size)} {why}" for why, size in role.kept_awake.items())
+            yield f"slot {slot.slot}: of role {role.role!r}, which sleeps, is awake: {parts}"
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:

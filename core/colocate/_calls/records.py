@@ -142,6 +142,7 @@ class MoveRecord:
         end: When it was done.
         asleep: Whether all of it sleeps now, and not only a part.
         ahead: Whether that was done ahead of a role's turn, while another one ran.
+        kept_awake: The bytes that were to sleep, too, and stay in memory, by why, as in `RoleMemory`.
     """
 
     group: str
@@ -153,6 +154,7 @@ class MoveRecord:
     end: float
     asleep: bool
     ahead: bool = False
+    kept_awake: Mapping[str, int] = attrs.field(factory=dict)
 
 
 class Ended(NamedTuple):

@@ -294,6 +294,7 @@ class Moved(Message):
         end: When it was done.
         whole: Whether all of it sleeps now.
         ahead: Whether that was done ahead of a role's turn, beside what another one ran.
+        kept_awake: The bytes that were to go, too, and stay, by why.
     """
 
     role: str
@@ -303,6 +304,7 @@ class Moved(Message):
     end: float
     whole: bool
     ahead: bool = False
+    kept_awake: Mapping[str, int] = attrs.field(factory=dict)
 
 
 @message

@@ -44,6 +44,7 @@ class Ledger:
         roles: By role, kind (see `Purpose`) and device; residents of functions are those of a role without a name.
         shared: What roles hold that counts with another role, by role.
         asleep: What roles hold that isn't in memory (`group.sleep`), by role.
+        kept_awake: What of roles was to sleep with that and is in memory, by role and why.
         partial: Roles that hold more objects than were looked at.
         process: What of the process's memory is its own, "private"; of it what was so before the first role was
             constructed, "empty", came with imports since, "code", was freed without being given back, "held back", was
@@ -57,6 +58,7 @@ class Ledger:
     roles: Mapping[str, Mapping[tuple[str, str], int]]
     shared: Mapping[str, int]
     asleep: Mapping[str, int]
+    kept_awake: Mapping[str, Mapping[str, int]]
     partial: tuple[str, ...]
     process: Mapping[str, int] | None
     gpu: Mapping[str, int] | None

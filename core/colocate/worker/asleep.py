@@ -22,6 +22,7 @@ class Asleep:
         """Nothing sleeps. `device`: the slot's."""
         self._device = device
         self._roles: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
+        self._kept: dict[str, dict[str, dict[int, tuple[int, str]]]] = {}  # likewise, what stays: sizes, and why
         self.away: dict[int, int] = {}
         self.emptied: set[int] = set()
         self.why: dict[str, str] = {}
@@ -32,6 +33,18 @@ class Asleep:
     def tags(self, role: str | None) -> Sequence[str]:
         """What of a role sleeps."""
         return () if role is None else tuple(self._roles.get(role, ()))
+
+    def kept_awake(self, role: str) -> dict[str, int]:
+        """Why memory of what sleeps of a role is awake all the same, and how many bytes, most first.
+
+        As it was when that was put to sleep, without what has gone with another role since.
+        """
+        found: dict[str, int] = {}
+        for pieces in list(self._kept.get(role, {}).values()):
+            for key, (size, why) in pieces.items():
+                if key not in self.away:
+                    found[why] = found.get(why, 0) + size
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
 
     def on_device(self) -> dict[str, tuple[int, int]]:
         """Bytes of the slot's device that sleep, by role, and those of them that come back as zeros.
@@ -83,6 +96,8 @@ class Asleep:
                 if each is not None:
                     joined.join(each)
             asleep[tag] = joined
+        if isinstance(moved, Going):
+            self._kept[name] = {**self._kept.get(name, {}), **moved.kept}
         self.away.update(moved.pieces)
         self.emptied |= moved.emptied
 
@@ -92,11 +107,13 @@ class Asleep:
             self.away.pop(key, None)  # unless it was let go of meanwhile
         self.emptied -= moved.pieces.keys()
         self.why.pop(name, None)
-        asleep = self._roles[name]
+        asleep, kept = self._roles[name], dict(self._kept.get(name, {}))  # the ledger is reading what is there
         for tag in moved.tags:
             del asleep[tag]
+            kept.pop(tag, None)
+        self._kept[name] = kept
         if not asleep:
-            del self._roles[name]
+            del self._roles[name], self._kept[name]
 
     def add_own(self, name: str, tags: Collection[str], why: str) -> None:
         """What a role puts away by its own means isn't back, though the rest is."""

@@ -68,7 +68,8 @@ class Functions:
     def _tell(self, role: str, asleep: bool, nbytes: int, start: float) -> None:
         """Tell the driver what sleeps now, or is awake."""
         whole = asleep and len(self._site.sleeper.asleep.tags(role)) == len(TAGS)
-        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole))
+        kept = self._site.sleeper.asleep.kept_awake(role) if asleep else {}
+        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, kept_awake=kept))
 
 
 def current_slots() -> int:

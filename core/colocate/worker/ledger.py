@@ -61,6 +61,7 @@ def ledger(
         shares.owned,
         shares.shared,
         shares.asleep,
+        {name: kept for name in names if (kept := sleeper.asleep.kept_awake(name))},
         tuple(partial),
         None
         if process is None

@@ -18,6 +18,10 @@ from colocate.worker.moves import Going, all_but, by_tags, unneeded
 from colocate.worker.offload import Offload
 from colocate.worker.storages import Objects, Storages
 
+_PINNED = "pinned: the device uses it by itself"
+_FOREIGN = "of another library"
+_OF_A_GRAPH = "of a CUDA graph, which writes there"
+
 
 class Movable:
     """Finds it, on the lane."""
@@ -50,23 +54,23 @@ class Movable:
         matters = self._site.boot.device != "cpu" or bool(discard)
         self._refuse_partial(name, complete or not matters)
         every = by_tags(found)
-        awake, others = self._held_by_others(name, matters)
+        users, others = self._held_by_others(name, matters)
         for tag in TAGS:
             if tag not in tags and tag not in self._asleep.tags(name):
-                awake.include(every[tag])
+                users[f"its {tag}"] = every[tag]
         by_tag = {tag: every[tag] for tag in tags}
         immovable = self._immovable(by_tag.values(), [*found.values(), *others])
         if only is not None:
             keys = {key for pieces in by_tag.values() for sizes in pieces.values() for key in sizes}
-            immovable |= keys.difference(only)
+            immovable = dict.fromkeys(keys.difference(only), "it was awake before") | immovable
         # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
         loses = bool(discard) and not self._site.in_process
         empty = unneeded(found, discard, others) if loses else Objects()
         asleep, device = self._asleep, self._site.boot.device
-        return Going(by_tag, empty, awake, immovable, asleep.away, asleep.tags(name), device)
+        return Going(by_tag, empty, users, immovable, asleep.away, asleep.tags(name), device)
 
-    def _held_by_others(self, name: str, matters: bool) -> tuple[Storages, list[Storages]]:
-        """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.
+    def _held_by_others(self, name: str, matters: bool) -> tuple[dict[str, Storages], list[Storages]]:
+        """What other roles hold that doesn't sleep there, and what lies in residents, by who; and all that both hold.
 
         Args:
             name: The role.
@@ -77,7 +81,7 @@ class Movable:
         """
         roles = [each for each in self._site.roles.values() if each.name is not None]
         storages = Objects if matters else Storages
-        awake = Storages()
+        users: dict[str, Storages] = {}
         held: list[Storages] = []
         for role in roles:
             if role.name is None or role.name == name:
@@ -87,13 +91,14 @@ class Movable:
             found, complete = held_by(role.instance, declared, apart, storages)
             self._refuse_partial(role.name, complete or not matters)
             held.extend(found.values())
-            awake.include(all_but(found, self._asleep.tags(role.name)))
+            users[f"role {role.name!r}"] = all_but(found, self._asleep.tags(role.name))
         values = [value for _, value in self._site.store.values()]
         found, leaves = lie_in(values, [each.instance for each in roles], storages)
         found[Purpose.GRADIENTS].add_all(gradients_of(leaves))
+        kept = users["residents"] = Storages()
         for pieces in found.values():
-            awake.include(pieces)
-        return awake, [*held, *found.values()]
+            kept.include(pieces)
+        return users, [*held, *found.values()]
 
     def _declared(self, role: HostedRole) -> Sequence[Any]:
         try:
@@ -107,8 +112,8 @@ class Movable:
                 f"role {role!r} holds more objects than were looked at: what else uses the memory isn't known"
             )
 
-    def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> set[int]:
-        """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold."""
+    def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> dict[int, str]:
+        """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold; and why."""
         graphs = any(each.keeps_addresses for each in list(self._site.roles.values()))
         pieces = list(found)
         storages = self._in_memory(pieces)
@@ -118,12 +123,13 @@ class Movable:
             for storage in self._in_memory(beside).values()
             if not self._offload.can_take(storage)
         )
-        return {key for each in pieces for key in each.pinned} | {
-            key
-            for key, storage in storages.items()
-            if split([Area(storage.data_ptr(), storage.data_ptr() + storage.nbytes())], foreign)[0]
-            or (graphs and self._is_of_a_graph(storage))
-        }
+        why = {key: _PINNED for each in pieces for key in each.pinned}
+        for key, storage in storages.items():
+            if split([Area(storage.data_ptr(), storage.data_ptr() + storage.nbytes())], foreign)[0]:
+                why[key] = _FOREIGN
+            elif graphs and self._is_of_a_graph(storage):
+                why[key] = _OF_A_GRAPH
+        return why
 
     def _in_memory(self, found: Iterable[Storages]) -> dict[int, Any]:
         """The storages of the device that don't sleep, by what they are called."""

@@ -12,6 +12,9 @@ from colocate._system.pages import Emptying
 from colocate.worker.holdings import Holdings
 from colocate.worker.storages import Objects, Storages
 
+OVERLAPS = "in an array that others use"
+SHARED = "of other processes, too, or of a file"
+
 _STEPPED = ("grads", "optimizer")
 _TAG_OF = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
 
@@ -31,15 +34,15 @@ class Going:
         empty_storages: Those of the device.
         kept_on_device: The bytes of the device that go to the host.
         size: The bytes that go.
-        stay: Those that were to and stay.
+        kept: The pieces that were to and stay, by tag: their sizes, and why.
     """
 
     def __init__(
         self,
         by_tag: Mapping[str, Objects],
         unneeded: Objects,
-        awake: Storages,
-        immovable: Collection[int],
+        users: Mapping[str, Storages],
+        immovable: Mapping[int, str],
         away: Mapping[int, int],
         asleep: Collection[str],
         device: str,
@@ -49,8 +52,8 @@ class Going:
         Args:
             by_tag: What is to.
             unneeded: What of the role has contents that nobody needs.
-            awake: What others use.
-            immovable: What can't lose its memory.
+            users: What others use, by who does.
+            immovable: What can't lose its memory, and why.
             away: The sizes of what sleeps already.
             asleep: The tags of which something may.
             device: The slot's.
@@ -63,6 +66,9 @@ class Going:
             for place, sizes in pieces.items()
             for key, size in sizes.items()
         }
+        awake = Storages()
+        for pieces in users.values():
+            awake.include(pieces)
         stays = {key for sizes in awake.values() for key in sizes}.union(immovable, away)
         going = {
             key: (place, size) for key, (place, size) in wanted.items() if place in {"cpu", device} and key not in stays
@@ -71,8 +77,27 @@ class Going:
         used = merged(awake.get("cpu", {}).items())
         on_host = _apart({key: size for key, (place, size) in going.items() if place == "cpu"}, used)
         going = {key: each for key, each in going.items() if each[0] != "cpu" or key in on_host}
-        for key in on_host.keys() - dict(own(on_host.items())).keys():  # what processes share stays, and is awake
+        others = on_host.keys() - dict(own(on_host.items())).keys()  # what processes share stays, and is awake
+        for key in others:
             del going[key], on_host[key]
+
+        def why(key: int, place: str) -> str:
+            using = [who for who, pieces in users.items() if key in pieces.get(place, ())]
+            if using:
+                return f"used by {' and '.join(using)}"
+            if place not in {"cpu", device}:
+                return f"on {place}"
+            return immovable.get(key) or (SHARED if key in others else OVERLAPS)
+
+        self.kept = {
+            tag: {
+                key: (size, why(key, place))
+                for place, sizes in pieces.items()
+                for key, size in sizes.items()
+                if key not in going and key not in away
+            }
+            for tag, pieces in by_tag.items()
+        }
         self.pieces = {key: size for key, (_, size) in going.items()}
         stored = going.keys() - on_host.keys()
         movable = going.keys() | away.keys()
@@ -88,7 +113,6 @@ class Going:
         self.kept_on_device = sum(self.pieces[key] for key in self.storages)
         self.size = _size(areas_of(on_host.items()) if emptied else self.areas)
         self.size += sum(self.pieces[key] for key in stored)
-        self.stay = sum(size for key, (_, size) in wanted.items() if key not in away) - self.size
 
     def are_rewritten(self) -> None:
         """Have autograd know that what is emptied isn't what it may have saved for a backward pass."""

@@ -477,8 +477,8 @@ class Residency:
             self._accounts.changed(name)
         self._copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
-            whole = len(tags) == len(TAGS)
-            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), whole))
+            whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name)
+            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), whole, kept_awake=kept))
 
     def _note(self, name: str, shares: Shares) -> None:
         """What a role has come to hold, and whether it was written into."""

@@ -48,14 +48,12 @@ class Outcome:
         own: Whether that was this rank.
         fits: Whether there was room for it here.
         nbytes: The bytes that have gone, or come back, here.
-        stay: Of what was to go, the bytes that stay.
     """
 
     refusal: str | None = None
     own: bool = False
     fits: bool = True
     nbytes: int = 0
-    stay: int = 0
 
 
 class Sleeper:
@@ -147,11 +145,9 @@ class Sleeper:
             return end
 
         outcome = self._all_or_none(role, members, begin, lambda: self._tell(role, "wake", new))
-        if outcome.refusal is not None:
-            return outcome
-        (found,) = seen
-        self.asleep.add(name, found)
-        return attrs.evolve(outcome, stay=found.stay + found.size - outcome.nbytes)
+        if outcome.refusal is None:
+            self.asleep.add(name, *seen)
+        return outcome
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
         """Have memory of a role be there again, if it is so on all ranks.

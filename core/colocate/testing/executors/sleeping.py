@@ -267,7 +267,7 @@ class Sleeping(ExecutorCase):
         assert actor.digest() == before
 
     def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
-        """It stays as long as somebody who is awake has it, and goes when nobody is."""
+        """It stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         other.share("actor")
         before, looked = other.digest(), actor.look()
@@ -275,6 +275,11 @@ class Sleeping(ExecutorCase):
         kept.wait()
         weights = 2 * _MIBS * _MIB
         assert dozing.sleep("actor", ("weights",)) < weights / 10
+        found = dozing.memory()
+        users = "used by role 'other' and residents"
+        assert [role.kept_awake[users] for slot in found.slots for role in slot.roles[:1]] == [weights // 2] * 2
+        line = f"slot 1: of role 'actor', which sleeps, is awake: {_MIBS} MiB {users}"
+        assert any(told.startswith(line) for told in str(found).splitlines())
         assert dozing.sleep("other") < weights / 10  # the resident has it yet
         dozing.wake("actor")
         dozing.wake("other")
