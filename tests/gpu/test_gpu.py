@@ -560,6 +560,28 @@ class TestSleep:
                 group.sleep("actor", tags)
                 assert actor.train() == other.train()
 
+    @needs_cuda
+    def test_what_others_have_by_reference(self) -> None:
+        """Between threads: it stays as long as somebody has it, and is what it was."""
+        with connect(threads=True) as runtime:
+            group = runtime.reserve().spawn({"actor": colocate.role(Dozing, 8)}, name="shared")
+            actor = group.role("actor", Dozing)
+            before = actor.train()
+            (weights,) = actor.weights()
+            given = torch.ones(2**20, device=DEVICE)
+            actor.remember(given)
+            group.sleep("actor")
+            kept = group.memory().slots[0].roles[0].kept_awake
+            assert sum(kept.values()) == weights.nbytes + given.nbytes
+            assert all(why.startswith("used elsewhere") for why in kept)
+            assert fingerprint(weights)
+            assert given.eq(1).all()
+            size = weights.nbytes + given.nbytes
+            del weights, given
+            assert group.sleep("actor") == size
+            assert not group.memory().slots[0].roles[0].kept_awake
+            assert actor.look() == before
+
     def test_discard(self) -> None:
         """What nobody needs comes back as zeros, whether it slept already or not, and all else as it was."""
         with connect() as runtime:

@@ -24,6 +24,7 @@ from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker import holdings, offload, storages  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
+from colocate.worker.movable import _ELSEWHERE  # noqa: E402
 from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.residency import Residency  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
@@ -436,6 +437,37 @@ def test_what_somebody_uses_stays(worker: Worker) -> None:
     assert model.net.weight.untyped_storage().nbytes() > 0
     sleeper.wake("other", TAGS, 1, {})
     model.train()
+
+
+def test_what_somebody_of_the_same_process_has_stays(worker: Worker) -> None:
+    """Where slots are threads a tensor of the driver's, or of another slot's role, is told by the memory's count."""
+    worker.in_process = True
+    model: Any = Model()
+    model.views = [model.cache[3:].view(-1, 1), model.net.weight.detach()[1:]]
+    model.loss = model.net(torch.ones(1, 50)).sum()
+    worker.add("model", model)
+    worker.add("other", types.SimpleNamespace(net=model.net, own=torch.ones(7)))
+    model.train()
+    before = contents(model)
+    sleeper = Sleeper(worker)
+    sleeper.sleep("other", TAGS, (), 1)
+    sleeper.sleep("model", TAGS, (), 1)
+    assert sleeper.asleep.kept_awake("model") == {}
+    assert sleeper.wake("model", TAGS, 1, {}).nbytes == sum(each.nbytes for each in [*before, model.loss])
+    sleeper.wake("other", TAGS, 1, {})
+    handed = [model.cache.detach(), model.net.bias.detach()[:7]]
+    sleeper.sleep("other", TAGS, (), 1)
+    sleeper.sleep("model", TAGS, (), 1)
+    used = model.cache.nbytes + model.net.bias.nbytes
+    assert sleeper.asleep.kept_awake("model") == {_ELSEWHERE: used}
+    assert handed[0].eq(1).all()
+    assert handed[1].eq(before[1][:7]).all()
+    del handed
+    assert sleeper.sleep("model", TAGS, (), 1).nbytes == used
+    assert sleeper.asleep.kept_awake("model") == {}
+    sleeper.wake("model", TAGS, 1, {})
+    sleeper.wake("other", TAGS, 1, {})
+    assert equal(contents(model), before)
 
 
 @pytest.mark.parametrize("discard", [(), ("cache",)])

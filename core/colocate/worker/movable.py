@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from colocate._protocol.ledger import TAGS, Purpose
+from colocate._system.imported import imported
 from colocate._system.jobs import error_text
 from colocate._system.mappings import Area, merged, split
 from colocate.errors import ColocateError
@@ -21,6 +22,7 @@ from colocate.worker.storages import Objects, Storages
 _PINNED = "pinned: the device uses it by itself"
 _FOREIGN = "of another library"
 _OF_A_GRAPH = "of a CUDA graph, which writes there"
+_ELSEWHERE = "used elsewhere: slots that are threads hand over by reference"
 
 
 class Movable:
@@ -55,11 +57,12 @@ class Movable:
         self._refuse_partial(name, complete or not matters)
         every = by_tags(found)
         users, others = self._held_by_others(name, matters)
+        noted = [each for each in (*found.values(), *others) if isinstance(each, Objects)]
         for tag in TAGS:
             if tag not in tags and tag not in self._asleep.tags(name):
                 users[f"its {tag}"] = every[tag]
         by_tag = {tag: every[tag] for tag in tags}
-        immovable = self._immovable(by_tag.values(), [*found.values(), *others])
+        immovable = self._immovable(by_tag.values(), noted)
         if only is not None:
             keys = {key for pieces in by_tag.values() for sizes in pieces.values() for key in sizes}
             immovable = dict.fromkeys(keys.difference(only), "it was awake before") | immovable
@@ -112,7 +115,7 @@ class Movable:
                 f"role {role!r} holds more objects than were looked at: what else uses the memory isn't known"
             )
 
-    def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> dict[int, str]:
+    def _immovable(self, found: Iterable[Objects], noted: Collection[Objects]) -> dict[int, str]:
         """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold; and why."""
         graphs = any(each.keeps_addresses for each in list(self._site.roles.values()))
         pieces = list(found)
@@ -120,7 +123,7 @@ class Movable:
         # Another library may have memory of torch's, too, and torch have it from there once more.
         foreign = merged(
             (storage.data_ptr(), storage.nbytes())
-            for storage in self._in_memory(beside).values()
+            for storage in self._in_memory(noted).values()
             if not self._offload.can_take(storage)
         )
         why = {key: _PINNED for each in pieces for key in each.pinned}
@@ -129,15 +132,36 @@ class Movable:
                 why[key] = _FOREIGN
             elif graphs and self._is_of_a_graph(storage):
                 why[key] = _OF_A_GRAPH
+            elif self._site.in_process and _is_used_elsewhere(key, noted):
+                why[key] = _ELSEWHERE
         return why
 
-    def _in_memory(self, found: Iterable[Storages]) -> dict[int, Any]:
+    def _in_memory(self, found: Iterable[Objects]) -> dict[int, Any]:
         """The storages of the device that don't sleep, by what they are called."""
-        pieces = [each for each in found if isinstance(each, Objects)]
         return {
-            key: storage for each in pieces for key, storage in each.storages.items() if key not in self._asleep.away
+            key: storage for each in found for key, storage in each.storages.items() if key not in self._asleep.away
         }
 
     def _is_of_a_graph(self, storage: Any) -> bool:
         """Whether it lies in the memory of CUDA graphs, which are replayed: they would write where it was."""
         return self._site.device.is_private(storage.data_ptr()) and not self._offload.keeps_address(storage)
+
+
+def _is_used_elsewhere(key: int, noted: Iterable[Objects]) -> bool:
+    """Whether a device's storage, of which there is a Python object, has more tensors than were found.
+
+    The driver has one, or a role of another slot (`arguments.apart`): nobody could find it. Or autograd has.
+    """
+    known: dict[int, Any] = {}
+    gone = 0  # parts of others, which are objects only while somebody asks for them
+    for each in noted:
+        for reference in each.tensors.get(key, ()):
+            tensor = reference()
+            if tensor is None:
+                gone += 1
+                continue
+            known[id(tensor)] = tensor
+            if (base := tensor._base) is not None:  # of which it is a view
+                known[id(base)] = base
+    uses: int = imported("torch")._C._storage_Use_Count(key)
+    return uses - 1 > len(known) + gone
