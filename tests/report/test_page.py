@@ -277,6 +277,13 @@ def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> Non
     )
     assert (f"{text} 50 MiB." in page) is said
     assert "would have copied" not in page
+    mib = 1 << 20
+    on_gpus = []
+    for slot, used in zip(slots, (600, 500), strict=True):
+        gpu = {"allocated": 60 * mib, "reserved": 100 * mib, "used": used * mib, "total": 1000 * mib}
+        on_gpus.append(attrs.evolve(slot, device="cuda:0", gpu=gpu))
+    page = Page(tmp_path, record(memory=(GroupMemory("policy", tuple(on_gpus)),), contention=waiting)).text
+    assert (f"{text} 50 MiB, and up to 400 MiB of its GPU, a context." in page) is said
 
 
 def test_what_fusing_saves_of_copies(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What it saves that roles share workers, in words: processes and copies."""
+"""What it saves that roles share workers, in words: processes with their contexts, and copies."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ def _sentences(record: RunRecord) -> Iterator[str]:
     fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
     if fewer > 0:
         empty = size_text(max(slot.empty or 0 for slot in processes))
+        # Other processes' memory counts as context, too: where there is least of that, it is nearest to a context's.
+        if contexts := [slot.unowned["context"] for slot in processes if slot.gpu is not None]:
+            empty += f", and up to {size_text(min(contexts))} of its GPU, a context"
         yield (
             f"Fused, they are {plural(len(processes), 'process')}; with one for each rank of each role there would be "
             f"{fewer:,} more, and an empty one has {empty}."
