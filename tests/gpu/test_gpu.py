@@ -701,6 +701,20 @@ class Spoiler(Role):
         torch.cuda.set_stream(torch.cuda.Stream())
         return found
 
+    @method
+    def late(self, value: float) -> torch.Tensor:
+        """A tensor whose values come when the device has been busy for a while."""
+        made = torch.zeros(2**20, device=self.ctx.device)
+        torch.cuda._sleep(10**6)
+        return made.fill_(value)
+
+    @method
+    def is_all(self, tensor: torch.Tensor, value: float) -> bool:
+        """Whether it has no other values, as its own stream sees it; what it used is free before that has looked."""
+        found = (tensor * 2 == 2 * value).all()
+        torch.cuda._sleep(10**5)
+        return bool(found)
+
 
 class OnASide(Spoiler):
     """Has a stream of its own."""
@@ -778,6 +792,21 @@ class TestErrors:
             assert found["one"] == found["other"]
             assert len(found["one"]) == len(found["side"]) == 1
             assert found["one"] != found["side"]
+
+    @needs_cuda
+    @pytest.mark.parametrize("threads", [False, True])
+    def test_residents_between_streams(self, threads: bool) -> None:
+        """Two hundred times: who uses one sees what was made on another stream, also where memory was used before."""
+        with connect(threads=threads) as runtime:
+            roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler)}
+            group = runtime.reserve().spawn(roles)
+            side, one = group.role("side", Spoiler), group.role("one", Spoiler)
+            seen = []
+            for number in range(100):
+                for maker, user in ((side, one), (one, side)):
+                    with maker.late.keep(float(number)) as made:
+                        seen.append(user.is_all.submit(made.ref, float(number)))
+            assert [call.result(60) for call in seen] == [[True]] * 200
 
 
 class TestPpo:
