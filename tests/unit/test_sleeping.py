@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from colocate import method  # noqa: E402
 from colocate._calls.pending import PendingCall  # noqa: E402
 from colocate._crew.sleepers import Sleepers  # noqa: E402
+from colocate._role.budget import Budgets, Limit  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
@@ -32,8 +33,10 @@ from colocate.worker.settings import Setting, Settings  # noqa: E402
 from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
 from colocate.worker.swapping import Use  # noqa: E402
+from colocate.worker.turns import Turns  # noqa: E402
 
 DEVICE = "other:0"
+BUDGETS = Budgets((Limit("they", None, device=True, nbytes=1 << 20),), swap=True)
 TAGS = ("weights", "grads", "optimizer", "cache")
 
 
@@ -607,8 +610,8 @@ def test_what_does_not_move_ahead(worker: Worker) -> None:
     worker.add("plain", Model())
     worker.add("putting", Putting())
     worker.add("kept", Model()).keeps_addresses = True
-    residency = Residency(worker, Sleeper(worker), cast("Any", None))
-    assert [name for name in worker.roles if residency._moves_ahead(name)] == ["plain"]
+    turns = Turns(worker, Sleeper(worker), cast("Any", types.SimpleNamespace(budgets=BUDGETS)))
+    assert [name for name in worker.roles if turns.moves_ahead(name)] == ["plain"]
 
 
 @pytest.mark.parametrize("aside", [False, True])
@@ -622,8 +625,10 @@ def test_nothing_moves_beside_a_stream_of_a_role_s_own(
         looked.append(None)
         raise ColocateError("it is looked for what may move")
 
-    residency = Residency(worker, two[0], cast("Any", types.SimpleNamespace(shares=shares)))
-    residency._order = cast("Any", types.SimpleNamespace(ahead=lambda: (Use("one", False), Use("two", False))))
+    residency = Residency(worker, two[0], cast("Any", types.SimpleNamespace(shares=shares, budgets=BUDGETS)))
+    residency.begin()
+    assert residency._turns is not None
+    residency._turns.order = cast("Any", types.SimpleNamespace(ahead=lambda: (Use("one", False), Use("two", False))))
     residency._wanted["two"] = TAGS
     worker.roles["one"].settings = Settings(stream="its own" if aside else None)
     with contextlib.suppress(ColocateError):
