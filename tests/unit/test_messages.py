@@ -33,7 +33,7 @@ NESTED = {
     (from_worker.Failed, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.LedgerTold, "ledger"): Ledger(
-        *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, ("role",), {"empty": 3}),
+        *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, {"role": {"why": 8}}, ("role",), {"empty": 3}),
         *({"used": 5}, {"role.method": 7}),
     ),
     (from_worker.Fetched, "failure"): from_worker.Failure("type", "text", "trace", True, False, None, "an argument"),
