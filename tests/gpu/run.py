@@ -233,7 +233,9 @@ def run(
     results.touch()
     # Other versions than ours warn of other things, and a GPU is too rare to fail of that.
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "tests/gpu"]
-    env = {**os.environ, "COLOCATE_GPU_RESULTS": str(results), "COLOCATE_GPU_DRY": "1" if cpu else ""}
+    # It is no worker of whatever may have begun it.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+    env = {**outer, "COLOCATE_GPU_RESULTS": str(results), "COLOCATE_GPU_DRY": "1" if cpu else ""}
     env.pop("PYTHONPATH", None)
     ends = time.monotonic() + within_s
     codes = [_pytest([*command, *wave, *more], env, ends - time.monotonic()) for wave in waves()]
