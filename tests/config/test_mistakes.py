@@ -125,6 +125,15 @@ class TestSyntax:
             load_config(path)
 
 
+def test_a_pool_of_no_slots(write: Write) -> None:
+    """What else is wrong in it is told, too."""
+    text = "pools: {a: {slots: 0, gpus: 0.5, timeout: -1, host_memory: much}}\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text))
+    places = [mistake.path for mistake in caught.value.mistakes]
+    assert sorted(places) == [f"pools.a.{name}" for name in ("gpus", "host_memory", "slots", "timeout")]
+
+
 class TestTypes:
     @pytest.mark.parametrize(
         ("text", "told"),

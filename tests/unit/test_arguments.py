@@ -13,9 +13,7 @@ import pytest
 
 import colocate
 from colocate import Concat, First, Gather, PerRank, Role, Scatter, method
-from colocate._values import arguments
-from colocate._values.arguments import apart, placed
-from colocate._values.codec import BY_REFERENCE
+from colocate._values.arguments import placed
 from colocate.errors import DispatchError
 
 torch = pytest.importorskip("torch")
@@ -120,30 +118,6 @@ def test_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert where(moved) == {"a": target, "b": target, "c": {"d": target}}
         assert on(target, moved) is moved
         assert on("cuda:7", value, host=True)["a"].is_cpu
-
-
-def test_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between threads memory stays where it is, and who has it yet shows: tensors of a device are new ones."""
-    monkeypatch.setattr(arguments, "gpu_is_used", lambda: True)
-    x, host = torch.ones(2, device="meta"), torch.ones(2)
-    for copies in (apart, BY_REFERENCE.pack, lambda value: BY_REFERENCE.unpack(value, "cuda:0")):
-        value = {"a": [x, host], "b": Batch(x, []), "c": tensordict.TensorDict({"d": x}, [2]), "e": "text"}
-        made = copies(value)
-        new = made["a"][0]
-        assert new is made["b"].tokens
-        assert new is not x
-        assert new.untyped_storage()._cdata == x.untyped_storage()._cdata
-        assert made["c"]["d"].untyped_storage()._cdata == x.untyped_storage()._cdata
-        assert made["a"][1] is host
-        assert value["b"].tokens is x
-        before = x._version
-        new.add_(1)
-        assert x._version == before + 1  # a write is noticed by all
-        net = torch.nn.Linear(2, 2, device="meta")
-        assert copies(net) is net
-    monkeypatch.undo()
-    assert apart(value) is value  # nobody has used a GPU
-    assert BY_REFERENCE.unpack(value, None) is value
 
 
 def test_two_names_of_one_tensor() -> None:

@@ -125,12 +125,12 @@ def test_what_is_held_back(tmp_path: Path) -> None:
 def test_what_others_have_been_given(tmp_path: Path) -> None:
     """What is in use since the beginning, without what roles have or had imported, or what lies in files now."""
     script = """
-        before = memory.look(0, 0, 0, 0)
+        before = memory.look(process_memory.InFiles(0, 0, 0), 0, 0, 0)
         import inner
         role, library = b'x' * (MIB), b'x' * (2 * MIB)
-        after = memory.look(0, MIB, 0, 0)
+        after = memory.look(process_memory.InFiles(0, 0, 0), MIB, 0, 0)
         told(after["objects"] - before["objects"])
-        told(memory.look(0, 0, MIB, 0)["objects"] - before["objects"])
+        told(memory.look(process_memory.InFiles(0, 0, 0), 0, MIB, 0)["objects"] - before["objects"])
     """
     assert run(tmp_path, script) == [2, 2]
 
@@ -141,8 +141,8 @@ def test_what_nobody_has_touched(tmp_path: Path) -> None:
         from ctypes import CDLL, c_size_t, c_void_p
         malloc = CDLL(None).malloc
         malloc.restype, malloc.argtypes = c_void_p, [c_size_t]
-        before = memory.look(0, 0, 0, 0)["objects"]
+        before = memory.look(process_memory.InFiles(0, 0, 0), 0, 0, 0)["objects"]
         assert malloc(16 * MIB)
-        told(memory.look(0, 0, 0, 0)["objects"] - before)
+        told(memory.look(process_memory.InFiles(0, 0, 0), 0, 0, 0)["objects"] - before)
     """
     assert run(tmp_path, script) == [0]

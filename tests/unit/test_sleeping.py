@@ -23,9 +23,10 @@ from colocate._system import pages  # noqa: E402
 from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
-from colocate.worker import holdings, offload, storages  # noqa: E402
+from colocate.worker import holdings, movable, offload, storages  # noqa: E402
+from colocate.worker.handed import Handed  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
-from colocate.worker.movable import _ELSEWHERE  # noqa: E402
+from colocate.worker.movable import _HANDED  # noqa: E402
 from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.residency import Residency  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
@@ -212,9 +213,9 @@ def test_no_part_comes_back_alone(worker: Worker, monkeypatch: pytest.MonkeyPatc
             patch.setattr(pages.Spill, "bring_back", unreadable)
         outcome = sleeper.wake("model", TAGS, 1, {})
     assert ("CUDA out of memory" if broken == "the device" else "Input/output error") in (outcome.refusal or "")
-    assert model.cache.untyped_storage().nbytes() == sleeper.in_memory() == 0
+    assert model.cache.untyped_storage().nbytes() == sleeper.in_files().pages == 0
     sleeper.wake("model", TAGS, 1, {})
-    assert sleeper.in_memory() > 0
+    assert sleeper.in_files().pages > 0
     assert equal(contents(model), before)
     assert (model.array == 1).all()
     sleeper.close()
@@ -442,35 +443,107 @@ def test_what_somebody_uses_stays(worker: Worker) -> None:
     model.train()
 
 
-def test_what_somebody_of_the_same_process_has_stays(worker: Worker) -> None:
-    """Where slots are threads a tensor of the driver's, or of another slot's role, is told by the memory's count."""
-    worker.in_process = True
-    model: Any = Model()
-    model.views = [model.cache[3:].view(-1, 1), model.net.weight.detach()[1:]]
-    model.loss = model.net(torch.ones(1, 50)).sum()
-    worker.add("model", model)
-    worker.add("other", types.SimpleNamespace(net=model.net, own=torch.ones(7)))
-    model.train()
-    before = contents(model)
+def test_why_it_stays_is_known_as_long_as_it_does(worker: Worker) -> None:
+    """Also when a role was awake for a while, as for a checkpoint, and when a wake ahead of time has found no room."""
+    model = Model()
+    role = worker.add("model", model)
+    worker.store.expect(1)
+    worker.store.put(1, [model.cache, model.net.weight.detach()], "model.make", None)
     sleeper = Sleeper(worker)
-    sleeper.sleep("other", TAGS, (), 1)
+    sleeper.sleep("model", ("weights",), (), 1)
     sleeper.sleep("model", TAGS, (), 1)
-    assert sleeper.asleep.kept_awake("model") == {}
-    assert sleeper.wake("model", TAGS, 1, {}).nbytes == sum(each.nbytes for each in [*before, model.loss])
-    sleeper.wake("other", TAGS, 1, {})
-    handed = [model.cache.detach(), model.net.bias.detach()[:7]]
-    sleeper.sleep("other", TAGS, (), 1)
+    asleep, kept = sleeper.asleep, model.cache.nbytes + model.net.weight.nbytes
+    assert asleep.kept_awake("model") == {"used by residents": kept}
+    assert asleep.kept_awake("model", ("grads", "cache")) == {"used by residents": model.cache.nbytes}
+    worker.store.free([1])
+    coming = asleep.coming("model", TAGS)
+    sleeper.wake_alone(role)
+    assert asleep.kept_awake("model") == {}
+    sleeper.sleep_alone("model", TAGS, coming)  # as it was, so that goes which has come
+    assert asleep.kept_awake("model") == {"used by residents": kept}
+    coming = asleep.coming("model", TAGS)
+    asleep.remove("model", coming)
+    asleep.add("model", coming)
+    assert asleep.kept_awake("model") == {"used by residents": kept}
     sleeper.sleep("model", TAGS, (), 1)
-    used = model.cache.nbytes + model.net.bias.nbytes
-    assert sleeper.asleep.kept_awake("model") == {_ELSEWHERE: used}
-    assert handed[0].eq(1).all()
-    assert handed[1].eq(before[1][:7]).all()
-    del handed
-    assert sleeper.sleep("model", TAGS, (), 1).nbytes == used
-    assert sleeper.asleep.kept_awake("model") == {}
+    assert asleep.kept_awake("model") == {}
     sleeper.wake("model", TAGS, 1, {})
-    sleeper.wake("other", TAGS, 1, {})
-    assert equal(contents(model), before)
+
+
+class Holder:
+    """Of a kind that nobody looks into but who looks for memory."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class TestHandedOver:
+    """Where slots are threads the driver, and roles of other slots, have by reference what was handed over."""
+
+    @pytest.fixture
+    def model(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """A role that keeps views and a graph, and shares its weights with another one."""
+        monkeypatch.setattr(movable, "HANDED", Handed())
+        worker.in_process = True
+        model: Any = Model(torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50)))
+        model.views = [model.cache[3:].view(-1, 1), model.net[0].weight.detach()[1:]]
+        model.loss = model.net(torch.ones(1, 50)).exp().sum()
+        model.jagged = torch.nested.nested_tensor([torch.ones(300), torch.ones(20)], layout=torch.jagged)
+        worker.add("model", model)
+        worker.add("other", types.SimpleNamespace(net=model.net))
+        return model
+
+    def asleep(self, worker: Worker) -> dict[str, int]:
+        """What stays of the role when both sleep."""
+        sleeper = Sleeper(worker)
+        sleeper.sleep("other", TAGS, (), 1)
+        sleeper.sleep("model", TAGS, (), 1)
+        kept = sleeper.asleep.kept_awake("model")
+        sleeper.wake("model", TAGS, 1, {})
+        sleeper.wake("other", TAGS, 1, {})
+        return kept
+
+    def test_nothing(self, worker: Worker, model: Any) -> None:
+        """All sleeps, also of what a graph has saved."""
+        assert self.asleep(worker) == {}
+        model.loss.backward()
+
+    def test_a_tensor_of_their_own(self, worker: Worker, model: Any) -> None:
+        """As long as they have it, or a view of it."""
+        handed = [model.cache.detach(), model.net[0].bias.detach()[:7]]
+        movable.HANDED.note({"some": handed}, DEVICE)
+        size = model.cache.nbytes + model.net[0].bias.nbytes
+        assert self.asleep(worker) == {_HANDED: size}
+        handed[:] = [handed[0][1:]]
+        assert self.asleep(worker) == {_HANDED: model.cache.nbytes}
+        del handed
+        assert self.asleep(worker) == {}
+
+    @pytest.mark.parametrize("kind", ["tensor", "jagged", "object", "module"])
+    def test_the_very_tensor(self, worker: Worker, model: Any, kind: str) -> None:
+        """As long as the role has it, as nobody knows who else does."""
+        values = {"tensor": [model.cache], "jagged": model.jagged, "object": Holder(model.cache), "module": model.net}
+        movable.HANDED.note(values[kind], DEVICE)
+        values.clear()
+        kept = self.asleep(worker)[_HANDED]
+        if kind == "module":
+            assert kept == sum(each.nbytes for each in model.net.parameters())
+            return
+        if kind == "jagged":
+            assert kept >= model.jagged.offsets().nbytes
+            model.jagged = None
+        else:
+            assert kept == model.cache.nbytes
+            model.views, model.cache = [], torch.ones(3)
+        assert self.asleep(worker) == {}
+
+    def test_what_is_gone_is_forgotten(self, worker: Worker) -> None:
+        """Though many were handed over."""
+        handed = Handed()
+        for _ in range(3):
+            values = [torch.ones(1) for _ in range(1000)]
+            handed.note(values, DEVICE)
+        assert len(handed._tensors) == len(handed._gone) <= 2000
 
 
 @pytest.mark.parametrize("discard", [(), ("cache",)])

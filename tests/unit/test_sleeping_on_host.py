@@ -24,6 +24,7 @@ from colocate.worker import holdings, storages  # noqa: E402
 from colocate.worker.accounts import Accounts  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.ledger import ledger  # noqa: E402
+from colocate.worker.process_memory import InFiles  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
 from colocate.worker.sleeping import Sleeper  # noqa: E402
@@ -129,9 +130,9 @@ def test_how_it_comes_back(site: Any, writes: bool, of_file: int) -> None:
     try:
         for _ in range(2):
             assert sleeper.sleep_alone("model") == pytest.approx(5 * PIECE, rel=0.02)
-            assert sleeper.in_memory() == 0
+            assert sleeper.in_files().pages == 0
             assert sleeper.wake_alone(role, writes=writes) == pytest.approx(5 * PIECE, rel=0.02)
-            assert sleeper.in_memory() == pytest.approx(of_file * PIECE, rel=0.02)
+            assert sleeper.in_files().pages == pytest.approx(of_file * PIECE, rel=0.02)
             assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
         model.train()
     finally:
@@ -538,16 +539,17 @@ def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
 
     What processes share stays, and counts as awake.
     """
-    asked: list[tuple[int, int, int]] = []
+    asked: list[tuple[InFiles, int, int]] = []
     site.device = types.SimpleNamespace(peaks=None)
     site.process = types.SimpleNamespace(look=lambda *sizes: asked.append(sizes[:3]))
     np.ones((SIDE, SIDE), dtype=np.float32).tofile(tmp_path / "weights")
     weights = torch.from_file(str(tmp_path / "weights"), size=SIDE * SIDE)
-    weights.sum()
     role = types.SimpleNamespace(weights=weights, shared=torch.ones(SIDE, SIDE).share_memory_())
     add(site, role)
     sleeper = Sleeper(site)
     try:
+        ledger(site, sleeper, lambda leaves: {})
+        weights.sum()
         ledger(site, sleeper, lambda leaves: {})
         weights[: weights.numel() // 2] = 2.0
         ledger(site, sleeper, lambda leaves: {})
@@ -556,9 +558,29 @@ def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
     finally:
         sleeper.close()
         del role.shared
-    in_files = [elsewhere / PIECE for elsewhere, _, _ in asked]
-    assert in_files == pytest.approx([2, 1.5, 1], abs=0.02)
-    assert [owned for _, owned, _ in asked] == [2 * PIECE, 2 * PIECE, PIECE]
+    in_files = [[size / PIECE for size in files] for files, _, _ in asked]
+    assert [pages for pages, _, _ in in_files] == pytest.approx([1, 2, 1.5, 1], abs=0.02)
+    assert [theirs for _, theirs, _ in in_files] == pytest.approx([2, 2, 2, 1], abs=0.02)
+    assert [absent for _, _, absent in in_files] == pytest.approx([1, 0, 0, 0], abs=0.02)
+    assert [owned for _, owned, _ in asked] == [2 * PIECE, 2 * PIECE, 2 * PIECE, PIECE]
+
+
+def test_what_stays_and_is_let_go_of(site: Any) -> None:
+    """It isn't told of any more."""
+    model = Model()
+    add(site, model)
+    site.store.expect(1)
+    site.store.put(1, [model.cache, model.frozen.weight.detach()], "model.make", None)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, (), 1)
+        assert sleeper.asleep.kept_awake("model") == {"used by residents": 2 * PIECE}
+        model.cache = torch.ones(1)
+        assert sleeper.asleep.kept_awake("model") == {"used by residents": 2 * PIECE}
+        site.store.free([1])
+        assert sleeper.asleep.kept_awake("model") == {"used by residents": PIECE}
+    finally:
+        sleeper.close()
 
 
 def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ class SlotMemory:
         objects: What of it `malloc` has given to others than roles: to libraries and for objects of Python, since.
         pinned: What of it was pinned for memory of the device that sleeps, and is kept for the next time.
         gpu: "allocated" and "reserved" by torch, "used" by all processes, "total"; None without a GPU.
+        unread: What roles hold in mapped files (`numpy.memmap`) and isn't in memory, as nobody has read it yet.
     """
 
     slot: int
@@ -83,14 +84,16 @@ class SlotMemory:
     objects: int | None
     pinned: int | None
     gpu: Mapping[str, int] | None
+    unread: int = 0
 
     @property
     def unowned(self) -> dict[str, int]:
         """What nobody owns, by what it is for.
 
         "empty worker" (Python and torch), "code" (imported since), "held back" (freed, and kept by `malloc`), "objects"
-        (of libraries and of Python, made since), "pinned" (where there is some: for what sleeps, and kept) and "other"
-        of the process; on a GPU "fragmentation" (reserved, and not in use), "context" (CUDA's, NCCL's and other
+        (of libraries and of Python, made since), "pinned" (where there is some: for what sleeps, and kept), "unread"
+        (where there is some, less than 0: roles hold that in files, and it isn't in memory yet) and "other" of the
+        process; on a GPU "fragmentation" (reserved, and not in use), "context" (CUDA's, NCCL's and other
         processes' memory), and "other" (of torch: what is computed with just now).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
@@ -109,6 +112,8 @@ class SlotMemory:
             }
             if self.pinned:
                 parts["pinned"] = self.pinned
+            if self.unread:
+                parts["unread"] = -self.unread
             owned = on_device if self.device == "cpu" else on_host
             found |= {**parts, "other": self.process - sum(parts.values()) - owned}
         return found
@@ -217,6 +222,7 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         parts.get("objects"),
         parts.get("pinned"),
         ledger.gpu,
+        parts.get("absent", 0),
     )
 
 
@@ -256,7 +262,8 @@ def _kept_awake(slot: SlotMemory) -> Iterator[str]:
     for role in slot.roles:
         if role.kept_awake:
             parts = ", ".join(f"{size_text(size)} {why}" for why, size in role.kept_awake.items())
-            yield f"slot {slot.slot}: of role {role.role!r}, which sleeps, is awake: {parts}"
+            again = f"group.sleep({role.role!r}) again has that go which is free by now"
+            yield f"slot {slot.slot}: role {role.role!r} sleeps but for {parts}; {again}"
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:

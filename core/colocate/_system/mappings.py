@@ -188,24 +188,47 @@ def mapping_at(address: int) -> Mapping | None:
         return next(found, None)
 
 
-def pages_of_files(most: Callable[[Mapping], int]) -> int:
-    """Bytes of this process's memory that are pages of files, as nobody has written into them since, or are shared.
+class OfFile(NamedTuple):
+    """What of a mapping of a file counts, in bytes.
+
+    Attributes:
+        size: How many bytes of it do.
+        there: How many of these are in memory, at most.
+        pages: How many of these are pages of the file: nobody has written into them since, or they are shared.
+    """
+
+    size: int
+    there: int
+    pages: int
+
+
+def of_files(most: Callable[[Mapping], int]) -> dict[Mapping, OfFile]:
+    """What of this process's mappings of files counts.
 
     Args:
-        most: How many of a mapping count at most.
+        most: How many bytes of a mapping do at most.
     """
-    counting = {each.start: size for each in mappings_now() if each.file != _NO_FILE and (size := most(each)) > 0}
+    counting = {each.start: (each, most(each)) for each in mappings_now() if each.file != _NO_FILE}
+    counting = {start: found for start, found in counting.items() if found[1] > 0}
     if not counting:  # else the kernel looks at each page of the process
-        return 0
-    found: dict[int, int] = {}
+        return {}
+    told: dict[int, dict[str, int]] = {start: {"Rss:": 0, "Anonymous:": 0} for start in counting}
     start = 0
     for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
         name, _, rest = line.partition(" ")
         if not name.endswith(":"):
             start = mapping(line).start
         elif start in counting and name in ("Rss:", "Anonymous:"):
-            found[start] = found.get(start, 0) + int(rest.split()[0]) * (1024 if name == "Rss:" else -1024)
-    return sum(min(size, counting[start]) for start, size in found.items())
+            told[start][name] = int(rest.split()[0]) * 1024
+    return {
+        each: OfFile(size, min(size, told[start]["Rss:"]), min(size, told[start]["Rss:"] - told[start]["Anonymous:"]))
+        for start, (each, size) in counting.items()
+    }
+
+
+def pages_of_files(most: Callable[[Mapping], int]) -> int:
+    """Bytes of this process's memory that are pages of files; see `of_files`."""
+    return sum(each.pages for each in of_files(most).values())
 
 
 def most_mappings() -> int:

@@ -1,7 +1,4 @@
-"""Where the tensors among a method's arguments are when it runs: on its slot's device, whatever made them.
-
-Between threads they go there by reference, and so do results: then they are tensors of their own, with the same memory.
-"""
+"""Where the tensors among a method's arguments are when it runs: on its slot's device, whatever made them."""
 
 from __future__ import annotations
 
@@ -48,39 +45,23 @@ def on_device(value: Any, device: str) -> Any:
         moves.copies.wait()
 
 
-def apart(value: Any) -> Any:
-    """A value with its tensors of a GPU as tensors of their own, of the same memory and the same version.
-
-    Whether somebody has them yet shows by that: memory counts its tensors (`worker/movable.py`). Modules are as they
-    are.
-    """
-    return _Apart(imported("torch")).value(value) if gpu_is_used() else value
-
-
 def gpu_is_used() -> bool:
     """Whether this process has used a GPU, so that values in it may be there."""
     torch = imported("torch")
     return torch is not None and bool(getattr(torch, KIND.device).is_initialized())
 
 
-class _Tensors:
-    """Replaces the tensors in values: each of them once, so that two names of one stay two names of one."""
+class _Moves:
+    """Moves values to one device: each tensor once, so that two names of one stay two names of one."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, device: str) -> None:
         self._torch = torch
+        self._device = torch.device(device)
+        self.copies = Copies(self._device)
         self._moved: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of: an id may be used again
 
     def value(self, value: Any) -> Any:
         return map_leaves(value, self._leaf, _may_hold_tensors)
-
-    def _tensor(self, item: Any) -> Any:
-        raise NotImplementedError
-
-    def _collection(self, item: Any) -> Any:
-        return item.apply(self._leaf, filter_empty=False, propagate_lock=True)
-
-    def _module(self, module: Any) -> Any:
-        return module
 
     def _leaf(self, item: Any) -> Any:
         kind: type = type(item)
@@ -94,45 +75,16 @@ class _Tensors:
 
     def _moved_leaf(self, item: Any, kind: type) -> Any:
         if isinstance(item, self._torch.Tensor):
-            return self._tensor(item)
+            return item if self._is_there(item) else self.copies.of(item)
         if is_collection(kind):
-            return self._collection(item)
-        return self._module(item) if isinstance(item, self._torch.nn.Module) else self._record(item)
-
-    def _record(self, item: Any) -> Any:
-        changed = {name: self.value(getattr(item, name)) for name in fields(type(item)) if hasattr(item, name)}
-        changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
-        if not changed:
-            return item
-        made = copy.copy(item)
-        for name, new in changed.items():
-            object.__setattr__(made, name, new)  # it may be frozen
-        return made
-
-
-class _Apart(_Tensors):
-    """Tensors of a device become tensors of their own."""
-
-    def _tensor(self, item: Any) -> Any:
-        return item if item.is_cpu else item.detach()
-
-
-class _Moves(_Tensors):
-    """Moves values to one device."""
-
-    def __init__(self, torch: Any, device: str) -> None:
-        super().__init__(torch)
-        self._device = torch.device(device)
-        self.copies = Copies(self._device)
-
-    def _tensor(self, item: Any) -> Any:
-        return item if self._is_there(item) else self.copies.of(item)
-
-    def _collection(self, item: Any) -> Any:
-        if all(map(self._is_there, filter(self._is_tensor, memories(item)))):
-            return item
-        moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
-        return moved.to(self._device)  # which is there: it only has to say so
+            there = all(map(self._is_there, filter(self._is_tensor, memories(item))))
+            if there:
+                return item
+            moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
+            return moved.to(self._device)  # which is there: it only has to say so
+        if isinstance(item, self._torch.nn.Module):
+            return self._module(item)
+        return self._record(item)
 
     def _is_tensor(self, item: Any) -> bool:
         return isinstance(item, self._torch.Tensor)
@@ -152,6 +104,16 @@ class _Moves(_Tensors):
             new = self._leaf(old.detach()) if isinstance(old, parameter) else self._leaf(old)
             memo[id(old)] = parameter(new, old.requires_grad) if isinstance(old, parameter) else new
         return copy.deepcopy(module, memo)
+
+    def _record(self, item: Any) -> Any:
+        changed = {name: self.value(getattr(item, name)) for name in fields(type(item)) if hasattr(item, name)}
+        changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
+        if not changed:
+            return item
+        made = copy.copy(item)
+        for name, new in changed.items():
+            object.__setattr__(made, name, new)  # it may be frozen
+        return made
 
 
 @by_type

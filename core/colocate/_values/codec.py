@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._values.arguments import apart
 from colocate._values.leaving import ordinary
 from colocate._values.nesting import no_end
 from colocate.errors import SerializationError
@@ -59,9 +58,13 @@ def explain(value: Any, name: str, what: str, error: Exception) -> Serialization
     return found
 
 
+def _by_reference(value: Any) -> Any:
+    return value
+
+
 def _handed_over(value: Any, device: str | None) -> Any:
     # What a worker gets is detached from autograd on every executor; a graph must not reach from role to driver.
-    return value if device is None else apart(ordinary(value))
+    return value if device is None else ordinary(value)
 
 
 def _owned(body: Any, device: str | None) -> Any:
@@ -70,5 +73,5 @@ def _owned(body: Any, device: str | None) -> Any:
 
 
 BY_VALUE = Codec("value", wire.pack, wire.unpack)
-BY_REFERENCE = Codec("reference", apart, _handed_over)
+BY_REFERENCE = Codec("reference", _by_reference, _handed_over)
 STRICT = Codec("strict", wire.pack, _owned)

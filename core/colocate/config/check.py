@@ -128,6 +128,8 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
         if (why := variable_problem(variable, value)) is not None:
             document.wrong((*place, "env", variable), why)
     _sizes(pool, ("host_memory", "device_memory"), place, document)
+    if (problem := amount_problem(pool.slots, whole=True, least=1)) is not None:
+        document.wrong((*place, "slots"), problem)
 
 
 def _sizes(entry: attrs.AttrsInstance, names: Sequence[str], place: Place, document: Document) -> bool:

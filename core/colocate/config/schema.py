@@ -13,7 +13,6 @@ from colocate._system.numbers import amount_problem, duration_problem, gpus_prob
 
 Mesh = dict[str, int] | dict[str, dict[str, int]]
 
-_Slots = Annotated[int, Checked(partial(amount_problem, whole=True, least=1))]
 _GPUs = Annotated[int, Checked(gpus_problem)]
 _CPUs = Annotated[float, Checked(amount_problem)]
 _Seconds = Annotated[float, Checked(duration_problem)]
@@ -49,7 +48,7 @@ class PoolConfig:
             that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
     """
 
-    slots: _Slots
+    slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
     gpus: _GPUs = 0
     cpus: _CPUs = 1
     host_memory: int | str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from colocate.worker.moves import Coming, Going
+from colocate.worker.moves import Coming, Going, Kept
 from colocate.worker.storages import Objects
 
 
@@ -22,7 +22,7 @@ class Asleep:
         """Nothing sleeps. `device`: the slot's."""
         self._device = device
         self._roles: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
-        self._kept: dict[str, dict[str, dict[int, tuple[int, str]]]] = {}  # likewise, what stays: sizes, and why
+        self._kept: dict[str, Kept] = {}
         self.away: dict[int, int] = {}
         self.emptied: set[int] = set()
         self.why: dict[str, str] = {}
@@ -34,15 +34,24 @@ class Asleep:
         """What of a role sleeps."""
         return () if role is None else tuple(self._roles.get(role, ()))
 
-    def kept_awake(self, role: str) -> dict[str, int]:
+    def kept_awake(self, role: str, tags: Collection[str] | None = None) -> dict[str, int]:
         """Why memory of what sleeps of a role is awake all the same, and how many bytes, most first.
 
-        As it was when that was put to sleep, without what has gone with another role since.
+        As it was when that was put to sleep, without what is gone since, or has gone with another role.
+
+        Args:
+            role: The role.
+            tags: Of what of it; None for all.
         """
         found: dict[str, int] = {}
-        for pieces in list(self._kept.get(role, {}).values()):
+        by_tag = self._roles.get(role, {})
+        for tag, pieces in self._kept.get(role, {}).items():
+            if tag not in by_tag or (tags is not None and tag not in tags):
+                continue
+            gone = dict(by_tag[tag].gone)
+            there = {key for sizes in list(by_tag[tag].values()) for key in list(sizes)}
             for key, (size, why) in pieces.items():
-                if key not in self.away:
+                if key in there and key not in self.away and not (key in gone and gone[key]()):
                     found[why] = found.get(why, 0) + size
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 
@@ -85,7 +94,7 @@ class Asleep:
     def coming(self, name: str, tags: Iterable[str]) -> Coming:
         """What of a role is to be there again; all of these sleep."""
         self.forget_freed()
-        return Coming(self._roles[name], tags, self.away, self.emptied, self._device)
+        return Coming(self._roles[name], tags, self.away, self.emptied, self._device, self._kept.get(name, {}))
 
     def add(self, name: str, moved: Going | Coming) -> None:
         """A role's memory sleeps, or does still."""
@@ -96,8 +105,7 @@ class Asleep:
                 if each is not None:
                     joined.join(each)
             asleep[tag] = joined
-        if isinstance(moved, Going):
-            self._kept[name] = {**self._kept.get(name, {}), **moved.kept}
+        self._kept[name] = {**self._kept.get(name, {}), **moved.kept}  # others are reading this, too
         self.away.update(moved.pieces)
         self.emptied |= moved.emptied
 
@@ -107,11 +115,10 @@ class Asleep:
             self.away.pop(key, None)  # unless it was let go of meanwhile
         self.emptied -= moved.pieces.keys()
         self.why.pop(name, None)
-        asleep, kept = self._roles[name], dict(self._kept.get(name, {}))  # the ledger is reading what is there
+        asleep = self._roles[name]
         for tag in moved.tags:
             del asleep[tag]
-            kept.pop(tag, None)
-        self._kept[name] = kept
+        self._kept[name] = {tag: pieces for tag, pieces in self._kept.get(name, {}).items() if tag in asleep}
         if not asleep:
             del self._roles[name], self._kept[name]
 

@@ -139,5 +139,5 @@ def _unpack(site: Site, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if body is None:
         return (), {}
     with rebuilding("an argument"):
-        args, kwargs = site.codec.unpack(body, "cpu")
+        args, kwargs = site.hand_over(site.codec.unpack(body, "cpu"))
     return on_device((args, kwargs), "cpu") if site.moves_tensors else (args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from colocate._protocol import from_worker
@@ -47,7 +48,7 @@ class Functions:
         outcome = self._site.sleeper.sleep(role, tags, discard, current_slots(), beside)
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
         if more or self._site.sleeper.asleep.tags(role) != before:
-            self._tell(role, True, more, start)
+            self._tell(role, True, more, start, self._site.sleeper.asleep.kept_awake(role, tags))
         return outcome
 
     @method
@@ -65,11 +66,12 @@ class Functions:
         tags = self._site.sleeper.asleep.tags(role)
         return self._site.sleeper.asleep.coming(role, tags).size if tags else 0
 
-    def _tell(self, role: str, asleep: bool, nbytes: int, start: float) -> None:
+    def _tell(
+        self, role: str, asleep: bool, nbytes: int, start: float, kept: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         """Tell the driver what sleeps now, or is awake."""
         whole = asleep and len(self._site.sleeper.asleep.tags(role)) == len(TAGS)
-        kept = self._site.sleeper.asleep.kept_awake(role) if asleep else {}
-        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, kept_awake=kept))
+        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, kept_awake=dict(kept)))
 
 
 def current_slots() -> int:

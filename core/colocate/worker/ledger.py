@@ -65,7 +65,7 @@ def ledger(
         tuple(partial),
         None
         if process is None
-        else process.look(sleeper.in_memory(shares.on_host), owned, shares.asleep_on_host, sleeper.pinned),
+        else process.look(sleeper.in_files(shares.on_host), owned, shares.asleep_on_host, sleeper.pinned),
         _gpu(site.boot.device),
         None if site.device.peaks is None else dict(site.device.peaks),
     )

@@ -7,22 +7,23 @@ from functools import partial
 from typing import Any
 
 from colocate._protocol.ledger import TAGS, Purpose
-from colocate._system.imported import imported
 from colocate._system.jobs import error_text
 from colocate._system.mappings import Area, merged, split
 from colocate.errors import ColocateError
 from colocate.worker.asleep import Asleep
+from colocate.worker.handed import HANDED
 from colocate.worker.holdings import gradients_of, held_by, lie_in
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
-from colocate.worker.moves import Going, all_but, by_tags, unneeded
+from colocate.worker.moves import Coming, Going, all_but, by_tags, unneeded
 from colocate.worker.offload import Offload
 from colocate.worker.storages import Objects, Storages
 
 _PINNED = "pinned: the device uses it by itself"
 _FOREIGN = "of another library"
 _OF_A_GRAPH = "of a CUDA graph, which writes there"
-_ELSEWHERE = "used elsewhere: slots that are threads hand over by reference"
+_AWAKE = "awake before that, too"
+_HANDED = "handed over by reference, as slots are threads"
 
 
 class Movable:
@@ -40,9 +41,7 @@ class Movable:
         self._offload = offload
         self._asleep = asleep
 
-    def going(
-        self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Collection[int] | None = None
-    ) -> Going:
+    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Coming | None = None) -> Going:
         """See `Sleeper.going`, which looks at whether there is room, too.
 
         Raises:
@@ -65,7 +64,8 @@ class Movable:
         immovable = self._immovable(by_tag.values(), noted)
         if only is not None:
             keys = {key for pieces in by_tag.values() for sizes in pieces.values() for key in sizes}
-            immovable = dict.fromkeys(keys.difference(only), "it was awake before") | immovable
+            before = {key: why for pieces in only.kept.values() for key, (_, why) in pieces.items()}
+            immovable = {key: before.get(key, _AWAKE) for key in keys.difference(only.pieces)} | immovable
         # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
         loses = bool(discard) and not self._site.in_process
         empty = unneeded(found, discard, others) if loses else Objects()
@@ -132,8 +132,8 @@ class Movable:
                 why[key] = _FOREIGN
             elif graphs and self._is_of_a_graph(storage):
                 why[key] = _OF_A_GRAPH
-            elif self._site.in_process and _is_used_elsewhere(key, noted):
-                why[key] = _ELSEWHERE
+            elif self._site.in_process and HANDED.is_used(key, noted):
+                why[key] = _HANDED
         return why
 
     def _in_memory(self, found: Iterable[Objects]) -> dict[int, Any]:
@@ -145,23 +145,3 @@ class Movable:
     def _is_of_a_graph(self, storage: Any) -> bool:
         """Whether it lies in the memory of CUDA graphs, which are replayed: they would write where it was."""
         return self._site.device.is_private(storage.data_ptr()) and not self._offload.keeps_address(storage)
-
-
-def _is_used_elsewhere(key: int, noted: Iterable[Objects]) -> bool:
-    """Whether a device's storage, of which there is a Python object, has more tensors than were found.
-
-    The driver has one, or a role of another slot (`arguments.apart`): nobody could find it. Or autograd has.
-    """
-    known: dict[int, Any] = {}
-    gone = 0  # parts of others, which are objects only while somebody asks for them
-    for each in noted:
-        for reference in each.tensors.get(key, ()):
-            tensor = reference()
-            if tensor is None:
-                gone += 1
-                continue
-            known[id(tensor)] = tensor
-            if (base := tensor._base) is not None:  # of which it is a view
-                known[id(base)] = base
-    uses: int = imported("torch")._C._storage_Use_Count(key)
-    return uses - 1 > len(known) + gone

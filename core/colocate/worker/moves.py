@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._system.imported import imported
@@ -14,6 +15,9 @@ from colocate.worker.storages import Objects, Storages
 
 OVERLAPS = "in an array that others use"
 SHARED = "of other processes, too, or of a file"
+
+Kept: TypeAlias = Mapping[str, Mapping[int, tuple[int, str]]]
+"""Pieces that were to sleep and are awake, by tag: their sizes, and why."""
 
 _STEPPED = ("grads", "optimizer")
 _TAG_OF = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
@@ -89,7 +93,7 @@ class Going:
                 return f"on {place}"
             return immovable.get(key) or (SHARED if key in others else OVERLAPS)
 
-        self.kept = {
+        self.kept: Kept = {
             tag: {
                 key: (size, why(key, place))
                 for place, sizes in pieces.items()
@@ -134,6 +138,7 @@ class Coming:
         trained: Those of them that will have changed when they go the next time.
         anew: The bytes of the host's memory that come as zeros: they haven't been anywhere.
         on_device: What of all comes to the slot's device, as a ledger counts it.
+        kept: What of the same tags is awake, as `Going` has it.
     """
 
     def __init__(
@@ -143,6 +148,7 @@ class Coming:
         away: Mapping[int, int],
         emptied: Collection[int],
         device: str,
+        kept: Kept,
     ) -> None:
         """Find out.
 
@@ -152,9 +158,11 @@ class Coming:
             away: The sizes of all that sleeps.
             emptied: What of that comes as zeros.
             device: The slot's.
+            kept: What of the role is awake though it was to sleep, by its tags.
         """
         self.by_tag = {tag: asleep[tag] for tag in tags}
         self.tags = list(self.by_tag)
+        self.kept: Kept = {tag: kept[tag] for tag in self.tags if tag in kept}
         found = list(self.by_tag.values())
         keys = {key for pieces in found for place in pieces.values() for key in place}
         self.pieces = {key: away[key] for key in keys if key in away}

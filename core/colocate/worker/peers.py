@@ -145,7 +145,7 @@ class LocalPeers(_HostPeers):
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference":
             self._borrow(entry, source, rank)
-            return codec.pack(value)
+            return self._host.hand_over(value)
         with self._find(source.group, source.slot(rank)).store.reading(entry):
             body = self._host.packed(value, source.label)
         return codec.unpack(body, boot.device)

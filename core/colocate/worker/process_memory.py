@@ -11,6 +11,20 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
 
+class InFiles(NamedTuple):
+    """What of a process's memory lies in files, in bytes.
+
+    Attributes:
+        pages: What is its own all the same, and not private.
+        theirs: What roles have in files of others.
+        absent: What of that isn't in memory, as nobody has read it yet.
+    """
+
+    pages: int
+    theirs: int
+    absent: int
+
+
 class ProcessMemory:
     """What the worker's process has that is its own, in bytes.
 
@@ -36,19 +50,19 @@ class ProcessMemory:
         self.code, self._before = 0, private
         self._in_use = self._in_use_before = malloced.in_use
 
-    def look(self, elsewhere: int, owned: int, asleep: int, pinned: int) -> dict[str, int]:
+    def look(self, files: InFiles, owned: int, asleep: int, pinned: int) -> dict[str, int]:
         """What there is now, by what it is called in a ledger.
 
         Args:
-            elsewhere: What is its own, and not private.
+            files: What of the host's memory is in files.
             owned: What of the host's memory roles have.
             asleep: What they have besides that is in files: `malloc` takes it for memory in use.
             pinned: What was pinned for a device's memory that sleeps.
         """
-        private, malloced = private_bytes() + elsewhere, Malloced.now()
-        rest = private - self.empty - self.code - malloced.held_back - pinned - owned
+        private, malloced = private_bytes() + files.pages, Malloced.now()
+        rest = private - self.empty - self.code - malloced.held_back - pinned - (owned - files.absent)
         # No more than there is: `malloc` counts memory that nobody has ever touched, too.
-        objects = min(malloced.in_use - self._in_use - owned - asleep, rest)
+        objects = min(malloced.in_use - self._in_use - (owned - files.theirs) - asleep, rest)
         return {
             "private": private,
             "empty": self.empty,
@@ -56,6 +70,7 @@ class ProcessMemory:
             "held back": malloced.held_back,
             "objects": max(0, objects),
             "pinned": pinned,
+            "absent": files.absent,
         }
 
     def notice_imports(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colocate._protocol import from_worker
@@ -295,7 +295,7 @@ class Residency:
 
     def _sleep_again(self, name: str, slept: Coming | None) -> None:
         if slept is not None:
-            self._put_to_sleep(name, "could not be put back to sleep", slept.tags, slept.pieces)
+            self._put_to_sleep(name, "could not be put back to sleep", slept.tags, slept)
 
     def _make_room(self, name: str, coming: int) -> None:
         """Have so many bytes be free, and what the role needs while it runs."""
@@ -352,7 +352,7 @@ class Residency:
             self._accounts.changed(each)
 
     def _put_to_sleep(
-        self, name: str, failing: str, tags: Sequence[str] = tuple(TAGS), only: Collection[int] | None = None
+        self, name: str, failing: str, tags: Sequence[str] = tuple(TAGS), only: Coming | None = None
     ) -> None:
         """See `Sleeper.sleep_alone`. `failing`: what is wrong with the role if it can't."""
         self.settle()
@@ -368,5 +368,5 @@ class Residency:
         if self._turns is not None:
             self._turns.copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
-            whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name)
+            whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
             self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), whole, kept_awake=kept))

@@ -204,7 +204,7 @@ class Runner:
         if body is None:
             return {}
         with rebuilding("an argument"):
-            arguments: dict[str, Any] = site.codec.unpack(body, site.boot.device)
+            arguments: dict[str, Any] = site.hand_over(site.codec.unpack(body, site.boot.device))
         if resolver is not None:
             arguments = self._resolved(arguments, resolver, role, spec)
         return placed(arguments, site.boot.device, spec.host) if site.moves_tensors else arguments

@@ -22,6 +22,7 @@ from colocate.worker.accounts import Accounts
 from colocate.worker.definitions import Definitions
 from colocate.worker.device import Device
 from colocate.worker.gradients import Gradients
+from colocate.worker.handed import HANDED
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
@@ -130,8 +131,15 @@ class Site:
         self.say(from_worker.Ask(request.token, question))
         return request.result()[0]
 
+    def hand_over(self, value: Any) -> Any:
+        """A value that comes from another slot or the driver, or goes there, perhaps by reference."""
+        if self.in_process and self.boot.device != "cpu" and self.codec.name == "reference":
+            HANDED.note(value, self.boot.device)
+        return value
+
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
         """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
+        self.hand_over(result)
         on_lane = threading.current_thread() is self.lane.thread
         with contextlib.nullcontext() if on_lane else self.device.aside():
             body = self.codec.pack_named(result, "result", f"the result of {label}")

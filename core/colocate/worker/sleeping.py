@@ -35,6 +35,7 @@ from colocate.worker.memory_site import Worker
 from colocate.worker.movable import Movable
 from colocate.worker.moves import Coming, Going
 from colocate.worker.offload import Offload
+from colocate.worker.process_memory import InFiles
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -183,13 +184,13 @@ class Sleeper:
             self.asleep.why[name] = outcome.refusal
         return outcome
 
-    def sleep_alone(self, name: str, tags: Sequence[str] = tuple(TAGS), only: Collection[int] | None = None) -> int:
+    def sleep_alone(self, name: str, tags: Sequence[str] = tuple(TAGS), only: Coming | None = None) -> int:
         """Put a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
 
         Args:
             name: The role.
             tags: What of it.
-            only: The pieces of memory that may go; None for all.
+            only: What may go, as it had come; None for all.
 
         Returns:
             The bytes that sleep now, also those that a device keeps.
@@ -242,8 +243,8 @@ class Sleeper:
         """Bytes of the process's own memory that a device copies from and to as its own sleeps and wakes."""
         return self._offload.pinned
 
-    def in_memory(self, pieces: Iterable[Mapping[int, int]] = ()) -> int:
-        """Bytes of the process's memory that are pages of files: of its own, to which memory goes, and of others.
+    def in_files(self, pieces: Iterable[Mapping[int, int]] = ()) -> InFiles:
+        """What of the process's memory is in files: in its own, to which memory goes, and in others.
 
         Args:
             pieces: What roles have, sizes by addresses. Of that counts what is in other files, such as weights of
@@ -256,7 +257,7 @@ class Sleeper:
             del sizes[address]
         addresses, files = sorted(sizes), self._files
         if files is None and not addresses:
-            return 0
+            return InFiles(0, 0, 0)
 
         def most(each: mappings.Mapping) -> int:
             if files is not None and files.owns(each):
@@ -264,7 +265,11 @@ class Sleeper:
             first, last = (bisect.bisect_left(addresses, end) for end in (each.start, each.stop))
             return sum(sizes[address] for address in addresses[first:last])
 
-        return mappings.pages_of_files(most)
+        found = mappings.of_files(most)
+        theirs = [told for each, told in found.items() if files is None or not files.owns(each)]
+        size = sum(each.size for each in theirs)
+        pages = sum(each.pages for each in found.values())
+        return InFiles(pages, size, size - sum(each.there for each in theirs))
 
     def _share(self) -> int:
         """What of the host's free memory is this rank's, where others may want as much just now."""
@@ -333,7 +338,7 @@ class Sleeper:
         tags: Sequence[str],
         discard: Collection[str] = (),
         again: bool = False,
-        only: Collection[int] | None = None,
+        only: Coming | None = None,
     ) -> tuple[Going, Callable[[], int]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
         finish_works()
@@ -364,16 +369,14 @@ class Sleeper:
 
     # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
 
-    def going(
-        self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Collection[int] | None = None
-    ) -> Going:
+    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Coming | None = None) -> Going:
         """What of a role is to sleep.
 
         Args:
             name: The role.
             tags: What of it.
             discard: Tags of which the contents are let go of; those that sleep already, too.
-            only: The pieces of memory that may go; None for all.
+            only: What may go, as it had come; None for all.
 
         Raises:
             MemoryBudgetError: There is no room where it goes.

@@ -278,7 +278,7 @@ class Sleeping(ExecutorCase):
         found = dozing.memory()
         users = "used by role 'other' and residents"
         assert [role.kept_awake[users] for slot in found.slots for role in slot.roles[:1]] == [weights // 2] * 2
-        line = f"slot 1: of role 'actor', which sleeps, is awake: {_MIBS} MiB {users}"
+        line = f"slot 1: role 'actor' sleeps but for {_MIBS} MiB {users}"
         assert any(told.startswith(line) for told in str(found).splitlines())
         assert dozing.sleep("other") < weights / 10  # the resident has it yet
         dozing.wake("actor")

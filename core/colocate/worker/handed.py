@@ -1,0 +1,81 @@
+"""Memory of a device that is handed over by reference: between slots that are threads, and their driver.
+
+Whoever got it may use it for as long as they like, so it doesn't sleep as long as they may have it: a use after that
+would be an error of the device, which ends the process. Nobody can ask them; but who has a tensor of their own shows in
+how many the memory has.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from colocate._system.imported import imported
+from colocate.worker.holdings import lie_in
+from colocate.worker.storages import Objects
+
+_FEW = 1024
+
+
+class Handed:
+    """What was handed over in this process; used by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tensors: dict[int, list[weakref.ref[Any]]] = {}  # by what a storage is called
+        self._gone: dict[int, Callable[[], bool]] = {}
+        self._looks_at = _FEW
+
+    def note(self, value: Any, device: str) -> None:
+        """A value is handed over, from one slot or the driver to another one of them. `device`: a slot's of these."""
+        holdings, _ = lie_in([value], (), partial(Objects, device))
+        with self._lock:
+            for pieces in holdings.values():
+                assert isinstance(pieces, Objects)
+                for key, storage in pieces.storages.items():
+                    if key not in self._gone or self._gone[key]():
+                        self._tensors[key], self._gone[key] = [], _is_gone(storage)
+                    self._tensors[key] += pieces.tensors.get(key, ())
+            if len(self._gone) > self._looks_at:
+                for key in [key for key, is_gone in self._gone.items() if is_gone()]:
+                    del self._gone[key], self._tensors[key]
+                self._looks_at = max(_FEW, 2 * len(self._gone))
+
+    def is_used(self, key: int, noted: Iterable[Objects]) -> bool:
+        """Whether somebody may have a storage besides those who were found to have it.
+
+        Args:
+            key: What it is called; there is a Python object of it.
+            noted: What was found.
+        """
+        with self._lock:
+            if key not in self._gone or self._gone[key]():
+                return False
+            if any(reference() is not None for reference in self._tensors[key]):
+                return True  # perhaps only the role has it yet: it may be the very tensor
+        known: dict[int, Any] = {}
+        parts = 0  # of others: objects only while somebody asks for them
+        for each in noted:
+            for reference in each.tensors.get(key, ()):
+                tensor = reference()
+                if tensor is None:
+                    parts += 1
+                    continue
+                known[id(tensor)] = tensor
+                if (base := tensor._base) is not None:  # of which it is a view
+                    known[id(base)] = base
+        uses: int = imported("torch")._C._storage_Use_Count(key)
+        return uses - 1 > len(known) + parts  # a view of what was handed over, or what autograd has saved of it
+
+
+def _is_gone(storage: Any) -> Callable[[], bool]:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return lambda: bool(weak.expired())
+
+
+HANDED = Handed()
