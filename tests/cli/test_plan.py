@@ -72,6 +72,14 @@ ROLES = """
         def use(self) -> None: ...
 
 
+    class Keeps(Role):
+        def __init__(self, mib: int) -> None:
+            self.net = self.ctx.sibling("first", Net).net
+            self.own = torch.zeros(mib << 18, device=self.ctx.device)
+
+        @method
+        def use(self) -> None: ...
+
     class Looks(Role):
         def __init__(self) -> None:
             self.total = float(torch.ones(3).sum())
@@ -260,6 +268,23 @@ def test_who_takes_turns(colocate: CommandLine) -> None:
     changes = ("groups.all.device_memory=65MiB", "groups.all.roles.third.reserve_activations=10MiB")
     options = [part for each in changes for part in ("--set", each)]
     assert f"they need 71 MiB: {all_three}; say" in colocate("plan", "demo.yaml", *options).stdout
+
+
+def test_who_shares(colocate: CommandLine) -> None:
+    """What a role has from another one, which counts with that, is awake when it is."""
+    config = CONFIG.replace("mib: 8}", "mib: 20, trains: false}").replace(
+        "{use: beside:Net, with: {mib: 4, trains: false}, slots: [1, 3]}", "{use: beside:Keeps, with: {mib: 16}}"
+    )
+    group = planned(colocate, config)
+    assert [(role["total"], role["shared"]) for role in group["roles"]] == [(20 << 20, 0), (16 << 20, 20 << 20)]
+    done = colocate("plan", "demo.yaml", "--set", "groups.all.device_memory=30MiB")
+    assert done.returncode == 1
+    alone = "second can't fit alone, with 16 MiB and 20 MiB of other roles' that it shares"
+    assert f"the group may have 30 MiB of device_memory: {alone}\n" in done.stdout
+    assert "shared" in done.stdout.splitlines()[3]
+    free = ("groups.all.device_memory=40MiB", "groups.all.roles.first.reserve_activations=24MiB")
+    done = colocate("plan", "demo.yaml", *(part for each in free for part in ("--set", each)))
+    assert "first can't fit alone, with 20 MiB and 24 MiB to stay free\n" in done.stdout
 
 
 def test_slots_that_are_not_alike(colocate: CommandLine) -> None:

@@ -44,12 +44,14 @@ class RolePlan:
         slots: Where it lives.
         kinds: Bytes by kind, see `RoleMemory.device`.
         unknown: Why that, or a part of it, isn't known; None when it is.
+        shared: Bytes that it holds besides, and that count with another role: they are awake when it is.
     """
 
     role: str
     slots: tuple[int, ...]
     kinds: Mapping[str, int]
     unknown: str | None
+    shared: int = 0
 
     @property
     def total(self) -> int:
@@ -139,7 +141,8 @@ class GroupPlan:
             return Turns(limit, slots, needs, (), False, tuple(sizes) if needs > limit.nbytes else (), None)
         room = Room(limit.nbytes, sizes, {role: self.budgets.activations.get(role, 0) for role in sizes})
         takers = tuple(_takers(room))
-        misfits = tuple(role for role in takers if room.over({role}, role) > 0)
+        shared = {role.role: role.shared for role in self.roles}
+        misfits = tuple(role for role in sizes if room.over({role}, role) + shared[role] > 0)
         needs = sum(sizes.values()) + max(room.needs.values())
         apart = bool(takers) and not any(_fit(room, pair) for pair in combinations(takers, 2))
         return Turns(limit, slots, needs, takers, apart, misfits, None if misfits else self._copies(room))
@@ -310,12 +313,15 @@ def _read(made: Mapping[str, _Made], group: GroupConfig, slots: int) -> Iterator
     counted: set[tuple[str, int]] = set()
     for role, each in made.items():
         kinds: dict[str, int] = {}
+        shared = 0
         where = group.roles[role].slots
         if each.instance is not None:
             others = [other for other in _instances(made).values() if other is not each.instance]
             held, _ = held_by(each.instance, each.declared(), others, _Planned)
+            whole = sum(nbytes for _, nbytes in _sizes(held, set()))
             kinds = {word: nbytes for word, nbytes in _sizes(held, counted) if nbytes}
-        yield RolePlan(role, tuple(range(slots)) if where is None else tuple(where), kinds, each.unknown)
+            shared = whole - sum(kinds.values())
+        yield RolePlan(role, tuple(range(slots)) if where is None else tuple(where), kinds, each.unknown, shared)
 
 
 def _sizes(held: Holdings, counted: set[tuple[str, int]]) -> Iterator[tuple[str, int]]:

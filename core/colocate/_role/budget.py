@@ -169,9 +169,10 @@ def _turns(
             raise ConfigError('step= is the order in which roles take turns: it needs residency="swap"')
         return False, ()
     if not any(limit.role is None and limit.device for limit in limits):
+        given = "; host_memory counts what sleeps, too" if any(not limit.device for limit in limits) else ""
         raise ConfigError(
-            'residency="swap" keeps the roles of a group within a budget: say it, as in '
-            'pool.spawn(..., residency="swap", device_memory="40GiB")'
+            'residency="swap" keeps the roles of a group within device_memory (of a CPU slot, the host\'s): say it, as '
+            f'in pool.spawn(..., residency="swap", device_memory="40GiB"){given}'
         )
     if isinstance(step, str):
         raise ConfigError(f"step={step!r} is a string; write step=({step!r}, ...)")

@@ -18,10 +18,11 @@ def _sentences(record: RunRecord) -> Iterator[str]:
     processes = [slot for group in record.memory for slot in group.slots if slot.empty is not None]
     fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
     if fewer > 0:
-        empty = size_text(max(slot.empty or 0 for slot in processes))
+        # Those of one machine share a part of it, where they are forked from one template.
+        empty = f"up to {size_text(max(slot.empty or 0 for slot in processes))}"
         # Other processes' memory counts as context, too: where there is least of that, it is nearest to a context's.
         if contexts := [slot.unowned["context"] for slot in processes if slot.gpu is not None]:
-            empty += f", and up to {size_text(min(contexts))} of its GPU, a context"
+            empty += f", and {size_text(min(contexts))} of its GPU, a context"
         yield (
             f"Fused, they are {plural(len(processes), 'process')}; with one for each rank of each role there would be "
             f"{fewer:,} more, and an empty one has {empty}."

@@ -82,13 +82,26 @@ def _show(group: GroupPlan) -> None:
         _say(f"{role.role} can't fit: it has {held}, and may have {size_text(limit.nbytes)}")
 
 
+def _alone(role: RolePlan, group: GroupPlan) -> str:
+    """Why a role doesn't fit where nobody else is awake."""
+    has = [size_text(role.total)]
+    if role.shared:
+        has.append(f"{size_text(role.shared)} of other roles' that it shares")
+    if free := group.budgets.activations.get(role.role, 0):
+        has.append(f"{size_text(free)} to stay free")
+    return f"{role.role} can't fit alone, with {listed(has)}"
+
+
 def _row(role: RolePlan, group: GroupPlan, kinds: Iterable[str]) -> dict[str, str]:
     where = "all" if len(role.slots) == group.slots else ", ".join(map(str, role.slots))
     sizes = {kind: size_text(role.kinds[kind]) if kind in role.kinds else "" for kind in kinds}
     total = size_text(role.total)
     if role.unknown is not None:
         total = f"at least {total}" if role.total else "?"
-    return {"role": role.role, "slots": where, **sizes, "total": total}
+    shared = (
+        {"shared": size_text(role.shared) if role.shared else ""} if any(each.shared for each in group.roles) else {}
+    )
+    return {"role": role.role, "slots": where, **sizes, "total": total, **shared}
 
 
 def _at_least(group: GroupPlan, slots: Iterable[int]) -> str:
@@ -105,7 +118,7 @@ def _of(turns: Turns, group: GroupPlan) -> str:
     if turns.misfits and not limit.device:
         return f"{begin}, also for what sleeps: {listed(turns.misfits)} can't fit ({needs})"
     if turns.misfits:
-        return f"{begin}: {listed(turns.misfits)} can't fit alone"
+        return f"{begin}: {'; '.join(_alone(role, group) for role in group.roles if role.role in turns.misfits)}"
     holders = [role.role for role in group.on(turns.slots[0]) if role.total or role.role in turns.takers]
     if least and not holders:
         return f"{begin}: nothing is known of what its roles hold"
