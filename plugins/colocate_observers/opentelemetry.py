@@ -66,15 +66,16 @@ class OpenTelemetry:
                 self._gauges[name](float(value))  # a whole one of more than 64 bits would be none there
 
     def colocate_call_finished(self, record: colocate.CallRecord) -> None:
-        """Send a call: one span for each rank, and one for a call that failed though none of them has raised."""
+        """Send a call: one span for each rank; or one for a call that failed before any had begun it."""
         inside = None if self._run is None else trace.set_span_in_context(self._run)
         name = f"{record.role}.{record.method}" if record.role else record.method
         shared: dict[str, str | float] = {"colocate.group": record.group, "colocate.submitted": record.submitted}
-        whole = [(-1, record.submitted, record.finished)] if record.error is not None and not record.raised else []
-        for rank, start, end in [*record.spans, *whole]:
+        failed = {*record.raised, *(rank for rank, _ in record.unfinished)}
+        whole = [(-1, record.submitted, record.finished)] if record.error is not None and not failed else []
+        for rank, start, end in [*record.ran, *whole]:
             attributes = {**shared, **({} if rank < 0 else {"colocate.rank": rank})}
             span = self._tracer.start_span(name, inside, attributes=attributes, start_time=_ns(start))
-            if record.error is not None and (rank < 0 or rank in record.raised):
+            if record.error is not None and (rank < 0 or rank in failed):
                 span.set_status(StatusCode.ERROR, record.error)
             span.end(_ns(end))
 

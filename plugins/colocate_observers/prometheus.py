@@ -72,7 +72,7 @@ class Prometheus:
         """Count a call."""
         method = (record.group, record.role, record.method)
         self._calls.labels(*method, "well" if record.error is None else "failed").inc()
-        self._busy.labels(*method).inc(sum(end - start for _, start, end in record.spans))
+        self._busy.labels(*method).inc(sum(end - start for _, start, end in record.ran))
 
     def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
         """Count what was moved."""

@@ -147,10 +147,13 @@ def test_failures(tmp_path: Path) -> None:
                 one.fail_later()
             Worker.gate.clear()
             late = one.wait.options(timeout=0.05).submit()
+            also_late = group.role("other", Worker).work.options(timeout=0.05).submit()
             with pytest.raises(colocate.CallTimeout):
                 late.result(20)
+            with pytest.raises(colocate.CallTimeout):
+                also_late.result(20)
             Worker.gate.set()
-    failed, later, late_one = told["fail"], told["fail_later"], told["wait"]
+    failed, later, late_one, behind = told["fail"], told["fail_later"], told["wait"], told["work"]
     assert failed.raised == failed.ranks == (0,)
     assert 1 <= len(later.raised) <= 2  # the first tells it; the other one may have, too
     assert later.raised == later.ranks
@@ -159,8 +162,17 @@ def test_failures(tmp_path: Path) -> None:
     assert all(end - start >= 0.01 for _, start, end in later.spans)
     assert late_one.raised == late_one.spans == ()
     assert late_one.finished - late_one.submitted >= 0.05
-    spans = [(event["name"], event["args"]["rank"]) for event in events(path, "X")]
-    assert sorted(spans) == [("one.fail", 0), *(("one.fail_later", rank) for rank in later.raised)]
+    assert [rank for rank, _ in late_one.unfinished] == [0, 1]
+    assert all(late_one.submitted <= since <= late_one.finished for _, since in late_one.unfinished)
+    assert behind.unfinished == behind.ran == ()  # it had not begun
+    spans = {(event["name"], event["args"]["rank"]): event for event in events(path, "X")}
+    assert [name for name, _ in spans].count("one.fail") == 1
+    for rank in (0, 1):
+        span = spans["one.wait", rank]
+        assert "not done when it failed" in span["args"]
+        assert 0.05e6 <= span["dur"] <= (late_one.finished - late_one.submitted) * 1e6 + 1
+    assert failed.unfinished == ()
+    assert {*later.raised, *(rank for rank, _ in later.unfinished)} == {0, 1}
 
 
 def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:

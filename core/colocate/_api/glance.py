@@ -21,7 +21,7 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 
     def colocate_call_finished(self, record: CallRecord) -> None:
         """A call has ended."""
-        for rank, start, end in record.spans:
+        for rank, start, end in record.ran:
             self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:

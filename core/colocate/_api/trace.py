@@ -142,11 +142,14 @@ class Trace:
         if record.received:
             args["received_bytes"] = record.received
         self._on_driver(name, record.submitted, record.finished, args)
-        for rank, start, end in record.spans:
+        unfinished = {rank for rank, _ in record.unfinished}
+        for rank, start, end in record.ran:
             slot = self._connection.slot_of(record.group, record.role, rank)
             more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
             if rank in record.raised:
                 more["error"] = record.error
+            elif rank in unfinished:
+                more["not done when it failed"] = record.error
             before, what = self._last.get((group, slot), (0.0, ""))
             if before > record.submitted:
                 more["waited_for"] = what

@@ -94,6 +94,7 @@ class CallOrder:
         self._next = link.base + 1  # 0 is the construction of the roles
         self._resumed = link.base
         self._hold: _Hold | None = None
+        self._ended: dict[int, float] = {}  # by slot: when the last call that it has told of was over there
 
     def renew(self) -> None:
         """Begin anew with other workers, after `fail_all`. The lock is held."""
@@ -152,6 +153,7 @@ class CallOrder:
             call.bodies[index] = done.size if body is None else body
             call.rows[index] = done.rows
             call.spans.append((index, done.start, done.end))
+            self._ended[slot] = done.end
             if done.taken:
                 call.taken[index] = done.taken
             call.remaining -= 1
@@ -182,6 +184,7 @@ class CallOrder:
             call.updates[slot] = failed.updates
             index = call.index_of(slot)
             call.spans.append((index, failed.start, failed.end))
+            self._ended[slot] = failed.end
             call.raised.append(index)
             if failed.taken:
                 call.taken[index] = failed.taken
@@ -249,6 +252,8 @@ class CallOrder:
         with self.lock:
             calls = list(self.pending.values())
             for call in calls:
+                call.left = self._running(call)
+            for call in calls:
                 self._end(call, error)
                 call._fail(error)
             if self._hold is not None and self._hold.timer is not None:
@@ -282,6 +287,7 @@ class CallOrder:
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
             hold.root = error
+        call.left = [(index, since) for index, since in self._running(call) if call.targets[index] in hold.waiting]
         self._end(call, error)
         call._fail(error)
 
@@ -409,6 +415,14 @@ class CallOrder:
         for call in hold.failures if hold is not None else ():
             if call.seq == seq:
                 call.updates[slot] = updates
+
+    def _running(self, call: PendingCall) -> list[tuple[int, float]]:
+        """The ranks that run a call, as far as is known here, and since when: no earlier one is left on their slots."""
+        before = {slot for seq, other in self.pending.items() if seq < call.seq for slot in other.missing()}
+        for other in self._hold.failures if self._hold is not None else ():  # they may not have left them yet
+            before.update(other.targets[index] for index, _ in other.left if other.seq < call.seq)
+        slots = [slot for slot in call.missing() if slot not in before]
+        return [(call.index_of(slot), max(call.submitted, self._ended.get(slot, 0.0))) for slot in slots]
 
     def _end(self, call: PendingCall, error: BaseException | None) -> None:
         """Take a call out of the books; it is settled next, with this error if there is one."""

@@ -33,6 +33,7 @@ class PendingCall(Underway):
         "dispatcher",
         "forks",
         "keep",
+        "left",
         "line",
         "method",
         "on_end",
@@ -70,6 +71,7 @@ class PendingCall(Underway):
         self.rows: list[int | None] = [None] * len(targets)
         self.spans: list[tuple[int, float, float]] = []
         self.raised: list[int] = []  # of the spans' indices, those of ranks that have raised
+        self.left: Sequence[tuple[int, float]] = ()  # those that ran it yet when it failed, and since when
         self.remaining = len(targets)
         self.updates: dict[int, int] = {}  # by slot, where there were any
         self.taken: dict[int, Sequence[Taken]] = {}  # by index, where there was something and somebody wants to know

@@ -86,6 +86,8 @@ class CallRecord:
         handed_over: Bytes of tensors and arrays in kept results of other roles that its ranks found in their very
             workers, by reference; by the role that had made them.
         raised: The ranks on which it has raised.
+        unfinished: For ranks that ran it yet when its error was known: rank, and since when, as far as the driver
+            knows: since it was submitted, and the slot's last call was over.
     """
 
     group: str
@@ -103,6 +105,12 @@ class CallRecord:
     transfers: tuple[TransferRecord, ...] = ()
     handed_over: Mapping[str, int] = attrs.field(factory=dict)
     raised: tuple[int, ...] = ()
+    unfinished: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def ran(self) -> tuple[tuple[int, float, float], ...]:
+        """The `spans`, with what is known of `unfinished` ones: until the call's error was known."""
+        return (*self.spans, *((rank, since, self.finished) for rank, since in self.unfinished))
 
 
 @attrs.frozen
@@ -166,6 +174,7 @@ class Ended(NamedTuple):
     ranks: Sequence[int]
     answers: Sequence[tuple[int, float, float]]
     raised: Sequence[int]
+    left: Sequence[tuple[int, float]]
     submitted: float
     failed: float | None  # when that was known
     kept: bool
@@ -191,6 +200,7 @@ class Ended(NamedTuple):
             call.ranks,
             call.spans,
             call.raised,
+            call.left,
             call.submitted,
             None if error is None else time.time(),
             call.keep is not None,
@@ -235,6 +245,7 @@ class Ended(NamedTuple):
             tuple(transfers),
             handed_over,
             tuple(sorted([self.ranks[index] for index in self.raised])),
+            tuple(sorted([(self.ranks[index], since) for index, since in self.left])),
         )
 
 

@@ -72,11 +72,11 @@ class CallLog:
         if record.method in (SLEEP, WAKE):
             return
         key = (record.group, record.role, record.method)
-        longest = max((end - start for _, start, end in record.spans), default=0.0)
+        longest = max((end - start for _, start, end in record.ran), default=0.0)
         with self._lock:
             calls, seconds = self._totals.get(key, (0, 0.0))
             self._totals[key] = calls + 1, seconds + longest
-            for rank, start, end in record.spans:
+            for rank, start, end in record.ran:
                 slot = self._slot(record.group, record.role, rank)
                 self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
                 self._ready.append(record.ready)
