@@ -152,8 +152,15 @@ class Accounts:
         told = "; ".join(filter(None, [self._told(shares, role, limit.device) for role in sorted(roles)]))
         return MemoryBudgetError(
             f"{what}, {text} of {place} are in use, and {limit.owner} may have {most} ({limit.word}). "
-            f"Who has it: {told or 'nobody'}"
+            f"Who has it: {told or 'nobody'}. {self._cure(limit)}"
         )
+
+    def _cure(self, limit: Limit) -> str:
+        """What whoever exceeds a limit can do."""
+        if not limit.device:
+            return "What sleeps counts, too: let go of something, or allow more"
+        sleep = "" if limit.role is not None or self.budgets.swap else " have a role sleep (group.sleep),"
+        return f"Let go of something,{sleep} or allow more"
 
     def told(self) -> str:
         """Who has how much, as a note to an error says it."""
