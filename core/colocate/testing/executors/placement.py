@@ -201,8 +201,8 @@ class Placement(ExecutorCase):
 
     def test_parts_of_a_gpu(self, runtime: Runtime) -> None:
         """A slot's GPUs are whole ones: a fraction is refused with the reason, before anything is taken."""
-        for amount in (0.5, 1.0):
-            with pytest.raises(ConfigError, match="whole GPUs") as caught:
+        for amount, why in ((0.5, "only its group uses the GPUs of a slot"), (1.0, "must be a whole number")):
+            with pytest.raises(ConfigError, match=why) as caught:
                 runtime.reserve(1, amount)  # type: ignore[arg-type]
             assert [mistake.path for mistake in caught.value.mistakes] == ["gpus"]
 
