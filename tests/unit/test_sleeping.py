@@ -544,6 +544,14 @@ class TestHandedOver:
             values = [torch.ones(1) for _ in range(1000)]
             handed.note(values, DEVICE)
         assert len(handed._tensors) == len(handed._gone) <= 2000
+        kept, very = torch.ones(1), [torch.ones(1)]
+        for _ in range(3):
+            handed.note([kept, very[0]], DEVICE)
+            handed.note(kept.detach(), DEVICE)
+        assert [len(handed._tensors[each.untyped_storage()._cdata]) for each in (kept, very[0])] == [
+            2,
+            1,
+        ]  # the last alias, too
 
 
 @pytest.mark.parametrize("discard", [(), ("cache",)])

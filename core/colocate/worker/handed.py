@@ -25,7 +25,7 @@ class Handed:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tensors: dict[int, list[weakref.ref[Any]]] = {}  # by what a storage is called
+        self._tensors: dict[int, dict[int, weakref.ref[Any]]] = {}  # by what a storage is called, each once
         self._gone: dict[int, Callable[[], bool]] = {}
         self._looks_at = _FEW
 
@@ -36,9 +36,13 @@ class Handed:
             for pieces in holdings.values():
                 assert isinstance(pieces, Objects)
                 for key, storage in pieces.storages.items():
+                    known: Iterable[weakref.ref[Any]] = ()
                     if key not in self._gone or self._gone[key]():
-                        self._tensors[key], self._gone[key] = [], _is_gone(storage)
-                    self._tensors[key] += pieces.tensors.get(key, ())
+                        self._gone[key] = _is_gone(storage)
+                    else:
+                        known = self._tensors[key].values()
+                    found = [*known, *pieces.tensors.get(key, ())]
+                    self._tensors[key] = {id(each): each for each in found if each() is not None}
             if len(self._gone) > self._looks_at:
                 for key in [key for key, is_gone in self._gone.items() if is_gone()]:
                     del self._gone[key], self._tensors[key]
@@ -54,7 +58,7 @@ class Handed:
         with self._lock:
             if key not in self._gone or self._gone[key]():
                 return False
-            if any(reference() is not None for reference in self._tensors[key]):
+            if any(reference() is not None for reference in self._tensors[key].values()):
                 return True  # perhaps only the role has it yet: it may be the very tensor
         known: dict[int, Any] = {}
         parts = 0  # of others: objects only while somebody asks for them
