@@ -7,7 +7,9 @@ rank which had begun it; everything else goes on. A rank that doesn't come back 
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -251,8 +253,7 @@ class CallOrder:
         """End every pending call with the same error; whether there was one."""
         with self.lock:
             calls = list(self.pending.values())
-            for call in calls:
-                call.left = self._running(call)
+            self._note_running(calls, set())
             for call in calls:
                 self._end(call, error)
                 call._fail(error)
@@ -287,7 +288,8 @@ class CallOrder:
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
             hold.root = error
-        call.left = [(index, since) for index, since in self._running(call) if call.targets[index] in hold.waiting]
+        earlier = itertools.takewhile(lambda each: each.seq < call.seq, self.pending.values())
+        self._note_running([call], {slot for each in earlier for slot in each.missing()})
         self._end(call, error)
         call._fail(error)
 
@@ -416,13 +418,23 @@ class CallOrder:
             if call.seq == seq:
                 call.updates[slot] = updates
 
-    def _running(self, call: PendingCall) -> list[tuple[int, float]]:
-        """The ranks that run a call, as far as is known here, and since when: no earlier one is left on their slots."""
-        before = {slot for seq, other in self.pending.items() if seq < call.seq for slot in other.missing()}
-        for other in self._hold.failures if self._hold is not None else ():  # they may not have left them yet
-            before.update(other.targets[index] for index, _ in other.left if other.seq < call.seq)
-        slots = [slot for slot in call.missing() if slot not in before]
-        return [(call.index_of(slot), max(call.submitted, self._ended.get(slot, 0.0))) for slot in slots]
+    def _note_running(self, calls: Iterable[PendingCall], busy: set[int]) -> None:
+        """Note of calls, in their order, on which ranks they run as far as is known here, and since when.
+
+        Args:
+            calls: They.
+            busy: Slots that run none of them; those of other calls.
+        """
+        left: list[tuple[PendingCall, int]] = []
+        if (hold := self._hold) is not None:
+            busy |= set(self.link.live()) - hold.waiting  # they are back, and run nothing
+            left = [(each, index) for each in hold.failures for index, _ in each.left]
+        for call in calls:
+            slots = call.missing()
+            failed = {each.targets[index] for each, index in left if each.seq < call.seq}  # not left by them yet
+            running = [slot for slot in slots if slot not in busy and slot not in failed]
+            call.left = [(call.index_of(slot), max(call.submitted, self._ended.get(slot, 0.0))) for slot in running]
+            busy.update(slots)
 
     def _end(self, call: PendingCall, error: BaseException | None) -> None:
         """Take a call out of the books; it is settled next, with this error if there is one."""
