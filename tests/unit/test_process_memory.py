@@ -7,6 +7,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy
+import pytest
+
+import colocate
+
 _HOLDS_MIB = 32
 _MODULES = {
     "inner": f"held = b'x' * ({_HOLDS_MIB} << 20)",
@@ -133,6 +138,38 @@ def test_what_others_have_been_given(tmp_path: Path) -> None:
         told(memory.look(process_memory.InFiles(0, 0, 0), 0, MIB, 0)["objects"] - before["objects"])
     """
     assert run(tmp_path, script) == [2, 2]
+
+
+class Mapped(colocate.Role):
+    """Has a file in its address space, and an array where nobody finds it."""
+
+    def __init__(self, path: str) -> None:
+        self.weights = numpy.memmap(path, numpy.uint8, "r+")
+        hidden = numpy.ones(_HOLDS_MIB << 20, numpy.uint8)
+        self.leak = lambda: hidden
+
+    @colocate.method
+    def read(self) -> int:
+        return int(self.weights.sum())
+
+
+def test_a_leak_beside_a_file(tmp_path: Path) -> None:
+    """It is told whole, though no `malloc` has the file's memory; and all adds up before that was read and after."""
+    size = _HOLDS_MIB << 20
+    (tmp_path / "weights").write_bytes(b"\1" * size)
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(1, cpus=0) as pool:
+        group = pool.spawn({"mapped": colocate.role(Mapped, str(tmp_path / "weights"))})
+        found = []
+        for _ in range(2):
+            (slot,) = group.memory().slots
+            found.append(slot.unread)
+            assert slot.roles[0].total == size
+            assert slot.unowned["objects"] == pytest.approx(size, rel=0.1)
+            assert abs(slot.unowned["other"]) < size / 10
+            assert slot.unowned.get("unread", 0) == -slot.unread
+            assert sum(slot.unowned.values()) + slot.roles[0].total == slot.process
+            assert group.role("mapped", Mapped).read() == [size]
+    assert found == [size, 0]
 
 
 def test_what_nobody_has_touched(tmp_path: Path) -> None:

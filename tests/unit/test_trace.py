@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +174,41 @@ def test_failures(tmp_path: Path) -> None:
         assert 0.05e6 <= span["dur"] <= (late_one.finished - late_one.submitted) * 1e6 + 1
     assert failed.unfinished == ()
     assert {*later.raised, *(rank for rank, _ in later.unfinished)} == {0, 1}
+
+
+def test_a_worker_that_dies(tmp_path: Path) -> None:
+    """What it ran is in the trace until that was known, and so is what others ran meanwhile; what waited isn't."""
+    path = tmp_path / "trace.json"
+    told: dict[str, colocate.CallRecord] = {}
+
+    class Dying(Role):
+        @method
+        def end(self) -> None:
+            if self.ctx.rank:
+                os._exit(3)
+            threading.Event().wait(60)
+
+        @method
+        def behind(self) -> None: ...
+
+    class Listening:
+        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+            told[record.method] = record
+
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(2, cpus=0) as pool:
+        group = pool.spawn({"dying": colocate.role(Dying)}, name="group")
+        role = group.role("dying", Dying)
+        runtime.observe(Listening())
+        with runtime.trace(path):
+            calls = [role.end.submit(), role.behind.submit()]
+            for call in calls:
+                with pytest.raises(colocate.ColocateError):
+                    call.result(20)
+    assert told["end"].spans == told["end"].raised == ()
+    assert [rank for rank, _ in told["end"].unfinished] == [0, 1]
+    assert told["behind"].ran == ()
+    spans = [(event["name"], event["args"]["rank"]) for event in events(path, "X")]
+    assert sorted(spans) == [("dying.end", 0), ("dying.end", 1)]
 
 
 def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:
