@@ -33,6 +33,7 @@ from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
 from colocate.testing.executors.budgets import STEP  # noqa: E402
 from colocate.testing.executors.renewals import alone  # noqa: E402
+from colocate.testing.executors.unfinished import SleepingAmidSteps  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
@@ -560,6 +561,12 @@ class TestSleep:
                 group.sleep("actor", tags)
                 assert actor.train() == other.train()
 
+    @pytest.mark.parametrize("threads", [False, True])
+    def test_a_graph_and_hooks(self, threads: bool) -> None:
+        """A loss whose graph has saved weights; hooks of modules, tensors and optimizers."""
+        with connect(threads=threads) as runtime:
+            SleepingAmidSteps().test_a_graph_and_hooks(runtime.reserve().spawn)
+
     @needs_cuda
     def test_what_others_have_by_reference(self) -> None:
         """Between threads: it stays as long as somebody may have it, and is what it was."""
@@ -953,8 +960,13 @@ class TestWork:
             wait_until(lambda: torch.cuda.mem_get_info()[0] > 0.6 * total, "its memory is free")
 
     @needs_cuda
-    def test_nccl_with_one_rank(self, processes: ColocatedGroup) -> None:
+    def test_nccl_with_one_rank(self, processes: ColocatedGroup, record_property: Any) -> None:
+        """Also what it has of the GPU, where torch tells that."""
         assert processes.role("maker", Maker).reduced(3.0) == [("cpu:gloo,cuda:nccl", 3.0)]
+        parts = processes.memory().slots[0].unowned
+        assert parts["context"] > 0
+        told = f"{parts['nccl'] / 2**20:.0f} MiB" if "nccl" in parts else "torch doesn't tell"
+        record_property("memory of the GPU that NCCL has, with one rank", told)
 
     @needs_cuda
     def test_nccl_after_failures(self, processes: ColocatedGroup) -> None:

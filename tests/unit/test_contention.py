@@ -55,16 +55,16 @@ def test_rows() -> None:
     assert waits(contention({("policy", 0): LANE[4:]}, {})) == []
     rows = waits(contention({("policy", 0): LANE}, {("policy", "critic"): 1 << 20}))
     waited = {"role": "critic", "busy (s)": 2.0, "waited (s)": 1.5, "for": "actor 1.500"}
-    assert rows[1] == {**waited, "awake (s)": "", "moved": "1 MiB"}
+    assert rows[1] == {**waited, "awake (s)": "", "moving (s)": 0.0, "moved": "1 MiB"}
     critic, awake = ("policy", "critic"), {("policy", role): 4.0 for role in ("actor", "critic")}
     rows = waits(contention({("policy", 0): LANE}, {critic: 1 << 20}, {critic: 1 << 21}, awake))
-    assert rows[1] == {**waited, "awake (s)": 4.0, "moved": "1 MiB", "transferred": "2 MiB"}
+    assert rows[1] == {**waited, "awake (s)": 4.0, "moving (s)": 0.0, "moved": "1 MiB", "transferred": "2 MiB"}
     rows = waits(contention({("policy", 0): LANE[4:]}, {}, {("policy", "reward"): 1 << 10}))
     assert rows == [{"role": "reward", "busy (s)": 1.0, "waited (s)": 0.0, "for": "", "transferred": "1 KiB"}]
 
 
 def move(role: str, rank: int, start: float, end: float, asleep: bool, kind: str = "sleep") -> colocate.MoveRecord:
-    return colocate.MoveRecord("policy", role, rank, kind, 8, start, end, asleep)
+    return colocate.MoveRecord("policy", role, rank, kind, 8, start, end, asleep, "asked for")
 
 
 def test_how_long_a_role_is_awake() -> None:
@@ -100,9 +100,9 @@ def test_moves_are_told() -> None:
         ("critic", "wake", 1, 2.0),
         ("actor", "wake", 1, 3.0),
     ]
-    assert {use.role: (use.busy, use.moved, dict(use.waited)) for use in calls.contention()} == {
-        "actor": (1.0, 16, {}),
-        "critic": (2.0, 8, {}),
+    assert {use.role: (use.busy, use.moving, use.moved, dict(use.waited)) for use in calls.contention()} == {
+        "actor": (1.0, 1.0, 16, {}),
+        "critic": (2.0, 2.0, 8, {}),
     }
 
 

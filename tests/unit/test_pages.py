@@ -238,7 +238,7 @@ def test_what_is_its_own() -> None:
     fixed = np.frombuffer(mmap.mmap(-1, BIG, mmap.MAP_PRIVATE, prot=mmap.PROT_READ), dtype=np.uint8)
     few, many = numbers(16, 3), numbers(17)
     pieces = [piece(each) for each in (shared, few, fixed, many)]
-    assert list(own(pieces)) == [piece(few), piece(many)]
+    assert list(own(pieces, mappings_now())) == [piece(few), piece(many)]
 
 
 def test_pages_that_hold_something_else_stay(file: Spill) -> None:

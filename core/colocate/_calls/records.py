@@ -149,6 +149,7 @@ class MoveRecord:
         start: When it began, in seconds of time.time() on the worker.
         end: When it was done.
         asleep: Whether all of it sleeps now, and not only a part.
+        why: What for, to be read: "asked for", "room for role 'critic'", "needed by actor.step" ...
         ahead: Whether that was done ahead of a role's turn, while another one ran.
         kept_awake: The bytes that were to sleep, too, and stay in memory, by why, as in `RoleMemory`.
     """
@@ -161,6 +162,7 @@ class MoveRecord:
     start: float
     end: float
     asleep: bool
+    why: str
     ahead: bool = False
     kept_awake: Mapping[str, int] = attrs.field(factory=dict)
 

@@ -236,7 +236,7 @@ class Crew(Restartable):
     def _moved(self, worker: Worker, moved: from_worker.Moved, body: None) -> None:
         rank = self.roles[moved.role].slots.index(worker.slot)
         kind = "sleep" if moved.asleep else "wake"
-        told = moved.nbytes, moved.start, moved.end, moved.whole, moved.ahead, moved.kept_awake
+        told = moved.nbytes, moved.start, moved.end, moved.whole, moved.why, moved.ahead, moved.kept_awake
         record = MoveRecord(self.name, moved.role, rank, kind, *told)
         self.services.tell("colocate_memory_moved", record)
 

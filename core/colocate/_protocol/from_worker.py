@@ -293,6 +293,7 @@ class Moved(Message):
         start: When that began, in seconds of time.time().
         end: When it was done.
         whole: Whether all of it sleeps now.
+        why: What for.
         ahead: Whether that was done ahead of a role's turn, beside what another one ran.
         kept_awake: The bytes that were to go, too, and stay, by why.
     """
@@ -303,6 +304,7 @@ class Moved(Message):
     start: float
     end: float
     whole: bool
+    why: str
     ahead: bool = False
     kept_awake: Mapping[str, int] = attrs.field(factory=dict)
 

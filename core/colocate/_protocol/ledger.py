@@ -52,7 +52,8 @@ class Ledger:
             what roles have in files of which nobody has read that yet, "absent".
             None where the process is the driver's.
         gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
-            "total"; None of a slot without one. Without what sleeps and has kept its addresses.
+            "total", and "nccl" by this process's communicators, where these tell; None of a slot without one. Without
+            what sleeps and has kept its addresses.
         peaks: What methods have allocated on it at most while they ran, by role and method; None where nobody knows.
     """
 

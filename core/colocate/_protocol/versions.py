@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate._system.pip import SAME_LINE
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Goes up with every change to a message, or to what bodies contain."""
 
 _COMPARED = {"colocate": "colocate", "protocol": "protocol", "python": "Python"}

@@ -151,6 +151,22 @@ def with_transfers() -> list[str]:
     return [_known_as(name, group) for name, group in all_groups().items() if group.size() > 1 and name in _transfers]
 
 
+def nbytes() -> int | None:
+    """The bytes of devices that the communicators of all groups have; None where none of them tells.
+
+    NCCL does from 2.29.7 on, and torch passes it on from 2.12 on.
+    """
+    found = None
+    for group in all_groups().values():
+        for backend in _backends(group):
+            try:
+                told = backend.memory_stats()
+            except (AttributeError, RuntimeError):  # torch, NCCL or the backend has no such thing, or it isn't made yet
+                continue
+            found = (found or 0) + int(told["persist" if told["suspended"] else "total"])
+    return found
+
+
 def _backends(group: Any) -> list[Any]:
     """Each once. Nobody may keep one: who lets go of the last reference waits for what still runs in it."""
     found: dict[int, Any] = {}

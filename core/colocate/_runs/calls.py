@@ -59,7 +59,7 @@ class CallLog:
     _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
     _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
-    _ready: deque[float | None] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _busy: deque[tuple[tuple[str, int], Busy]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _moved: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
@@ -79,7 +79,7 @@ class CallLog:
             for rank, start, end in record.ran:
                 slot = self._slot(record.group, record.role, rank)
                 self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
-                self._ready.append(record.ready)
+                self._busy.append(((record.group, slot), Busy(start, end, record.role, record.ready)))
                 self._naps.see(record.group, record.role, rank)
             came = sum(each.nbytes for each in record.transfers)
             _add(self._transferred, (record.group, record.role), came)
@@ -95,7 +95,9 @@ class CallLog:
             self._totals[key] = calls + 1, seconds + record.end - record.start
             slot = self._slot(record.group, record.role, record.rank)
             self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end))
-            self._ready.append(None if record.ahead else record.start)
+            if not record.ahead:  # else it ran beside another role, and held up none
+                busy = Busy(record.start, record.end, record.role, record.start, moves=True)
+                self._busy.append(((record.group, slot), busy))
             _add(self._moved, (record.group, record.role), record.nbytes)
             self._naps.note(record)
 
@@ -114,14 +116,11 @@ class CallLog:
     def contention(self) -> tuple[RoleUse, ...]:
         """What roles did to each other on their slots, as the last spans tell."""
         with self._lock:
-            spans, moved = list(zip(self._spans, self._ready, strict=True)), dict(self._moved)
+            stretches, moved = list(self._busy), dict(self._moved)
             transferred, awake = dict(self._transferred), self._naps.awake(time.time())
         slots: dict[tuple[str, int], list[Busy]] = {}
-        for span, ready in spans:
-            if ready is None:  # it ran beside another role, and held up none
-                continue
-            busy = Busy(span.start, span.end, span.role, ready)
-            slots.setdefault((span.group, span.slot), []).append(busy)
+        for slot, busy in stretches:
+            slots.setdefault(slot, []).append(busy)
         return tuple(contention(slots, moved, transferred, awake))
 
     def handed_over(self) -> tuple[HandedOver, ...]:

@@ -20,12 +20,14 @@ class Busy(NamedTuple):
         end: When it was over.
         role: The role.
         ready: When it could have begun if the slot had been its own: it was called, and all that it uses was there.
+        moves: Whether that was memory of the role that slept or woke.
     """
 
     start: float
     end: float
     role: str
     ready: float
+    moves: bool = False
 
 
 @attrs.frozen
@@ -41,6 +43,7 @@ class RoleUse:
         moved: Bytes that it slept and woke with.
         transferred: Bytes of kept results that its calls got from other workers.
         awake: Seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept.
+        moving: Seconds in which it slept and woke, a part of `busy`, and nothing was computed on the slot.
     """
 
     group: str
@@ -50,6 +53,7 @@ class RoleUse:
     moved: int
     transferred: int = 0
     awake: float | None = None
+    moving: float = 0.0
 
 
 @attrs.frozen
@@ -84,6 +88,7 @@ def contention(
         awake: Seconds that they were awake, by group and role, where some have slept.
     """
     busy: dict[tuple[str, str], float] = {}
+    moving: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}
     for (group, _), stretches in slots.items():
         ran: dict[str, list[Interval]] = {}
@@ -91,6 +96,8 @@ def contention(
         for each in sorted(stretches):
             ran.setdefault(each.role, []).append((each.start, each.end))
             waits.setdefault(each.role, []).append((each.ready, each.start))
+            if each.moves:
+                moving[group, each.role] = moving.get((group, each.role), 0.0) + each.end - each.start
         running = {role: merged(intervals) for role, intervals in ran.items()}
         for role, intervals in waits.items():
             key = group, role
@@ -101,7 +108,15 @@ def contention(
                 if other != role and (seconds := _overlap(waiting, times)):
                     its[other] = its.get(other, 0.0) + seconds
     return [
-        RoleUse(*key, busy[key], waited[key], moved.get(key, 0), transferred.get(key, 0), awake.get(key))
+        RoleUse(
+            *key,
+            busy[key],
+            waited[key],
+            moved.get(key, 0),
+            transferred.get(key, 0),
+            awake.get(key),
+            moving.get(key, 0.0),
+        )
         for key in busy
     ]
 
@@ -120,7 +135,7 @@ def _overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
 
 
 def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
-    """The same as rows, where there is anything to tell: seconds busy, waited for others and awake, bytes moved."""
+    """The same as rows, where there is anything to tell: seconds busy, waited for others, awake and moving; bytes."""
     slept, transferred = any(use.moved for use in found), any(use.transferred for use in found)
     if not (slept or transferred or any(use.waited for use in found)):
         return []
@@ -133,7 +148,7 @@ def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
             "waited (s)": round(sum(use.waited.values()), 3),
             "for": ", ".join(f"{other or 'functions'} {seconds:.3f}" for other, seconds in _longest(use.waited)),
             **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
-            **({"moved": _bytes(use.moved)} if slept else {}),
+            **({"moving (s)": round(use.moving, 3), "moved": _bytes(use.moved)} if slept else {}),
             **({"transferred": _bytes(use.transferred)} if transferred else {}),
         }
         for use in found

@@ -29,6 +29,7 @@ itself, have one device here: hence the name.
 """
 
 _NO_FILE: FileId = ("00:00", 0, "")
+_LINE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) (\S+) (\d+) *(.*)$", re.MULTILINE)
 
 
 class Area(NamedTuple):
@@ -71,30 +72,30 @@ class Place(NamedTuple):
 _Span = TypeVar("_Span", Mapping, Place, Area)
 
 
-def own(pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def own(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping]) -> Iterator[tuple[int, int]]:
     """Those pieces of memory, by addresses and sizes, that are this process's alone, and that it may write into."""
-    asked = list(pieces)
-    mappings = mappings_now() if asked else []
     starts = [each.start for each in mappings]
-    for start, size in asked:
+    for start, size in pieces:
         if _is_own(Area(start, start + size), mappings, starts):
             yield start, size
 
 
-def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
+def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | None = None) -> list[Area]:
     """The pages that can be put away.
 
     Args:
         pieces: Addresses and sizes of what lies in memory, in bytes. Pages that hold something else besides stay, and
             so do small pieces, memory that processes share, and what can't be written. When the process would have
             half of the mappings that the system allows, more pieces count as small.
+        mappings: What lies where, if that was just asked.
 
     Returns:
         Areas that don't overlap, in order.
     """
     if not (found := whole_pages(pieces)):
         return []
-    mappings = mappings_now()
+    if mappings is None:
+        mappings = mappings_now()
     if len(mappings) + 2 * len(found) > most_mappings() // 2:
         found = [area for area in found if area.stop - area.start >= _LEAST_OF_MANY_BYTES]
     # Pages of one piece may lie beside those of another one that processes share.
@@ -178,7 +179,7 @@ def merged(pieces: Iterable[tuple[int, int]]) -> list[Area]:
 
 def mappings_now() -> list[Mapping]:
     """All of this process's, in order."""
-    return [mapping(line) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines()]
+    return [*map(_mapping, _LINE.findall(Path("/proc/self/maps").read_text(errors="replace")))]
 
 
 def mapping_at(address: int) -> Mapping | None:
@@ -214,7 +215,7 @@ def of_files(most: Callable[[Mapping], int]) -> dict[Mapping, OfFile]:
         return {}
     told: dict[int, dict[str, int]] = {start: {"Rss:": 0, "Anonymous:": 0} for start in counting}
     start = 0
-    for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
+    for line in Path("/proc/self/smaps").read_text(errors="replace").rstrip("\n").split("\n"):
         name, _, rest = line.partition(" ")
         if not name.endswith(":"):
             start = mapping(line).start
@@ -238,9 +239,13 @@ def most_mappings() -> int:
 
 def mapping(line: str) -> Mapping:
     """What a line of `/proc/self/maps`, or the first one of an entry of `/proc/self/smaps`, tells."""
-    where, access, offset, device, inode, *path = line.split(maxsplit=5)
-    start, _, stop = where.partition("-")
-    private = access.startswith("rw") and access[3] == "p"
+    (told,) = _LINE.findall(line)
+    return _mapping(told)
+
+
+def _mapping(told: tuple[str, ...]) -> Mapping:
+    start, stop, access, offset, device, inode, path = told
     number = int(inode)
-    name = path[0].rpartition("/")[2].rstrip() if path and number else ""
-    return Mapping(int(start, 16), int(stop, 16), private, (device, number, name), int(offset, 16))
+    file = (device, number, path.rpartition("/")[2].rstrip()) if number else (device, 0, "")
+    private = access.startswith("rw") and access[3] == "p"
+    return Mapping(int(start, 16), int(stop, 16), private, file, int(offset, 16))

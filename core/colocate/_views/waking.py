@@ -46,9 +46,10 @@ def behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
     return found
 
 
-def arguments(crew: Crew, role: str, tags: Sequence[str]) -> dict[str, Any]:
-    """Those of a call that has a role sleep or wake."""
-    return {"role": role, "tags": list(tags), "beside": dict(Counter(crew.node(slot) for slot in crew.live()))}
+def arguments(crew: Crew, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
+    """Those of a call that has a role sleep or wake, and what for."""
+    beside = dict(Counter(crew.node(slot) for slot in crew.live()))
+    return {"role": role, "tags": list(tags), "beside": beside, "why": why}
 
 
 def note(crew: Crew, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
@@ -77,7 +78,8 @@ def _wakes(crew: Crew, draft: Draft) -> dict[str, dict[Mark, Slept]]:
 
 def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: Draft) -> Draft:
     info, spec, label = everyone(crew), SPECS[WAKE], f"wake of {role}"
-    planned = plan(spec.dispatch, arguments(crew, role, [tag for _, tag in marks]), info.ranks)
+    given = arguments(crew, role, [tag for _, tag in marks], f"needed by {before.call.label}")
+    planned = plan(spec.dispatch, given, info.ranks)
     call = PendingCall(label, "", WAKE, info.slots)
     call.line, call.submitted = before.call.line, before.call.submitted
     call.canceller = crew.cancellations.cancel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -38,27 +39,29 @@ class Functions:
     def save(self, directory: str) -> None:
         """Have the roles write their states into a folder."""
         roles = [role for role in self._site.roles.values() if role.name is not None]
-        checkpoint.save(roles, directory, self._site.residency.awake)
+        checkpoint.save(roles, directory, partial(self._site.residency.awake, why="to be saved"))
 
     @method
-    def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], beside: Mapping[str, int]) -> Outcome:
-        """Put memory of a role to sleep. `beside`: how many of the group's workers lie on each node."""
+    def sleep(
+        self, role: str, tags: Sequence[str], discard: Sequence[str], beside: Mapping[str, int], why: str
+    ) -> Outcome:
+        """Put memory of a role to sleep, and why. `beside`: how many of the group's workers lie on each node."""
         self._site.residency.settle()
         start, before, had = time.time(), self._site.sleeper.asleep.tags(role), self._asleep(role)
         outcome = self._site.sleeper.sleep(role, tags, discard, current_slots(), beside)
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
         if more or self._site.sleeper.asleep.tags(role) != before:
-            self._tell(role, True, more, start, self._site.sleeper.asleep.kept_awake(role, tags))
+            self._tell(role, True, more, start, why, self._site.sleeper.asleep.kept_awake(role, tags))
         return outcome
 
     @method
-    def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:
-        """Have it be there again. `beside`: as for a sleep."""
+    def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int], why: str) -> Outcome:
+        """Have it be there again, and why. `beside`: as for a sleep."""
         self._site.residency.make_room(role)
         start, before = time.time(), self._site.sleeper.asleep.tags(role)
         outcome = self._site.sleeper.wake(role, tags, current_slots(), beside)
         if self._site.sleeper.asleep.tags(role) != before:
-            self._tell(role, False, outcome.nbytes, start)
+            self._tell(role, False, outcome.nbytes, start, why)
         return outcome
 
     def _asleep(self, role: str) -> int:
@@ -67,11 +70,17 @@ class Functions:
         return self._site.sleeper.asleep.coming(role, tags).size if tags else 0
 
     def _tell(
-        self, role: str, asleep: bool, nbytes: int, start: float, kept: Mapping[str, int] = MappingProxyType({})
+        self,
+        role: str,
+        asleep: bool,
+        nbytes: int,
+        start: float,
+        why: str,
+        kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Tell the driver what sleeps now, or is awake."""
         whole = asleep and len(self._site.sleeper.asleep.tags(role)) == len(TAGS)
-        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, kept_awake=dict(kept)))
+        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))
 
 
 def current_slots() -> int:

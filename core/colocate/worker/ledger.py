@@ -10,7 +10,9 @@ from typing import Any
 import attrs
 
 from colocate._protocol.ledger import Ledger, Purpose
+from colocate._role import torch_books
 from colocate.gpus import in_use
+from colocate.worker.failure import LOOKING
 from colocate.worker.holdings import Holdings, held_beside, held_by, lie_in
 from colocate.worker.memory_site import Worker
 from colocate.worker.sleeping import Sleeper
@@ -213,9 +215,12 @@ def _gpu(device: str) -> dict[str, int] | None:
         return None
     free, total = module.mem_get_info(device)
     without_memory, of_tensors = absent(device)
-    return {
+    found = {
         "allocated": module.memory_allocated(device) - of_tensors,
         "reserved": module.memory_reserved(device) - without_memory,
         "used": total - free,
         "total": total,
     }
+    with LOOKING:
+        of_groups = torch_books.nbytes()
+    return found if of_groups is None else {**found, "nccl": of_groups}

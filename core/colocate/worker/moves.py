@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._system.imported import imported
-from colocate._system.mappings import Area, areas_of, merged, own, split, whole_pages
+from colocate._system.mappings import Area, areas_of, mappings_now, merged, own, split, whole_pages
 from colocate._system.pages import Emptying
 from colocate.worker.holdings import Holdings
 from colocate.worker.storages import Objects, Storages
@@ -81,21 +81,16 @@ class Going:
         used = merged(awake.get("cpu", {}).items())
         on_host = _apart({key: size for key, (place, size) in going.items() if place == "cpu"}, used)
         going = {key: each for key, each in going.items() if each[0] != "cpu" or key in on_host}
-        others = on_host.keys() - dict(own(on_host.items())).keys()  # what processes share stays, and is awake
+        mappings = mappings_now() if on_host or unneeded.get("cpu") else []
+        others = (
+            on_host.keys() - dict(own(on_host.items(), mappings)).keys()
+        )  # what processes share stays, and is awake
         for key in others:
             del going[key], on_host[key]
-
-        def why(key: int, place: str) -> str:
-            using = [who for who, pieces in users.items() if key in pieces.get(place, ())]
-            if using:
-                return f"used by {' and '.join(using)}"
-            if place not in {"cpu", device}:
-                return f"on {place}"
-            return immovable.get(key) or (SHARED if key in others else OVERLAPS)
-
+        reasons = {**dict.fromkeys(others, SHARED), **immovable}
         self.kept: Kept = {
             tag: {
-                key: (size, why(key, place))
+                key: (size, _why(key, place, users, reasons, device))
                 for place, sizes in pieces.items()
                 for key, size in sizes.items()
                 if key not in going and key not in away
@@ -105,17 +100,17 @@ class Going:
         self.pieces = {key: size for key, (_, size) in going.items()}
         stored = going.keys() - on_host.keys()
         movable = going.keys() | away.keys()
-        emptied = dict(own((key, size) for key, size in unneeded.get("cpu", {}).items() if key in movable))
+        emptied = dict(own([(key, size) for key, size in unneeded.get("cpu", {}).items() if key in movable], mappings))
         self.emptying = Emptying.of(emptied.items())
         self.empty_storages = {key: storage for key, storage in unneeded.storages.items() if key in movable}
         self.emptied = emptied.keys() | self.empty_storages.keys()
         self._rewritten = [each for key in self.emptied for each in unneeded.tensors.get(key, ())]
-        self.areas = areas_of((key, size) for key, size in on_host.items() if key not in emptied)
+        self.areas = areas_of([(key, size) for key, size in on_host.items() if key not in emptied], mappings)
         objects = {key: storage for pieces in by_tag.values() for key, storage in pieces.storages.items()}
         self.storages = {key: objects[key] for key in stored - self.emptied}
         self.trained = self.storages.keys() & _trained(by_tag)
         self.kept_on_device = sum(self.pieces[key] for key in self.storages)
-        self.size = _size(areas_of(on_host.items()) if emptied else self.areas)
+        self.size = _size(areas_of(on_host.items(), mappings) if emptied else self.areas)
         self.size += sum(self.pieces[key] for key in stored)
 
     def are_rewritten(self) -> None:
@@ -198,6 +193,16 @@ class Coming:
 
     def _host_pieces(self, keys: Iterable[int]) -> Iterator[tuple[int, int]]:
         return ((key, self.pieces[key]) for key in keys if key not in self.storages)
+
+
+def _why(key: int, place: str, users: Mapping[str, Storages], reasons: Mapping[int, str], device: str) -> str:
+    """Why a piece stays: others use it, it is elsewhere, or it can't go."""
+    using = [who for who, pieces in users.items() if key in pieces.get(place, ())]
+    if using:
+        return f"used by {' and '.join(using)}"
+    if place not in {"cpu", device}:
+        return f"on {place}"
+    return reasons.get(key, OVERLAPS)
 
 
 def _trained(by_tag: Mapping[str, Objects]) -> set[int]:

@@ -110,17 +110,19 @@ class Prefetch:
     # -- on the thread
 
     def _move(self, moves: _Moves) -> None:
+        room, turn = f"room for role {moves.name!r}", "its turn is next"
         try:
             for name, going in moves.going.items():
                 start = time.time()
                 self._sleeper.copy_out(going, gives_back=False)()
                 moves.gone.add(name)
                 kept = self._sleeper.asleep.kept_awake(name)
-                self._site.say(from_worker.Moved(name, True, going.size, start, time.time(), True, True, kept))
+                self._site.say(from_worker.Moved(name, True, going.size, start, time.time(), True, room, True, kept))
             start = time.time()
             self._sleeper.bring_back(moves.coming, moves.writes)
             moves.has_come = True
-            self._site.say(from_worker.Moved(moves.name, False, moves.coming.size, start, time.time(), False, True))
+            size = moves.coming.size
+            self._site.say(from_worker.Moved(moves.name, False, size, start, time.time(), False, turn, True))
         except (OSError, MemoryError, ValueError):
             pass  # there is no room, or it can't be read: whoever needs it finds that, and tells it
         finally:

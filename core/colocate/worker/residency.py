@@ -16,6 +16,7 @@ from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS
 from colocate._role import torch_works
+from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text
 from colocate._system.sizes import size_text
@@ -74,14 +75,14 @@ class Residency:
             self._wanted[role.name] = tags
         if begins or self._on_gpu:
             self.settle()
-        needed = frozenset(self._with_siblings(role.name))
+        needed, why = frozenset(self._with_siblings(role.name)), f"needed by {role.label(spec.name)}"
         self._needed[seq] = needed
         if (role.name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
             self._known.add((role.name, spec.name))
             self._clear(role.name)
         for name in sorted(needed - {role.name}):
-            self._awaken(name, tuple(TAGS))
-        self._awaken(role.name, tags)
+            self._awaken(name, tuple(TAGS), why)
+        self._awaken(role.name, tags, why)
         self._look_ahead(role.name)
 
     def leave(self, seq: int) -> None:
@@ -105,7 +106,9 @@ class Residency:
                 self.settle()
             if self._sleeper.asleep.tags(name):
                 self._site.device.forget()
-            self._awaken(name, tuple(TAGS))
+            call = running_call.get()
+            work = None if call is None else self._site.lane.running.get(call.seq)
+            self._awaken(name, tuple(TAGS), f"needed by {'another role' if work is None else work.label}")
 
     @property
     def is_moving(self) -> bool:
@@ -135,11 +138,15 @@ class Residency:
             del self._needed[name]
 
     @contextlib.contextmanager
-    def awake(self, role: HostedRole) -> Iterator[None]:
+    def awake(self, role: HostedRole, why: str) -> Iterator[None]:
         """A block in which all of a role is awake, on this rank as on all others; what it holds may change there.
 
         Where roles don't take turns, what slept sleeps again behind it: whoever has put several to sleep has no room
         for all of them at once.
+
+        Args:
+            role: The role.
+            why: What for.
 
         Raises:
             MemoryBudgetError: There is no room for it, or where it is to sleep again.
@@ -148,10 +155,10 @@ class Residency:
         self.settle()
         with self.holding(role.name):
             if self._turns is not None:
-                self._awaken(role.name, tuple(TAGS))
+                self._awaken(role.name, tuple(TAGS), why)
                 slept: Coming | None = None
             else:
-                slept = self._wake_for_once(role.name)
+                slept = self._wake_for_once(role.name, why)
             try:
                 yield
             except BaseException as error:
@@ -240,7 +247,8 @@ class Residency:
             for each in goers:
                 tried.add(each)
                 before = self._sleeper.asleep.tags(each)
-                self._put_to_sleep(each, f"could not make room for {name or 'a function'}")
+                room = "room for a function" if name is None else f"room for role {name!r}"
+                self._put_to_sleep(each, room, f"could not make room for {name or 'a function'}")
                 anew |= self._sleeper.asleep.tags(each) != before
             shares = self._accounts.shares(more)
         return shares
@@ -263,16 +271,16 @@ class Residency:
         with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
             self._have_others_go(self._accounts.shares(), name, stay, 0, lambda shares: 1)
 
-    def _awaken(self, name: str, tags: Sequence[str]) -> None:
+    def _awaken(self, name: str, tags: Sequence[str], why: str) -> None:
         assert self._turns is not None
         asleep = [tag for tag in self._sleeper.asleep.tags(name) if tag in tags]
         if asleep:
             self.settle()
         self._make_room(name, self._sleeper.size(name, tags))
         if asleep:
-            self._wake(name, asleep, self._turns.writes(name))
+            self._wake(name, asleep, self._turns.writes(name), why)
 
-    def _wake(self, name: str, asleep: Sequence[str], writes: bool) -> None:
+    def _wake(self, name: str, asleep: Sequence[str], writes: bool, why: str) -> None:
         start = time.time()
         try:
             nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, writes)
@@ -280,9 +288,9 @@ class Residency:
             raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
         finally:
             self._accounts.changed(name)
-        self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False))
+        self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False, why))
 
-    def _wake_for_once(self, name: str) -> Coming | None:
+    def _wake_for_once(self, name: str, why: str) -> Coming | None:
         """Have all of a role be awake, if its budget has room for that. What has come, if anything slept."""
         asleep = self._sleeper.asleep.tags(name)
         if not asleep:
@@ -290,12 +298,12 @@ class Residency:
         coming = self._sleeper.asleep.coming(name, asleep)
         self._sleeper.refuse_more(name, coming.on_device, True, True)
         self._sleeper.refuse_more(name, coming.anew, False, True)
-        self._wake(name, asleep, False)
+        self._wake(name, asleep, False, why)
         return coming
 
     def _sleep_again(self, name: str, slept: Coming | None) -> None:
         if slept is not None:
-            self._put_to_sleep(name, "could not be put back to sleep", slept.tags, slept)
+            self._put_to_sleep(name, "as before", "could not be put back to sleep", slept.tags, slept)
 
     def _make_room(self, name: str, coming: int) -> None:
         """Have so many bytes be free, and what the role needs while it runs."""
@@ -352,9 +360,9 @@ class Residency:
             self._accounts.changed(each)
 
     def _put_to_sleep(
-        self, name: str, failing: str, tags: Sequence[str] = tuple(TAGS), only: Coming | None = None
+        self, name: str, why: str, failing: str, tags: Sequence[str] = tuple(TAGS), only: Coming | None = None
     ) -> None:
-        """See `Sleeper.sleep_alone`. `failing`: what is wrong with the role if it can't."""
+        """See `Sleeper.sleep_alone`. `why`: what for; `failing`: what is wrong with the role if it can't."""
         self.settle()
         start, before = time.time(), self._sleeper.asleep.tags(name)
         try:
@@ -369,4 +377,4 @@ class Residency:
             self._turns.copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
             whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
-            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), whole, kept_awake=kept))
+            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), whole, why, kept_awake=kept))

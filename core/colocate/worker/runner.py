@@ -84,7 +84,7 @@ class Runner:
         if message.restored is not None:
             for role in list(site.roles.values()):
                 try:
-                    with site.residency.awake(role):
+                    with site.residency.awake(role, "to be restored"):
                         checkpoint.restore(role, message.restored)
                         site.device.end(f"{role.name}.restore")
                     site.residency.check(role.name, f"restoring role {role.name!r}")
@@ -154,7 +154,7 @@ class Runner:
             for role in list(site.roles.values()):
                 name = role.name
                 if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
-                    with site.residency.awake(role):
+                    with site.residency.awake(role, "process groups were dropped"):
                         role.renew()
                         site.device.end(f"{name}.renew")
         except BaseException as error:

@@ -271,6 +271,14 @@ class Budgets(ExecutorCase):
         wait_until(lambda: {(record.kind, record.rank) for record in records} == kinds, "both ranks have told of both")
         assert all(record.nbytes > 0 and record.end >= record.start for record in records)
         assert {record.group for record in records} == {turns.name}
+        reasons = {(record.kind, record.role, record.why) for record in records}
+        assert {each for each in reasons if each[0] == "wake"} <= {
+            *(("wake", name, f"needed by {name}.train") for name in ("one", "two", "three")),
+            *(("wake", name, "its turn is next") for name in ("one", "two", "three")),
+        }
+        assert {why for kind, _, why in reasons if kind == "sleep"} <= {
+            f"room for role '{name}'" for name in ("one", "two", "three")
+        }
 
     @pytest.fixture
     def four(self, spawn: Spawn, runtime: Runtime) -> tuple[ColocatedGroup, list[colocate.MoveRecord]]:

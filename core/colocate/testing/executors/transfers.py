@@ -164,10 +164,11 @@ class Transfers(ExecutorCase):
         group = spawn({"one": role(Dozing, 1)})
         one = group.role("one", Dozing)
 
-        def moves(nbytes: int) -> list[tuple[int, str, bool]]:
+        def moves(nbytes: int, why: str = "asked for") -> list[tuple[int, str, bool]]:
             told.settle()
             found, told.moves = told.moves, []
             assert all(each.role == "one" and each.start <= each.end for each in found)
+            assert all(each.why == why for each in found)
             assert sum(each.nbytes for each in found) == nbytes
             return sorted((each.rank, each.kind, each.asleep) for each in found)
 
@@ -176,6 +177,6 @@ class Transfers(ExecutorCase):
         rest = group.sleep("one")
         assert moves(rest) == [(rank, "sleep", True) for rank in (0, 1)]
         one.digest()  # which needs all of it
-        assert moves(weights + rest) == [(rank, "wake", False) for rank in (0, 1)]
+        assert moves(weights + rest, "needed by one.digest") == [(rank, "wake", False) for rank in (0, 1)]
         group.wake("one")
         assert moves(0) == []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import colocate
+from colocate._role.method import Tag
 from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.unfinished import Accumulating, Unfinished
+from colocate.testing.probes.unfinished import Accumulating, Hooked, Unfinished
 
 _MIBS = 64
 
@@ -33,6 +35,21 @@ class SleepingAmidSteps(ExecutorCase):
             group.sleep("one", discard=["cache"])
         for mine, its in zip(one.update(), other.update(), strict=True):
             assert torch.equal(mine, its)
+
+    def test_a_graph_and_hooks(self, spawn: Spawn) -> None:
+        """A loss whose graph has saved weights; what is called back as a model computes and learns, in that order."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Hooked), "other": colocate.role(Hooked)})
+        one, other = group.role("one", Hooked), group.role("other", Hooked)
+        orders: list[Sequence[Tag] | None] = [None, ["weights"], ["optimizer", "grads"], None]
+        for number, tags in enumerate(orders):
+            assert one.begin(number) == other.begin(number)
+            assert group.sleep("one", tags) > 0
+            for (mine, heard), (its, expected) in zip(one.end(), other.end(), strict=True):
+                assert all(torch.equal(*each) for each in zip(mine, its, strict=True))
+                assert heard == expected
+                assert {*heard} >= {"forward ends", "backward ends", "gradient", "update", "step"}
+            group.sleep("one")
 
     @needs(OwnProcess)
     def test_operations_under_way(self, spawn: Spawn) -> None:

@@ -47,6 +47,67 @@ class Accumulating(Role):
         return shard
 
 
+class Hooked(Role):
+    """A model with hooks of all kinds, whose steps take two calls each: between them there is a graph."""
+
+    def __init__(self) -> None:
+        import torch
+
+        device = self.ctx.device
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(_FEATURES, _FEATURES, device=device),
+            torch.nn.Tanh(),
+            torch.nn.Linear(_FEATURES, _FEATURES, device=device),
+        )
+        generator = torch.Generator(device).manual_seed(0)
+        for each in self.net.parameters():
+            torch.nn.init.normal_(each, std=0.02, generator=generator)
+        first: Any = self.net[0]
+        last: Any = self.net[2]
+        self.heard: list[str] = []
+        self.net.register_forward_pre_hook(lambda *_: self._hear("forward begins"))
+        self.net.register_forward_hook(lambda *_: self._hear("forward ends"))
+        self.net.register_full_backward_hook(lambda *_: self._hear("backward ends"))
+        first.weight.register_hook(self._clip)
+        # As one does that has no memory for all gradients at once: they are used as soon as they are there.
+        self.at_once = torch.optim.Adam(last.parameters(), lr=0.1)
+        last.weight.register_post_accumulate_grad_hook(self._update)
+        self.optimizer = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer.register_step_post_hook(lambda *_: self._hear("step"))
+        self.loss: Any = None
+
+    @method
+    def begin(self, number: int) -> float:
+        """Compute a loss, which stays with its graph."""
+        import torch
+
+        generator = torch.Generator().manual_seed(2 * number + self.ctx.rank)
+        batch = torch.randn(4, _FEATURES, generator=generator).to(self.ctx.device).requires_grad_()
+        self.loss = self.net(batch).square().mean()
+        return float(self.loss.detach())
+
+    @method
+    def end(self) -> tuple[list[Tensor], list[str]]:
+        """Go back through it, and make the step: the weights, and what was heard."""
+        self.loss.backward()
+        self.loss = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [each.detach().clone() for each in self.net.parameters()], self.heard
+
+    def _hear(self, what: str) -> None:
+        self.heard.append(what)
+
+    def _clip(self, gradient: Tensor) -> Tensor:
+        self._hear("gradient")
+        return gradient.clamp(-1e-3, 1e-3)
+
+    def _update(self, weight: Tensor) -> None:
+        self._hear("update")
+        self.at_once.step()
+        weight.grad = None
+
+
 @needs("process_group")
 class Unfinished(Role):
     """Begins operations, and waits for them in a later call."""
