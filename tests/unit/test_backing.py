@@ -392,11 +392,11 @@ class TestRoles:
         functions: Any = Functions(site)
         token = set_current(standalone_context("role"))
         try:
-            assert functions.sleep("role", ("weights",), (), {}) == Outcome()
-            assert functions.sleep("role", TAGS, (), {}) == Outcome()
-            functions.sleep("role", TAGS, (), {})
-            functions.wake("role", TAGS, {})
-            functions.wake("role", TAGS, {})
+            assert functions.sleep("role", ("weights",), (), {}, "asked for") == Outcome()
+            assert functions.sleep("role", TAGS, (), {}, "asked for") == Outcome()
+            functions.sleep("role", TAGS, (), {}, "asked for")
+            functions.wake("role", TAGS, {}, "asked for")
+            functions.wake("role", TAGS, {}, "asked for")
         finally:
             reset_current(token)
         told = [(each.asleep, each.nbytes, each.whole) for each in worker.said]

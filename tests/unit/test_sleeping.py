@@ -543,7 +543,7 @@ class TestHandedOver:
         for _ in range(3):
             values = [torch.ones(1) for _ in range(1000)]
             handed.note(values, DEVICE)
-        assert len(handed._tensors) == len(handed._gone) <= 2000
+        assert len(handed._tensors) == len(handed._storages) <= 2000
         kept, very = torch.ones(1), [torch.ones(1)]
         for _ in range(3):
             handed.note([kept, very[0]], DEVICE)

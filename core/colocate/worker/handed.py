@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from colocate._system.imported import imported
 from colocate.worker.holdings import lie_in
-from colocate.worker.storages import Objects
+from colocate.worker.storages import Objects, WeakStorage
 
 _FEW = 1024
 
@@ -26,7 +26,7 @@ class Handed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tensors: dict[int, dict[int, weakref.ref[Any]]] = {}  # by what a storage is called, each once
-        self._gone: dict[int, Callable[[], bool]] = {}
+        self._storages: dict[int, WeakStorage] = {}
         self._looks_at = _FEW
 
     def note(self, value: Any, device: str) -> None:
@@ -37,16 +37,16 @@ class Handed:
                 assert isinstance(pieces, Objects)
                 for key, storage in pieces.storages.items():
                     known: Iterable[weakref.ref[Any]] = ()
-                    if key not in self._gone or self._gone[key]():
-                        self._gone[key] = _is_gone(storage)
+                    if key not in self._storages or self._storages[key].expired():
+                        self._storages[key] = WeakStorage(storage)
                     else:
                         known = self._tensors[key].values()
                     found = [*known, *pieces.tensors.get(key, ())]
                     self._tensors[key] = {id(each): each for each in found if each() is not None}
-            if len(self._gone) > self._looks_at:
-                for key in [key for key, is_gone in self._gone.items() if is_gone()]:
-                    del self._gone[key], self._tensors[key]
-                self._looks_at = max(_FEW, 2 * len(self._gone))
+            if len(self._storages) > self._looks_at:
+                for key in [key for key, each in self._storages.items() if each.expired()]:
+                    del self._storages[key], self._tensors[key]
+                self._looks_at = max(_FEW, 2 * len(self._storages))
 
     def is_used(self, key: int, noted: Iterable[Objects]) -> bool:
         """Whether somebody may have a storage besides those who were found to have it.
@@ -56,7 +56,7 @@ class Handed:
             noted: What was found.
         """
         with self._lock:
-            if key not in self._gone or self._gone[key]():
+            if key not in self._storages or self._storages[key].expired():
                 return False
             if any(reference() is not None for reference in self._tensors[key].values()):
                 return True  # perhaps only the role has it yet: it may be the very tensor
@@ -73,13 +73,6 @@ class Handed:
                     known[id(base)] = base
         uses: int = imported("torch")._C._storage_Use_Count(key)
         return uses - 1 > len(known) + parts  # a view of what was handed over, or what autograd has saved of it
-
-
-def _is_gone(storage: Any) -> Callable[[], bool]:
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    return lambda: bool(weak.expired())
 
 
 HANDED = Handed()

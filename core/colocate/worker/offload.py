@@ -21,27 +21,10 @@ from colocate.gpus import in_use
 from colocate.worker.backing import Backing, Mapped, Resized
 from colocate.worker.digests import digests
 from colocate.worker.pinned import Arena, Room
+from colocate.worker.storages import WeakStorage
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
-
-
-class _Reference:
-    """Tells whether a storage is there, and finds it; keeps none."""
-
-    __slots__ = ("_weak",)
-
-    def __init__(self, storage: Any) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
-        self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-    def expired(self) -> bool:
-        return bool(self._weak.expired())
-
-    def storage(self) -> Any:
-        torch = imported("torch")
-        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
 
 
 @attrs.define(eq=False)
@@ -61,7 +44,7 @@ class _Copy:
     host: Room | None
     digest: int | None
     storage: Any
-    reference: _Reference
+    reference: WeakStorage
     backing: Backing
 
     def is_of(self, storage: Any, digest: int) -> bool:
@@ -223,7 +206,7 @@ class Offload:
             self._arena.reserve(sizes)
 
     def _copy(self, storage: Any, host: Room | None, digest: int | None) -> _Copy:
-        return _Copy(storage.nbytes(), host, digest, storage, _Reference(storage), self._backing_of(storage))
+        return _Copy(storage.nbytes(), host, digest, storage, WeakStorage(storage), self._backing_of(storage))
 
     def _backing_of(self, storage: Any) -> Backing:
         return next(each for each in self._backings if each.has(storage))

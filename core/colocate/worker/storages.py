@@ -208,6 +208,26 @@ class Objects(Storages):
             self.plain[key] = item.nbytes
 
 
+class WeakStorage:
+    """Tells whether a storage is there, and finds it; keeps none."""
+
+    __slots__ = ("_again", "_weak")
+
+    def __init__(self, storage: Any) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._again: Callable[[int], Any] = type(storage)._new_with_weak_ptr
+
+    def expired(self) -> bool:
+        """Whether it isn't there any more."""
+        return bool(self._weak.expired())
+
+    def storage(self) -> Any:
+        """It; None where it isn't there any more."""
+        return self._again(self._weak.cdata)
+
+
 # Without a line of Python for each of a hundred thousand tensors.
 _layout, _is_on_the_host = operator.attrgetter("layout"), operator.attrgetter("is_cpu")
 
@@ -255,13 +275,10 @@ def _version(item: Any) -> int:
 
 def _is_gone(storage: Any) -> Callable[[], bool]:
     """What tells whether it is, or has another place since it was resized."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    there, address = StorageWeakRef(storage), storage.data_ptr()  # type: ignore[no-untyped-call]
-    again = type(storage)._new_with_weak_ptr
+    there, address = WeakStorage(storage), storage.data_ptr()
 
     def gone() -> bool:
-        still = again(there.cdata)
+        still = there.storage()
         return still is None or still.data_ptr() != address
 
     return gone
