@@ -19,8 +19,8 @@ from colocate._role import torch_works  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
-from colocate.errors import ColocateError  # noqa: E402
-from colocate.worker import holdings, storages  # noqa: E402
+from colocate.errors import ColocateError, ConfigError  # noqa: E402
+from colocate.worker import holdings, sleeping, storages  # noqa: E402
 from colocate.worker.accounts import Accounts  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.ledger import ledger  # noqa: E402
@@ -241,6 +241,28 @@ def test_discard_needs_no_disk(site: Any) -> None:
     sleeper.wake_alone(role)
     assert not model.net.weight.grad.any()
     assert model.cache.all()
+
+
+@pytest.mark.parametrize(
+    ("named", "device", "in_turns", "refused"),
+    [
+        ("/dev/shm", "cpu", False, True),
+        ("/dev/shm", "cuda:0", False, True),
+        (None, "cpu", True, True),
+        (None, "cpu", False, False),  # perhaps nothing will ever sleep
+        (None, "cuda:0", True, False),  # what does goes to the host's memory
+    ],
+)
+def test_a_place_for_what_will_sleep(
+    named: str | None, device: str, in_turns: bool, refused: bool, site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That there is none shows before a role is constructed, where one was named or is needed for sure."""
+    monkeypatch.setattr(sleeping, "spill_directories", lambda wanted: [wanted or "/dev/shm"])
+    site.spill_dir, site.boot.device = named, device
+    sleeper = Sleeper(site)
+    with pytest.raises(ConfigError, match=r"/dev/shm is a tmpfs.*spill_dir") if refused else nullcontext():
+        sleeper.begin(in_turns)
+    sleeper.close()
 
 
 def test_discard_of_arrays(site: Any) -> None:

@@ -56,6 +56,7 @@ class Runner:
         start = time.time()
         try:
             site.definitions.compare_modules()
+            site.sleeper.begin(site.accounts.budgets.swap)
             self._has_default = message.default_group
             if message.default_group:
                 site.groups.have_default()

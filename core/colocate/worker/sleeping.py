@@ -26,7 +26,7 @@ from colocate._system.libc import trim
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
-from colocate.errors import ColocateError, SleepingError
+from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.worker.asleep import Asleep
 from colocate.worker.collective_waits import finish_works
 from colocate.worker.holdings import leads_to
@@ -76,6 +76,21 @@ class Sleeper:
         self._movable = Movable(site, self._offload, self.asleep)
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
+
+    def begin(self, in_turns: bool) -> None:
+        """No role is constructed yet. That there is no place for what sleeps isn't to show hours later.
+
+        Args:
+            in_turns: Whether roles take turns, so that they will sleep.
+
+        Raises:
+            ConfigError: There is none in the folder that was named, or none where memory of the host will go to one.
+        """
+        if self._site.spill_dir is not None or (in_turns and self._site.boot.device == "cpu"):
+            try:
+                self._spill()
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it, or another one of a device that it keeps.
@@ -463,6 +478,6 @@ class Sleeper:
                     reasons.append(str(error))
             else:
                 raise ValueError(
-                    f"nothing can be put away ({'; '.join(reasons)}): name a folder on a disk as spill_dir"
+                    f"memory can't sleep here ({'; '.join(reasons)}): name a folder on a disk in connect(spill_dir=...)"
                 )
         return self._files

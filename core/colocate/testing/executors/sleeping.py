@@ -16,7 +16,15 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._role.method import Tag
-from colocate.errors import CallTimeout, ConfigError, MemoryBudgetError, PipelineError, RoleError, SleepingError
+from colocate.errors import (
+    CallTimeout,
+    ConfigError,
+    MemoryBudgetError,
+    PipelineError,
+    RoleError,
+    RoleStartError,
+    SleepingError,
+)
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.renewals import alone
@@ -557,16 +565,19 @@ class Sleeping(ExecutorCase):
             dozing.wake("actor", ["weight"])  # type: ignore[list-item]
 
     def test_sleep_where_there_is_no_disk(self) -> None:
-        """A folder in memory is refused when it is needed, with what to do."""
+        """A folder in memory is refused before a role is constructed, with what to do; so is one that isn't there."""
         pytest.importorskip("torch")
-        with self.connect(spill_dir="/dev/shm") as runtime, runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn({"actor": colocate.role(Dozing, 1)})
-            with pytest.raises(RoleError, match=r"/dev/shm is a tmpfs: what is put there stays in memory.*spill_dir"):
-                group.sleep("actor")
-            assert group.role("actor", Dozing).look()
-        for folder in ("spill", b"/var/tmp", 1):
+        for folder, why in (
+            ("/dev/shm", "/dev/shm is a tmpfs: what is put there stays in memory"),
+            ("/nonexistent/spill", "No such file or directory"),
+        ):
+            with self.connect(spill_dir=folder) as runtime, runtime.reserve(1, cpus=0) as pool:
+                with pytest.raises(RoleStartError, match=rf"\(node .*memory can't sleep here.*{why}.*spill_dir"):
+                    pool.spawn({"actor": colocate.role(Dozing, 1)})
+                assert pool.state == "ready"
+        for wrong in ("spill", b"/var/tmp", 1):
             with pytest.raises(ConfigError, match="must be an absolute path"):
-                self.connect(spill_dir=folder)
+                self.connect(spill_dir=wrong)
 
 
 def _lost(group: ColocatedGroup) -> set[str]:
