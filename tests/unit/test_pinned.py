@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -136,3 +137,14 @@ def test_where_the_driver_does_not(monkeypatch: pytest.MonkeyPatch, has_driver: 
     assert sizes == [16 * MIB, 4 * MIB, 2 * MIB]
     assert len(arena.take(21 * MIB).parts) == 3
     assert arena.nbytes == 0  # of the process's own
+
+
+def test_in_a_process_that_is_forked() -> None:
+    """It has the addresses, with zeros there, and this one has what it had."""
+    pages, memory = pinned_module._memory(1 << 20)
+    memory.fill_(7)
+    child = os.fork()
+    if not child:
+        os._exit(len(pages.read().strip(b"\0")) > 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert memory.eq(7).all()
