@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import attrs
 import pytest
 from tests.report.sample import ROUND, STARTED, calls
 
@@ -110,6 +111,12 @@ class TestCloseup:
         assert [bar.role for bar in bars] == [ROLES[role] for role, _, _ in ROUND]
         assert found.lasted == "976 ms"
         assert bars[0].text == "actor.generate\n300 ms, after 0 ms"
+
+    def test_it_says_why_memory_moved(self) -> None:
+        spans = [attrs.evolve(each, why="room for role 'critic'") for each in calls(slots=1)]
+        found = closeup({"slot 0": spans}, ROLES, STARTED)
+        assert found is not None
+        assert found.lanes[0][2][0].text == "actor.generate: room for role 'critic'\n300 ms, after 0 ms"
 
     def test_what_happens_now_and_then_does_not_make_a_round(self) -> None:
         spans: list[Span] = []

@@ -90,10 +90,10 @@ def test_moves_are_told() -> None:
     calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
     calls.colocate_memory_moved(move("critic", 0, 12.0, 14.0, False, "wake"))
     calls.colocate_memory_moved(attrs.evolve(move("actor", 0, 13.0, 16.0, False, "wake"), ahead=True))
-    assert [(each.slot, each.role, each.method, each.start, each.end) for each in calls.spans()] == [
-        (1, "actor", "sleep", 11.0, 12.0),
-        (1, "critic", "wake", 12.0, 14.0),
-        (1, "actor", "wake", 13.0, 16.0),
+    assert [(each.slot, each.role, each.method, each.start, each.end, each.why) for each in calls.spans()] == [
+        (1, "actor", "sleep", 11.0, 12.0, "asked for"),
+        (1, "critic", "wake", 12.0, 14.0, "asked for"),
+        (1, "actor", "wake", 13.0, 16.0, "asked for"),
     ]
     assert [(total.role, total.method, total.calls, total.seconds) for total in calls.totals()] == [
         ("actor", "sleep", 1, 1.0),

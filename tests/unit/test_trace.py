@@ -311,6 +311,7 @@ def test_memory_has_a_row(tmp_path: Path) -> None:
     of = rows(path)
     moved = [e for e in events(path, "X") if of[e["pid"], e["tid"]] == "slot 0: memory"]
     assert [(e["name"], e["args"]["bytes"]) for e in moved] == [("holding sleep", gone), ("holding wake", gone)]
+    assert [e["args"]["why"] for e in moved] == ["asked for"] * 2
     assert [e["args"].get("kept awake") for e in moved] == [{"used by residents": 1 << 16}, None]
     assert [e["args"] for e in events(path, "C")] == [{"holding": gone}, {"holding": 0}]
 

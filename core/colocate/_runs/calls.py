@@ -23,7 +23,7 @@ KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all o
 
 @attrs.frozen
 class Span:
-    """One rank of one call: where it ran, from when to when."""
+    """One rank of one call, or of a role whose memory moved ("sleep", "wake"): where, from when to when, what for."""
 
     group: str
     slot: int
@@ -31,6 +31,7 @@ class Span:
     method: str
     start: float
     end: float
+    why: str = ""
 
 
 @attrs.frozen
@@ -94,7 +95,7 @@ class CallLog:
             calls, seconds = self._totals.get(key, (0, 0.0))
             self._totals[key] = calls + 1, seconds + record.end - record.start
             slot = self._slot(record.group, record.role, record.rank)
-            self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end))
+            self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why))
             if not record.ahead:  # else it ran beside another role, and held up none
                 busy = Busy(record.start, record.end, record.role, record.start, moves=True)
                 self._busy.append(((record.group, slot), busy))

@@ -122,5 +122,6 @@ def _rows(spans: Iterable[Span]) -> list[int]:
 def _bar(span: Span, row: int, roles: Mapping[str, int], begin: float, end: float) -> Bar:
     left = max(0.0, (span.start - begin) / (end - begin))
     right = min(1.0, (span.end - begin) / (end - begin))
-    text = f"{name_of(span)}\n{duration(span.end - span.start)}, after {duration(max(0.0, span.start - begin))}"
+    name = f"{name_of(span)}: {span.why}" if span.why else name_of(span)
+    text = f"{name}\n{duration(span.end - span.start)}, after {duration(max(0.0, span.start - begin))}"
     return Bar(percent(left), percent(right - left), row, roles[span.role], span.method, text)
