@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import mmap
 import os
 import re
@@ -29,7 +30,6 @@ itself, have one device here: hence the name.
 """
 
 _NO_FILE: FileId = ("00:00", 0, "")
-_LINE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) (\S+) (\d+) *(.*)$", re.MULTILINE)
 
 
 class Area(NamedTuple):
@@ -179,14 +179,12 @@ def merged(pieces: Iterable[tuple[int, int]]) -> list[Area]:
 
 def mappings_now() -> list[Mapping]:
     """All of this process's, in order."""
-    return [*map(_mapping, _LINE.findall(Path("/proc/self/maps").read_text(errors="replace")))]
+    return [*map(mapping, _lines("maps"))]
 
 
 def mapping_at(address: int) -> Mapping | None:
     """The one in which an address lies; None where the kernel shows none."""
-    with open("/proc/self/maps", errors="replace") as lines:
-        found = (each for each in map(mapping, lines) if each.start <= address < each.stop)
-        return next(found, None)
+    return next((each for each in mappings_now() if each.start <= address < each.stop), None)
 
 
 class OfFile(NamedTuple):
@@ -215,7 +213,7 @@ def of_files(most: Callable[[Mapping], int]) -> dict[Mapping, OfFile]:
         return {}
     told: dict[int, dict[str, int]] = {start: {"Rss:": 0, "Anonymous:": 0} for start in counting}
     start = 0
-    for line in Path("/proc/self/smaps").read_text(errors="replace").rstrip("\n").split("\n"):
+    for line in _lines("smaps"):
         name, _, rest = line.partition(" ")
         if not name.endswith(":"):
             start = mapping(line).start
@@ -237,15 +235,17 @@ def most_mappings() -> int:
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
+@functools.lru_cache(maxsize=1 << 12)  # most lines are the same at the next look
 def mapping(line: str) -> Mapping:
     """What a line of `/proc/self/maps`, or the first one of an entry of `/proc/self/smaps`, tells."""
-    (told,) = _LINE.findall(line)
-    return _mapping(told)
-
-
-def _mapping(told: tuple[str, ...]) -> Mapping:
-    start, stop, access, offset, device, inode, path = told
-    number = int(inode)
-    file = (device, number, path.rpartition("/")[2].rstrip()) if number else (device, 0, "")
+    where, access, offset, device, inode, *path = line.split(maxsplit=5)
+    start, _, stop = where.partition("-")
     private = access.startswith("rw") and access[3] == "p"
-    return Mapping(int(start, 16), int(stop, 16), private, file, int(offset, 16))
+    number = int(inode)
+    name = path[0].rpartition("/")[2].rstrip() if path and number else ""
+    return Mapping(int(start, 16), int(stop, 16), private, (device, number, name), int(offset, 16))
+
+
+def _lines(table: str) -> list[str]:
+    # Not by `splitlines`: a name may have what that takes for the end of a line.
+    return Path("/proc/self", table).read_text(errors="replace").rstrip("\n").split("\n")
