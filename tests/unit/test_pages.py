@@ -431,7 +431,7 @@ def test_room_of_what_could_not_be_written(file: Spill, monkeypatch: pytest.Monk
 
 def test_memory_that_was_freed_while_away(file: Spill) -> None:
     """Whoever gets it next has what it puts there, and the disk's room is free again."""
-    for seed in range(8):
+    for seed in range(24):
         array = numbers(seed, 16 * BIG)
         put_away(file, array)
         del array
@@ -441,8 +441,8 @@ def test_memory_that_was_freed_while_away(file: Spill) -> None:
         copy = other.copy()
         put_away(file, other)
         assert (other == copy).all()
-    # Where malloc has them beside each other there are places for all that lives at once, and no more than these.
-    assert file.room() <= 6 * 16 * BIG
+    # What malloc keeps for the next time has its places yet: four to eight of them, and no more come.
+    assert file.room() <= 12 * 16 * BIG
 
 
 def test_several_files(file: Spill) -> None:
