@@ -9,7 +9,7 @@ import pytest
 
 import colocate
 from colocate._runs.calls import CallLog
-from colocate._runs.contention import Busy, RoleUse, contention, waits
+from colocate._runs.contention import Busy, Moves, RoleUse, contention, waits
 from colocate._runs.naps import Naps
 from colocate.testing.gate import Address, Gate, pass_gate
 
@@ -23,9 +23,9 @@ LANE = [
 
 
 def test_who_is_in_the_way() -> None:
-    assert contention({("policy", 0): reversed(LANE)}, {("policy", "critic"): 7}) == [
+    assert contention({("policy", 0): reversed(LANE)}, {("policy", "critic"): (2, 7)}) == [
         RoleUse("policy", "actor", 3.0, {"critic": 0.5}, 0),
-        RoleUse("policy", "critic", 2.0, {"actor": 1.5}, 7),
+        RoleUse("policy", "critic", 2.0, {"actor": 1.5}, 7, moves=2),
         RoleUse("policy", "reward", 1.0, {}, 0),
     ]
 
@@ -53,12 +53,19 @@ def test_slots_are_apart() -> None:
 def test_rows() -> None:
     """There are none where nobody waited."""
     assert waits(contention({("policy", 0): LANE[4:]}, {})) == []
-    rows = waits(contention({("policy", 0): LANE}, {("policy", "critic"): 1 << 20}))
+    rows = waits(contention({("policy", 0): LANE}, {("policy", "critic"): (3, 1 << 20)}))
     waited = {"role": "critic", "busy (s)": 2.0, "waited (s)": 1.5, "for": "actor 1.500"}
-    assert rows[1] == {**waited, "awake (s)": "", "moving (s)": 0.0, "moved": "1 MiB"}
+    assert rows[1] == {**waited, "awake (s)": "", "moves": 3, "moving (s)": 0.0, "moved": "1 MiB"}
     critic, awake = ("policy", "critic"), {("policy", role): 4.0 for role in ("actor", "critic")}
-    rows = waits(contention({("policy", 0): LANE}, {critic: 1 << 20}, {critic: 1 << 21}, awake))
-    assert rows[1] == {**waited, "awake (s)": 4.0, "moving (s)": 0.0, "moved": "1 MiB", "transferred": "2 MiB"}
+    rows = waits(contention({("policy", 0): LANE}, {critic: (3, 1 << 20)}, {critic: 1 << 21}, awake))
+    assert rows[1] == {
+        **waited,
+        "awake (s)": 4.0,
+        "moves": 3,
+        "moving (s)": 0.0,
+        "moved": "1 MiB",
+        "transferred": "2 MiB",
+    }
     rows = waits(contention({("policy", 0): LANE[4:]}, {}, {("policy", "reward"): 1 << 10}))
     assert rows == [{"role": "reward", "busy (s)": 1.0, "waited (s)": 0.0, "for": "", "transferred": "1 KiB"}]
 
@@ -85,24 +92,38 @@ def test_how_long_a_role_is_awake() -> None:
 
 
 def test_moves_are_told() -> None:
-    """Each is a span of its slot and counts as a call; one ahead of its turn has held up nobody."""
+    """Each is a span of its slot, and no call. One that a call waits for is a part of it; one ahead holds up nobody."""
     calls = CallLog(lambda group, role, rank: rank + 1)
     calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
-    calls.colocate_memory_moved(move("critic", 0, 12.0, 14.0, False, "wake"))
+    calls.colocate_memory_moved(attrs.evolve(move("critic", 0, 12.0, 14.0, False, "wake"), in_call=True))
     calls.colocate_memory_moved(attrs.evolve(move("actor", 0, 13.0, 16.0, False, "wake"), ahead=True))
     assert [(each.slot, each.role, each.method, each.start, each.end, each.why) for each in calls.spans()] == [
         (1, "actor", "sleep", 11.0, 12.0, "asked for"),
         (1, "critic", "wake", 12.0, 14.0, "asked for"),
         (1, "actor", "wake", 13.0, 16.0, "asked for"),
     ]
-    assert [(total.role, total.method, total.calls, total.seconds) for total in calls.totals()] == [
-        ("actor", "sleep", 1, 1.0),
-        ("critic", "wake", 1, 2.0),
-        ("actor", "wake", 1, 3.0),
+    assert calls.totals() == ()
+    assert {use.role: (use.busy, use.moving, use.moves, use.moved) for use in calls.contention()} == {
+        "actor": (1.0, 1.0, 2, 16),
+        "critic": (0.0, 2.0, 1, 8),
+    }
+
+
+def test_what_a_slot_does_adds_up() -> None:
+    """A call, another role's memory that made room for it, and one that waited for both: no second counts twice."""
+    lane = [
+        Busy(0.0, 4.0, "critic", 0.0),
+        Busy(0.0, 1.0, "actor", 0.0, Moves.IN_CALL),
+        Busy(1.0, 2.0, "critic", 1.0, Moves.IN_CALL),
+        Busy(4.0, 5.0, "actor", 4.0, Moves.ALONE),
+        Busy(5.0, 6.0, "reward", 0.0),
     ]
-    assert {use.role: (use.busy, use.moving, use.moved, dict(use.waited)) for use in calls.contention()} == {
-        "actor": (1.0, 1.0, 16, {}),
-        "critic": (2.0, 2.0, 8, {}),
+    uses = contention({("policy", 0): lane}, {})
+    assert sum(use.busy for use in uses) == 6.0
+    assert {use.role: (use.busy, use.moving, dict(use.waited)) for use in uses} == {
+        "critic": (4.0, 1.0, {}),
+        "actor": (1.0, 2.0, {}),
+        "reward": (1.0, 0.0, {"critic": 4.0, "actor": 1.0}),
     }
 
 

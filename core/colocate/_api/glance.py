@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from colocate._api.connection import Connection
 from colocate._api.memory import SlotMemory, memory_of_each
+from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._crew.crew import Crew
 from colocate._system.deadline import Deadline
@@ -25,42 +27,47 @@ class Recent(RecentSpans[tuple[str, str, int]]):
             self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """A sleep or a wake is busy, too."""
-        self.add((record.group, record.role, record.rank), record.start, record.end)
+        """So is a sleep or a wake, but beside a call, or as a part of one."""
+        if not (record.ahead or record.in_call):
+            self.add((record.group, record.role, record.rank), record.start, record.end)
 
 
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
     """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
     now, crews = time.time(), list(connection.crews.values())
-    shares = recent.shares(now, [each for crew in crews for each in _running(crew, recent)])
-    return [_group(crew, shares) for crew in crews]
+    running = [
+        ((crew.name, call.role, crew.roles[call.role].slots.index(slot)), since)
+        for crew in crews
+        for slot, (call, since) in _running(crew, recent).items()
+        if call.role in crew.roles
+    ]
+    shares = recent.shares(now, running)
+    return [_group(crew, shares, recent) for crew in crews]
 
 
-def _running(crew: Crew, recent: Recent) -> Iterator[tuple[tuple[str, str, int], float]]:
+def _running(crew: Crew, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
     """What each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
-    first: dict[int, Any] = {}
+    first: dict[int, PendingCall] = {}
     ends = recent.ends()
     for call in list(crew.order.pending.values()):
         for slot in call.missing():
             first.setdefault(slot, call)
+    found = {}
     for slot, call in first.items():
         ranks = {name: info.slots.index(slot) for name, info in crew.roles.items() if slot in info.slots}
-        if call.role in ranks:
-            ended = (ends.get((crew.name, name, rank), 0.0) for name, rank in ranks.items())
-            yield (crew.name, call.role, ranks[call.role]), max(call.submitted, *ended)
+        ended = (ends.get((crew.name, name, rank), 0.0) for name, rank in ranks.items())
+        found[slot] = call, max([call.submitted, *ended])
+    return found
 
 
-def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float]) -> dict[str, Any]:
+def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float], recent: Recent) -> dict[str, Any]:
     # One that is starting, or hangs, doesn't answer: the rest is of use all the same.
     held, trouble = memory_of_each(crew, Deadline(_LEDGERS_WITHIN_S))
-    waiting: dict[int, list[Any]] = {worker.slot: [] for worker in crew.workforce.workers}
-    for call in list(crew.order.pending.values()):
-        for slot in call.missing():
-            waiting[slot].append(call)
-    now = time.time()  # calls were made while the workers looked
+    waiting = Counter(slot for call in list(crew.order.pending.values()) for slot in call.missing())
+    now, running = time.time(), _running(crew, recent)  # calls were made while the workers looked
     slots = []
     for worker in crew.workforce.workers:
-        calls = waiting[worker.slot]
+        call, since = running.get(worker.slot, (None, now))
         roles = [
             {
                 "role": name,
@@ -77,9 +84,9 @@ def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float]) -> dict[str
                 "node": worker.boot.node,
                 "device": worker.boot.device,
                 "pid": worker.pid,
-                "queue": max(0, len(calls) - 1),
-                "call": calls[0].label if calls else None,
-                "age": round(now - calls[0].submitted, 3) if calls else None,
+                "queue": max(0, waiting[worker.slot] - 1),
+                "call": None if call is None else call.label,
+                "age": None if call is None else round(max(0.0, now - since), 3),
                 "roles": roles,
             }
         )

@@ -117,8 +117,7 @@ class Trace:
                 args["kept awake"] = dict(record.kept_awake)
             name = f"{record.role} {record.kind}"
             self._span(group, slot, _MEMORY, record.role, name, record.start, record.end, args)
-            counter = {"pid": group, "tid": group, "name": f"asleep on slot {slot} (bytes)", "args": dict(asleep)}
-            self._event(record.end, ph="C", **counter)
+            self._count(group, slot, record.end)
             self._write()
 
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
@@ -127,10 +126,19 @@ class Trace:
             args = {} if cause is None else {"cause": str(cause).partition("\n")[0]}
             group = self._group(name)
             event = {"pid": group, "tid": group, "name": f"group {name} is {state}", "args": args}
-            self._event(time.time(), ph="i", s="p", **event)
+            now = time.time()
+            self._event(now, ph="i", s="p", **event)
+            if state == "restarting":  # its roles are made anew, and awake
+                for where in [where for where in self._asleep if where[0] == group]:
+                    self._asleep[where] = dict.fromkeys(self._asleep[where], 0)
+                    self._count(*where, now)
             self._write()
 
     # -- how, with its lock held
+
+    def _count(self, group: int, slot: int, now: float) -> None:
+        asleep = dict(self._asleep[group, slot])
+        self._event(now, ph="C", pid=group, tid=group, name=f"asleep on slot {slot} (bytes)", args=asleep)
 
     def _call(self, record: CallRecord) -> None:
         name = _label(record.role, record.method)

@@ -236,8 +236,9 @@ class Crew(Restartable):
     def _moved(self, worker: Worker, moved: from_worker.Moved, body: None) -> None:
         rank = self.roles[moved.role].slots.index(worker.slot)
         kind = "sleep" if moved.asleep else "wake"
-        told = moved.nbytes, moved.start, moved.end, moved.whole, moved.why, moved.ahead, moved.kept_awake
-        record = MoveRecord(self.name, moved.role, rank, kind, *told)
+        told = moved.nbytes, moved.start, moved.end, moved.whole, moved.why
+        how = moved.ahead, moved.in_call, moved.kept_awake
+        record = MoveRecord(self.name, moved.role, rank, kind, *told, *how)
         self.services.tell("colocate_memory_moved", record)
 
     def _can_withdraw(self, worker: Worker, answer: from_worker.CanWithdraw, body: None) -> None:

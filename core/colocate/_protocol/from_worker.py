@@ -295,6 +295,7 @@ class Moved(Message):
         whole: Whether all of it sleeps now.
         why: What for.
         ahead: Whether that was done ahead of a role's turn, beside what another one ran.
+        in_call: Whether a call, or a constructor, waited for that.
         kept_awake: The bytes that were to go, too, and stay, by why.
     """
 
@@ -306,6 +307,7 @@ class Moved(Message):
     whole: bool
     why: str
     ahead: bool = False
+    in_call: bool = False
     kept_awake: Mapping[str, int] = attrs.field(factory=dict)
 
 

@@ -12,7 +12,7 @@ import attrs
 
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._plugins.plugins import hookimpl
-from colocate._runs.contention import Busy, HandedOver, RoleUse, contention
+from colocate._runs.contention import Busy, HandedOver, Moves, RoleUse, contention
 from colocate._runs.naps import Naps
 from colocate.errors import ColocateError
 from colocate.worker.functions import SLEEP, WAKE
@@ -61,7 +61,7 @@ class CallLog:
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
     _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _busy: deque[tuple[tuple[str, int], Busy]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
-    _moved: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
+    _moved: dict[tuple[str, str], tuple[int, int]] = attrs.field(factory=dict, init=False)
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
     _naps: Naps = attrs.field(factory=lambda: Naps(time.time()), init=False)
@@ -89,17 +89,16 @@ class CallLog:
 
     @hookimpl
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """Count a sleep or a wake as a call. Comes on the runtime's thread."""
-        key = (record.group, record.role, record.kind)
+        """Note a sleep or a wake. Comes on the runtime's thread."""
         with self._lock:
-            calls, seconds = self._totals.get(key, (0, 0.0))
-            self._totals[key] = calls + 1, seconds + record.end - record.start
             slot = self._slot(record.group, record.role, record.rank)
             self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why))
             if not record.ahead:  # else it ran beside another role, and held up none
-                busy = Busy(record.start, record.end, record.role, record.start, moves=True)
+                moves = Moves.IN_CALL if record.in_call else Moves.ALONE
+                busy = Busy(record.start, record.end, record.role, record.start, moves)
                 self._busy.append(((record.group, slot), busy))
-            _add(self._moved, (record.group, record.role), record.nbytes)
+            times, nbytes = self._moved.get((record.group, record.role), (0, 0))
+            self._moved[record.group, record.role] = times + 1, nbytes + record.nbytes
             self._naps.note(record)
 
     @hookimpl

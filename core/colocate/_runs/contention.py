@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,6 +13,13 @@ from colocate._system.intervals import Interval, length, merged
 from colocate._system.sizes import size_text
 
 
+class Moves(enum.Enum):
+    """Memory of a role that slept or woke: by itself, or while a call waited for it, of whose time it is a part."""
+
+    ALONE = enum.auto()
+    IN_CALL = enum.auto()
+
+
 class Busy(NamedTuple):
     """A stretch of time in which a slot ran something of a role.
 
@@ -20,14 +28,14 @@ class Busy(NamedTuple):
         end: When it was over.
         role: The role.
         ready: When it could have begun if the slot had been its own: it was called, and all that it uses was there.
-        moves: Whether that was memory of the role that slept or woke.
+        moves: How memory of the role slept or woke, if that was it.
     """
 
     start: float
     end: float
     role: str
     ready: float
-    moves: bool = False
+    moves: Moves | None = None
 
 
 @attrs.frozen
@@ -37,13 +45,16 @@ class RoleUse:
     Attributes:
         group: Name of its group.
         role: Its name.
-        busy: Seconds that its ranks ran, added up, with its sleeps and wakes; calls of a rank that overlap count once.
+        busy: Seconds that its ranks ran, added up, with what its calls waited for memory to move, and with sleeps and
+            wakes that were asked for; calls of a rank that overlap count once.
         waited: Seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
             that waited at once they count once, and those of all slots are added up.
-        moved: Bytes that it slept and woke with.
+        moved: Bytes that it slept and woke with, all together.
         transferred: Bytes of kept results that its calls got from other workers.
         awake: Seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept.
-        moving: Seconds in which it slept and woke, a part of `busy`, and nothing was computed on the slot.
+        moving: Seconds in which it slept and woke and nothing was computed on the slot. They are part of what is busy:
+            of its own, and of the roles for which it made room.
+        moves: How often it slept and woke, on all ranks; also ahead of a turn, while something else was computed.
     """
 
     group: str
@@ -54,6 +65,7 @@ class RoleUse:
     transferred: int = 0
     awake: float | None = None
     moving: float = 0.0
+    moves: int = 0
 
 
 @attrs.frozen
@@ -75,7 +87,7 @@ class HandedOver:
 
 def contention(
     slots: Mapping[tuple[str, int], Iterable[Busy]],
-    moved: Mapping[tuple[str, str], int],
+    moved: Mapping[tuple[str, str], tuple[int, int]],
     transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
     awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> list[RoleUse]:
@@ -83,7 +95,7 @@ def contention(
 
     Args:
         slots: What each slot ran, by group and slot.
-        moved: Bytes that were moved, by group and role.
+        moved: How often memory was moved, and how many bytes, by group and role.
         transferred: Bytes that came from other workers, by group and role.
         awake: Seconds that they were awake, by group and role, where some have slept.
     """
@@ -93,11 +105,13 @@ def contention(
     for (group, _), stretches in slots.items():
         ran: dict[str, list[Interval]] = {}
         waits: dict[str, list[Interval]] = {}
-        for each in sorted(stretches):
-            ran.setdefault(each.role, []).append((each.start, each.end))
-            waits.setdefault(each.role, []).append((each.ready, each.start))
-            if each.moves:
+        for each in sorted(stretches, key=lambda each: each[:4]):
+            its_runs, its_waits = ran.setdefault(each.role, []), waits.setdefault(each.role, [])
+            if each.moves is not None:
                 moving[group, each.role] = moving.get((group, each.role), 0.0) + each.end - each.start
+            if each.moves is not Moves.IN_CALL:
+                its_runs.append((each.start, each.end))
+                its_waits.append((each.ready, each.start))
         running = {role: merged(intervals) for role, intervals in ran.items()}
         for role, intervals in waits.items():
             key = group, role
@@ -107,18 +121,12 @@ def contention(
             for other, times in running.items():
                 if other != role and (seconds := _overlap(waiting, times)):
                     its[other] = its.get(other, 0.0) + seconds
-    return [
-        RoleUse(
-            *key,
-            busy[key],
-            waited[key],
-            moved.get(key, 0),
-            transferred.get(key, 0),
-            awake.get(key),
-            moving.get(key, 0.0),
-        )
-        for key in busy
-    ]
+    found = []
+    for key in busy:
+        moves, nbytes = moved.get(key, (0, 0))
+        came, is_awake, seconds = transferred.get(key, 0), awake.get(key), moving.get(key, 0.0)
+        found.append(RoleUse(*key, busy[key], waited[key], nbytes, came, is_awake, seconds, moves))
+    return found
 
 
 def _overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
@@ -148,7 +156,7 @@ def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
             "waited (s)": round(sum(use.waited.values()), 3),
             "for": ", ".join(f"{other or 'functions'} {seconds:.3f}" for other, seconds in _longest(use.waited)),
             **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
-            **({"moving (s)": round(use.moving, 3), "moved": _bytes(use.moved)} if slept else {}),
+            **({"moves": use.moves, "moving (s)": round(use.moving, 3), "moved": _bytes(use.moved)} if slept else {}),
             **({"transferred": _bytes(use.transferred)} if transferred else {}),
         }
         for use in found

@@ -116,8 +116,8 @@ class Prefetch:
                 start = time.time()
                 self._sleeper.copy_out(going, gives_back=False)()
                 moves.gone.add(name)
-                kept = self._sleeper.asleep.kept_awake(name)
-                self._site.say(from_worker.Moved(name, True, going.size, start, time.time(), True, room, True, kept))
+                told = name, True, going.size, start, time.time(), True, room, True, False
+                self._site.say(from_worker.Moved(*told, self._sleeper.asleep.kept_awake(name)))
             start = time.time()
             self._sleeper.bring_back(moves.coming, moves.writes)
             moves.has_come = True

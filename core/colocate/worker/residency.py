@@ -288,7 +288,7 @@ class Residency:
             raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
         finally:
             self._accounts.changed(name)
-        self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False, why))
+        self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False, why, in_call=True))
 
     def _wake_for_once(self, name: str, why: str) -> Coming | None:
         """Have all of a role be awake, if its budget has room for that. What has come, if anything slept."""
@@ -377,4 +377,5 @@ class Residency:
             self._turns.copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
             whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
-            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), whole, why, kept_awake=kept))
+            moved = from_worker.Moved(name, True, nbytes, start, time.time(), whole, why, in_call=True, kept_awake=kept)
+            self._site.say(moved)
