@@ -247,7 +247,7 @@ def test_budgets(colocate: CommandLine) -> None:
     tight = ("groups.all.roles.first.device_memory=34MiB", "groups.all.roles.first.reserve_activations=6MiB")
     assert "first can't fit: it has 32 MiB, 6 MiB are to stay free, and may have 34 MiB" in said(*tight, status=1)
     free = ("groups.all.device_memory=40MiB", "groups.all.roles.first.reserve_activations=6MiB")
-    assert "they need 42 MiB: first and second must take turns" in said(*free)
+    assert "they need 42 MiB, with 6 MiB to stay free: first and second must take turns" in said(*free)
 
 
 def test_who_takes_turns(colocate: CommandLine) -> None:
@@ -267,7 +267,8 @@ def test_who_takes_turns(colocate: CommandLine) -> None:
     # The smallest could stay, but for what it computes with while it runs.
     changes = ("groups.all.device_memory=65MiB", "groups.all.roles.third.reserve_activations=10MiB")
     options = [part for each in changes for part in ("--set", each)]
-    assert f"they need 71 MiB: {all_three}; say" in colocate("plan", "demo.yaml", *options).stdout
+    wanted = f"they need 71 MiB, with 10 MiB to stay free: {all_three}; say"
+    assert wanted in colocate("plan", "demo.yaml", *options).stdout
 
 
 def test_who_shares(colocate: CommandLine) -> None:

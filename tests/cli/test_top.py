@@ -21,7 +21,8 @@ from colocate._crew.crew import Crew
 from colocate._job.window import Job, _listed, jobs, look, window
 from colocate._system.deadline import Deadline
 from colocate.cli.top import _page, rows
-from colocate.testing.waiting import wait_until
+from colocate.testing.gate import Address, Gate, pass_gate
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 JOB = """
 import sys
@@ -62,6 +63,34 @@ def running(colocate: CommandLine) -> Iterator[subprocess.Popen[str]]:
     yield job
     job.kill()
     job.communicate()
+
+
+class Waiting(library.Role):
+    @library.method
+    def wait(self, gate: Address) -> None:
+        pass_gate(gate)
+
+
+def test_since_when_a_call_runs() -> None:
+    """Not since it was asked for: another one was ahead of it."""
+    recent = glance.Recent()
+    with library.connect() as runtime, Gate() as first, Gate() as second:
+        runtime.observe(recent)
+        group = runtime.reserve().spawn({"waiting": library.role(Waiting)}, name="policy")
+        waiting = group.role("waiting", Waiting)
+        with group.pipeline():
+            ahead, behind = waiting.wait.submit(first.address), waiting.wait.submit(second.address)
+        first.wait_for(1)
+        first.open()
+        ahead.result(PATIENCE_S)
+        second.wait_for(1)
+        runtime._node.services.settle()
+        (told,) = glance.glance(runtime._node, recent)
+        (slot,) = told["slots"]
+        assert (slot["call"], slot["queue"]) == ("waiting.wait", 0)
+        assert 0 <= slot["age"] <= time.time() - recent.ends()["policy", "waiting", 0] + 0.001
+        second.open()
+        behind.result(PATIENCE_S)
 
 
 def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) -> None:

@@ -159,6 +159,10 @@ class TestTypes:
                 "executor.with.collective_timeout: must be a number of seconds, more than 0 (math.inf, in YAML .inf, "
                 "for ever), not 0",
             ),
+            (
+                "executor: {use: local, with: {spill_dir: scratch}}",
+                "executor.with.spill_dir: must be an absolute path, since it is one on the workers' machines, not 'sc",
+            ),
             ("zzz: {}", "unknown key 'zzz'; known here: name, seed, call_timeout, executor, pools, groups, job"),
             ("executor: {use: ray, cpus: 2}", "unknown key 'cpus'; known here: use, with; options go under 'with'"),
         ],

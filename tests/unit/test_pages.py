@@ -296,7 +296,9 @@ def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> No
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(
+            OSError, match=r"No space.*: .*B are to sleep in /var/tmp \(spill_dir\), where .*B are free"
+        ):
             put_away(file, *arrays)
     assert filled
     assert file.room() == 0
@@ -443,6 +445,45 @@ def test_memory_that_was_freed_while_away(file: Spill) -> None:
         assert (other == copy).all()
     # What malloc keeps for the next time has its places yet: four to eight of them, and no more come.
     assert file.room() <= 12 * 16 * BIG
+
+
+@pytest.mark.parametrize("moves", ["write", "bring_back"])
+def test_threads_with_the_same_memory(moves: str) -> None:
+    """Each with a file of its own: what one finds it goes by before the other one moves the same pages."""
+    one, two = Spill(DISK), Spill(DISK)
+    array = np.ones(LARGE, dtype=np.uint8)
+    areas = areas_of([piece(array)])
+    one.write(areas).put_away()
+    if moves == "write":
+        one.bring_back(areas)
+        array[:] = 2
+
+    def other() -> None:
+        if moves == "bring_back":
+            two.bring_back(areas, areas)
+            array[:] = 2
+        two.write(areas).put_away()
+
+    thread = threading.Thread(target=other)
+    find = one._homes
+
+    def found(mappings: Any) -> Any:
+        homes = find(mappings)
+        if thread.ident is None:
+            thread.start()
+            thread.join(0.3)  # it waits, and so isn't over
+        return homes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "_homes", found)
+        if moves == "write":
+            one.write(areas).put_away()
+        else:
+            one.bring_back(areas, areas)
+        thread.join()
+    assert (array == 2).all()
+    for each in (one, two):
+        each.close()
 
 
 def test_several_files(file: Spill) -> None:

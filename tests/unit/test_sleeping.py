@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import attrs
 import numpy as np
 import pytest
 
@@ -695,11 +696,28 @@ def test_what_does_not_move_ahead(worker: Worker) -> None:
     assert [name for name in worker.roles if turns.moves_ahead(name)] == ["plain"]
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_nothing_moves_beside_a_stream_of_a_role_s_own(
-    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], monkeypatch: pytest.MonkeyPatch, aside: bool
+def test_a_method_of_a_role_whose_memory_moves(
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]]
 ) -> None:
-    """What comes would come to where that may still be at work."""
+    """It runs when that is where it will be, also if it needs nothing awake: it may let go of it, or write there."""
+    sleeper, prefetch, _ = two
+    residency = Residency(worker, sleeper, cast("Any", types.SimpleNamespace(budgets=BUDGETS, changed=lambda _: None)))
+    residency.begin()
+    residency._prefetch = prefetch
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
+    role = worker.add("three", Model())
+    residency.enter(1, role, attrs.evolve(role.spec("look"), awake=()))
+    assert prefetch.is_under_way  # it is none of those
+    role = worker.roles["one"]
+    residency.enter(2, role, attrs.evolve(role.spec("look"), awake=()))
+    assert not prefetch.is_under_way
+
+
+@pytest.mark.parametrize("how", ["as usual", "on a stream", "with a driver"])
+def test_nothing_moves_beside_who_may_use_it(
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], how: str
+) -> None:
+    """What comes would come to where a stream of the role's own may be at work; a driver may write into what goes."""
     looked: list[None] = []
 
     def shares() -> None:
@@ -711,10 +729,12 @@ def test_nothing_moves_beside_a_stream_of_a_role_s_own(
     assert residency._turns is not None
     residency._turns.order = cast("Any", types.SimpleNamespace(ahead=lambda: (Use("one", False), Use("two", False))))
     residency._wanted["two"] = TAGS
-    worker.roles["one"].settings = Settings(stream="its own" if aside else None)
+    worker.roles["one"].settings = Settings(stream="its own" if how == "on a stream" else None)
+    if how == "with a driver":  # in the same process, and with the host's memory
+        worker.in_process, worker.boot = True, attrs.evolve(worker.boot, device="cpu")
     with contextlib.suppress(ColocateError):
         residency._look_ahead("one")
-    assert bool(looked) is not aside
+    assert bool(looked) is (how == "as usual")
 
 
 def test_what_trains_is_not_looked_through(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,29 @@ def test_memory_has_a_row(tmp_path: Path) -> None:
     assert [e["args"] for e in events(path, "C")] == [{"holding": gone}, {"holding": 0}]
 
 
+def test_what_sleeps_after_a_restart(tmp_path: Path) -> None:
+    """Nothing does: roles are made anew."""
+    path = tmp_path / "trace.json"
+
+    class Mortal(Role):
+        def __init__(self) -> None:
+            self.memory = numpy.ones(1 << 20, numpy.uint8)
+
+        @method(awake=())
+        def die(self) -> None:
+            os._exit(1)
+
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(1, cpus=0) as pool:
+        group = pool.spawn({"mortal": colocate.role(Mortal)}, name="group", on_failure="restart")
+        with runtime.trace(path):
+            for _ in range(2):
+                gone = group.sleep("mortal")
+                with pytest.raises(colocate.ColocateError):
+                    group.role("mortal", Mortal).die()
+                group.wait_ready()
+    assert [e["args"] for e in events(path, "C")] == [{"mortal": gone}, {"mortal": 0}] * 2
+
+
 def test_nobody_listens() -> None:
     """Then nothing is noted, neither here nor in the workers."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(2, cpus=0) as pool:

@@ -34,6 +34,7 @@ from colocate._system.numbers import (
     variable_problem,
 )
 from colocate._system.off_main import off_main
+from colocate._system.room import spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
 
@@ -72,10 +73,8 @@ def _folder(directory: str | os.PathLike[str] | None) -> str | None:
     if directory is None:
         return None
     path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else directory
-    if not isinstance(path, str) or not os.path.isabs(path):
-        raise ConfigError(
-            f"connect(spill_dir) must be an absolute path, since it is one on the workers' machines, not {path!r}"
-        )
+    if (problem := spill_problem(path)) is not None:
+        raise ConfigError(f"connect(spill_dir) {problem}")
     return path
 
 

@@ -66,7 +66,8 @@ class Turns:
     Attributes:
         limit: The budget.
         slots: The slots, which have the same roles.
-        needs: Bytes that these need together, with what is to stay free for what one of them computes with.
+        needs: Bytes that these need together.
+        free: Of that, what is to stay free for what one of them computes with.
         takers: Roles that can't be awake all the time, where the smallest are; none where all fit.
         apart: Whether no two of the takers fit together. Otherwise who sleeps is a choice, and may be another role.
         misfits: Roles that don't fit: those that are too much alone, or all of them where turns are of no use, since
@@ -77,6 +78,7 @@ class Turns:
     limit: Limit
     slots: tuple[int, ...]
     needs: int
+    free: int
     takers: tuple[str, ...]
     apart: bool
     misfits: tuple[str, ...]
@@ -138,14 +140,15 @@ class GroupPlan:
     def _turns(self, limit: Limit, slots: tuple[int, ...], sizes: Mapping[str, int]) -> Turns:
         if not limit.device:
             needs = sum(sizes.values())
-            return Turns(limit, slots, needs, (), False, tuple(sizes) if needs > limit.nbytes else (), None)
+            return Turns(limit, slots, needs, 0, (), False, tuple(sizes) if needs > limit.nbytes else (), None)
         room = Room(limit.nbytes, sizes, {role: self.budgets.activations.get(role, 0) for role in sizes})
         takers = tuple(_takers(room))
         shared = {role.role: role.shared for role in self.roles}
         misfits = tuple(role for role in sizes if room.over({role}, role) + shared[role] > 0)
-        needs = sum(sizes.values()) + max(room.needs.values())
+        free = max(room.needs.values())
         apart = bool(takers) and not any(_fit(room, pair) for pair in combinations(takers, 2))
-        return Turns(limit, slots, needs, takers, apart, misfits, None if misfits else self._copies(room))
+        needs, copies = sum(sizes.values()) + free, None if misfits else self._copies(room)
+        return Turns(limit, slots, needs, free, takers, apart, misfits, copies)
 
     def _limits(self) -> list[Limit]:
         """Those that what is known here counts for: beside a GPU it isn't the host's."""

@@ -208,7 +208,7 @@ def method(
         readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
         host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
         awake: What of the role's memory it uses: of "weights", "grads", "optimizer", "cache". A call wakes that, if it
-            sleeps (`group.sleep`), and leaves the rest. None for all of it.
+            sleeps (`group.sleep`), and leaves the rest; () for none of it. None for all.
 
     Raises:
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.

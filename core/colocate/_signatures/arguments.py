@@ -14,13 +14,15 @@ import attrs
 from colocate._signatures.annotations import Checked, Problem, problems
 from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, duration_problem, gpus_problem
+from colocate._system.room import spill_problem
 
 # Of every executor that has options of these names.
-_NUMBERS: Mapping[str, Callable[[Any], str | None]] = {
+_CHECKED: Mapping[str, Callable[[Any], str | None]] = {
     "cpus": amount_problem,
     "gpus": gpus_problem,
     "timeout": duration_problem,
     "collective_timeout": partial(duration_problem, positive=True),
+    "spill_dir": spill_problem,
 }
 
 
@@ -88,7 +90,7 @@ def options_of(executor: type) -> Arguments:
     assert issubclass(executor, Executor)
     inherited = inspect.unwrap(executor.connect).__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
     found = arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
-    checked = {name: Annotated[found.hints.get(name, Any), Checked(check)] for name, check in _NUMBERS.items()}
+    checked = {name: Annotated[found.hints.get(name, Any), Checked(check)] for name, check in _CHECKED.items()}
     return attrs.evolve(found, hints={**found.hints, **checked})
 
 

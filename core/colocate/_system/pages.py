@@ -31,6 +31,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -54,6 +55,7 @@ from colocate._system.mappings import (
     written_in,
 )
 from colocate._system.room import free_memory
+from colocate._system.sizes import size_text
 from colocate._system.spill_files import LARGE_PAGE, MAP_FIXED, Copy, SpillFile, file_system
 
 if TYPE_CHECKING:
@@ -71,6 +73,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 _T = TypeVar("_T")
+
+# Workers that are threads of one process may have the same memory, and a file each: who looks what lies where, and goes
+# by that, does so before another one puts something else there.
+_one_at_a_time = threading.Lock()
 
 _forks = 0  # how often this process was forked
 
@@ -160,14 +166,26 @@ class Spill:
         Raises:
             OSError: There is no room, on the disk or in the kernel's tables: nothing has changed.
         """
-        for give_up in (self._give_up_places, self._give_up_copies):
+        with _one_at_a_time:
+            for give_up in (self._give_up_places, self._give_up_copies):
+                try:
+                    return self._write(areas)
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                give_up(areas)
             try:
                 return self._write(areas)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
-            give_up(areas)
-        return self._write(areas)
+                raise OSError(error.errno, self._lack(areas, str(error.strerror))) from error
+
+    def _lack(self, areas: Iterable[Area], why: str) -> str:
+        size = size_text(sum(area.stop - area.start for area in areas))
+        disk = os.statvfs(self._directory)
+        free = size_text(disk.f_bavail * disk.f_frsize)
+        return f"{why}: {size} are to sleep in {self._directory} (spill_dir), where {free} are free"
 
     def _write(self, areas: Sequence[Area]) -> Written:
         if self._has_heirs:
@@ -207,6 +225,10 @@ class Spill:
         Raises:
             OSError: There is no memory for them. They hold what they held, wherever that is.
         """
+        with _one_at_a_time:
+            self._bring_back(areas, copied)
+
+    def _bring_back(self, areas: Sequence[Area], copied: Sequence[Area]) -> None:
         homes = self._homes(mappings_now())
         large = [area for area in copied if area.stop - area.start >= _LEAST_COPIED_BYTES]
         away = merged((area.start, area.stop - area.start) for area, _ in split(large, homes)[0])
@@ -230,8 +252,9 @@ class Spill:
         self._back = [
             place.of(left) for place in self._back for left in split([Area(place.start, place.stop)], areas)[1]
         ]
-        if not self._has_heirs:
-            self._free_unused(mappings_now())
+        with _one_at_a_time:
+            if not self._has_heirs:
+                self._free_unused(mappings_now())
 
     def _copy_back(self, areas: Sequence[Area], homes: Sequence[Place]) -> None:
         """Copy pages into memory of the process's own and move that into their place."""
@@ -337,9 +360,10 @@ class Written:
 
     def put_away(self) -> None:
         """Have them be in the files only. Nobody may have written into them since they were written there."""
-        self._spill.has_put_away(self._places)
-        for place in self._places:
-            self._files[place.file].replace(place)
+        with _one_at_a_time:
+            self._spill.has_put_away(self._places)
+            for place in self._places:
+                self._files[place.file].replace(place)
 
 
 @attrs.frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -107,6 +108,13 @@ class OomKills:
         processes = "a process" if more == 1 else f"{more} processes"
         whom = f"{processes} of {self.whose}"
         return f"since it was started the kernel has killed {whom} for lack of memory (oom_kill in {self.path})"
+
+
+def spill_problem(value: Any) -> str | None:
+    """What is wrong with the name of a folder for what sleeps, in words; None when nothing is."""
+    if isinstance(value, str) and os.path.isabs(value):
+        return None
+    return f"must be an absolute path, since it is one on the workers' machines, not {value!r}"
 
 
 def spill_directories(wanted: str | None) -> list[str]:

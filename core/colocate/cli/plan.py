@@ -115,6 +115,7 @@ def _of(turns: Turns, group: GroupPlan) -> str:
     where = "" if len(turns.slots) == group.slots else f", on slot {', '.join(map(str, turns.slots))}"
     begin = f"{limit.owner} may have {size_text(limit.nbytes)} of {limit.word}{where}"
     needs = f"{(least := _at_least(group, turns.slots))}{size_text(turns.needs)}"
+    needs += f", with {size_text(turns.free)} to stay free" if turns.free else ""
     if turns.misfits and not limit.device:
         return f"{begin}, also for what sleeps: {listed(turns.misfits)} can't fit ({needs})"
     if turns.misfits:

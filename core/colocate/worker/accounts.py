@@ -95,7 +95,7 @@ class Accounts:
             activations = self.budgets.activations.get(role or "", 0) if limit.device else 0
             if self.used(shares, limit) + activations > limit.nbytes:
                 kept = f", with {size_text(activations)} to stay free for activations" if activations else ""
-                raise self.exceeded(shares, limit, f"after {what}{kept}")
+                raise self.exceeded(shares, limit, f"after {what}{kept}", activations)
 
     def refuse_more(self, role: str, nbytes: int, device: bool, wakes: bool) -> None:
         """Raise when there is no room for what a role that sleeps or wakes is about to have besides.
@@ -119,7 +119,7 @@ class Accounts:
         for limit in limits:
             over = self.used(shares, limit) + nbytes > limit.nbytes
             if over and not (wakes and self.has_outgrown(shares, role, limit, nbytes)):
-                raise self.exceeded(shares, limit, f"{what} needs {size_text(nbytes)}")
+                raise self.exceeded(shares, limit, f"{what} needs {size_text(nbytes)}", nbytes)
 
     def has_outgrown(self, shares: Shares, role: str, limit: Limit, nbytes: int) -> bool:
         """Whether a role that wakes is more than a limit allows by itself, and nobody else has what could go.
@@ -143,24 +143,33 @@ class Accounts:
         roles = shares.owned.keys() | shares.asleep.keys() if limit.role is None else {limit.role}
         return sum(self._used_by(shares, role, limit.device) for role in roles)
 
-    def exceeded(self, shares: Shares, limit: Limit, what: str) -> MemoryBudgetError:
-        """The error that a limit is exceeded, or would be."""
+    def exceeded(self, shares: Shares, limit: Limit, what: str, more: int) -> MemoryBudgetError:
+        """The error that a limit is exceeded, or would be.
+
+        Args:
+            shares: What all have.
+            limit: The limit.
+            what: By what.
+            more: The bytes that are to be free beside what all have.
+        """
         place = self._site.boot.device if limit.device else "the host"
-        used, most = self.used(shares, limit), size_text(limit.nbytes)
-        text = size_text(used) if size_text(used) != most else f"{size_text(used)} ({used - limit.nbytes} bytes more)"
+        used = self.used(shares, limit)
         roles = shares.owned.keys() | shares.asleep.keys()
         told = "; ".join(filter(None, [self._told(shares, role, limit.device) for role in sorted(roles)]))
         return MemoryBudgetError(
-            f"{what}, {text} of {place} are in use, and {limit.owner} may have {most} ({limit.word}). "
-            f"Who has it: {told or 'nobody'}. {self._cure(limit)}"
+            f"{what}, {size_text(used)} of {place} are in use, and {limit.owner} may have {size_text(limit.nbytes)} "
+            f"({limit.word}): {size_text(used + more - limit.nbytes)} too much. Who has it: {told or 'nobody'}. "
+            f"{self._cure(limit)}"
         )
 
     def _cure(self, limit: Limit) -> str:
         """What whoever exceeds a limit can do."""
         if not limit.device:
             return "What sleeps counts, too: let go of something, or allow more"
-        sleep = "" if limit.role is not None or self.budgets.swap else " have a role sleep (group.sleep),"
-        return f"Let go of something,{sleep} or allow more"
+        if limit.role is not None or self.budgets.swap:
+            return "Let go of something, or allow more"
+        turns = "have a role sleep (group.sleep), let roles take turns (residency='swap')"
+        return f"Let go of something, {turns}, or allow more"
 
     def told(self) -> str:
         """Who has how much, as a note to an error says it."""

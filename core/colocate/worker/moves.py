@@ -14,7 +14,7 @@ from colocate.worker.holdings import Holdings
 from colocate.worker.storages import Objects, Storages
 
 OVERLAPS = "in an array that others use"
-SHARED = "of other processes, too, or of a file"
+SHARED = "shared with other processes, or of a file"
 
 Kept: TypeAlias = Mapping[str, Mapping[int, tuple[int, str]]]
 """Pieces that were to sleep and are awake, by tag: their sizes, and why."""

@@ -68,6 +68,8 @@ class Residency:
         if self._turns is None:
             return
         self._needed[seq] = frozenset()  # it may ask for siblings
+        if role.name in self._prefetch.moving:  # also where it needs nothing awake: it may write there, or let go of it
+            self.settle()
         if role.name is None or spec.awake == ():
             return
         tags = tuple(TAGS) if spec.awake is None else spec.awake
@@ -248,7 +250,7 @@ class Residency:
                 tried.add(each)
                 before = self._sleeper.asleep.tags(each)
                 room = "room for a function" if name is None else f"room for role {name!r}"
-                self._put_to_sleep(each, room, f"could not make room for {name or 'a function'}")
+                self._put_to_sleep(each, room, f"could not make {room}")
                 anew |= self._sleeper.asleep.tags(each) != before
             shares = self._accounts.shares(more)
         return shares
@@ -322,7 +324,8 @@ class Residency:
             return
         needed = coming + self._accounts.budgets.activations.get(name, 0)
         if not self._accounts.has_outgrown(shares, name, turns.limit, needed):
-            raise self._accounts.exceeded(shares, turns.limit, f"waking role {name!r} needs {size_text(coming)}")
+            what = f"waking role {name!r} needs {size_text(coming)}"
+            raise self._accounts.exceeded(shares, turns.limit, what, needed)
 
     def _look_ahead(self, name: str) -> None:
         """While a role runs, have the next one come, where there is room for both and nothing more is copied so."""
@@ -330,6 +333,8 @@ class Residency:
         assert turns is not None
         ahead, runs = turns.order.ahead(), self._site.roles[name]
         if self._prefetch.is_under_way or ahead is None or len(ahead) < 2 or ahead[0].role != name:
+            return
+        if self._site.in_process and not self._on_gpu:  # the driver may write there between calls
             return
         # What it lets go of meanwhile torch gives to others who compute on the usual stream, as what has come to it was
         # made there: they wait for that stream, and not for its own.

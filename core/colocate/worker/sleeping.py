@@ -90,7 +90,8 @@ class Sleeper:
             try:
                 self._spill()
             except ValueError as error:
-                raise ConfigError(str(error)) from None
+                named = "" if self._site.spill_dir is None else f"spill_dir={self._site.spill_dir!r}: "
+                raise ConfigError(f"{named}{error}") from None
 
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it, or another one of a device that it keeps.
@@ -478,6 +479,7 @@ class Sleeper:
                     reasons.append(str(error))
             else:
                 raise ValueError(
-                    f"memory can't sleep here ({'; '.join(reasons)}): name a folder on a disk in connect(spill_dir=...)"
+                    f"memory can't sleep here ({'; '.join(reasons)}): name a folder on a disk as "
+                    "connect(spill_dir=...), in a config as executor.with.spill_dir"
                 )
         return self._files

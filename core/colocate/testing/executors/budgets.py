@@ -301,6 +301,7 @@ class Budgets(ExecutorCase):
         records.clear()
         return group, records
 
+    @needs(OwnProcess)  # beside a driver that has the same memory none does
     def test_the_next_role_comes_while_one_runs(
         self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]], spawn: Spawn
     ) -> None:
