@@ -713,6 +713,32 @@ def test_a_method_of_a_role_whose_memory_moves(
     assert not prefetch.is_under_way
 
 
+@pytest.mark.parametrize("runs", [None, "one", "two"])
+def test_nothing_moves_beside_a_call_of_its_role(
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], runs: str | None
+) -> None:
+    """An async one that needs nothing awake, and waits for something."""
+    sleeper, prefetch, _ = two
+    role = worker.add("three", Model())
+    shares = types.SimpleNamespace(owned={}, asleep={}, shared={})
+    accounts = types.SimpleNamespace(budgets=BUDGETS, changed=lambda _: None, shares=lambda: shares)
+    residency = Residency(worker, sleeper, cast("Any", accounts))
+    residency.begin()
+    residency._prefetch = prefetch
+    turns: Any = residency._turns
+    turns.order = types.SimpleNamespace(ahead=lambda: (Use("three", False), Use("two", False)))
+    turns.choice, turns.over = lambda *_: frozenset({"one"}), lambda *_: -(10**9)
+    residency._wanted["two"] = TAGS
+    if runs is not None:
+        residency.enter(1, worker.roles[runs], attrs.evolve(role.spec("look"), awake=()))
+    residency._look_ahead("three")
+    assert prefetch.is_under_way is (runs is None)
+    if runs is not None:
+        residency.leave(1)
+        residency._look_ahead("three")
+        assert prefetch.is_under_way
+
+
 @pytest.mark.parametrize("how", ["as usual", "on a stream", "with a driver"])
 def test_nothing_moves_beside_who_may_use_it(
     worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], how: str

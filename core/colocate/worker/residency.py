@@ -40,6 +40,7 @@ class Residency:
         self._accounts = accounts
         self._turns: Turns | None = None
         self._needed: dict[object, frozenset[str]] = {}  # by what runs: who is to stay awake
+        self._running: dict[int, str] = {}  # the roles of calls that run, also of such as need nothing awake
         self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
         self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
         self._prefetch = Prefetch(site, sleeper)
@@ -68,9 +69,12 @@ class Residency:
         if self._turns is None:
             return
         self._needed[seq] = frozenset()  # it may ask for siblings
+        if role.name is None:
+            return
+        self._running[seq] = role.name
         if role.name in self._prefetch.moving:  # also where it needs nothing awake: it may write there, or let go of it
             self.settle()
-        if role.name is None or spec.awake == ():
+        if spec.awake == ():
             return
         tags = tuple(TAGS) if spec.awake is None else spec.awake
         if begins := self._turns.begins(role.name):
@@ -90,6 +94,7 @@ class Residency:
     def leave(self, seq: int) -> None:
         """A call has ended."""
         self._needed.pop(seq, None)
+        self._running.pop(seq, None)
 
     def reach(self, name: str) -> None:
         """A role's object is wanted, in whatever runs.
@@ -349,8 +354,9 @@ class Residency:
         goers = turns.choice(
             shares, follows, frozenset({follows}), coming.on_device, [*ahead[1:], ahead[0]], ahead[0].writes
         )
-        running = frozenset().union(*self._needed.values())
-        if goers is None or goers & running or not all(turns.moves_ahead(each) for each in {follows, *goers}):
+        if goers is None or not all(turns.moves_ahead(each) for each in {follows, *goers}):
+            return
+        if {follows, *goers} & {*self._running.values()}.union(*self._needed.values()):
             return
         less = sum(turns.awake(each, shares) for each in goers)
         if turns.over(shares, name) - less + coming.on_device + turns.growth(name, shares) > 0:

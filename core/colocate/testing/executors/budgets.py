@@ -484,7 +484,7 @@ class Budgets(ExecutorCase):
         one, two = group.role("one", Dozing), group.role("two", Dozing)
         assert one.look()
         one.fail_hook(0, RuntimeError("not now"))
-        with pytest.raises(MemoryBudgetError, match="role 'one' could not make room for two: RuntimeError: not now"):
+        with pytest.raises(MemoryBudgetError, match="'one' could not make room for role 'two': RuntimeError: not now"):
             two.train()
         one.fail_hook(0, None)
         assert two.train()
