@@ -20,6 +20,7 @@ from colocate._api.memory import SlotMemory, memory_of_each
 from colocate._crew.crew import Crew
 from colocate._job.window import Job, _listed, jobs, look, window
 from colocate._system.deadline import Deadline
+from colocate._system.recent import RECENT_S
 from colocate.cli.top import _page, rows
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -89,6 +90,10 @@ def test_since_when_a_call_runs() -> None:
         (slot,) = told["slots"]
         assert (slot["call"], slot["queue"]) == ("waiting.wait", 0)
         assert 0 <= slot["age"] <= time.time() - recent.ends()["policy", "waiting", 0] + 0.001
+        recent.add(("policy", "", 0), ended := time.time(), ended)  # as if a function had been ahead of it
+        recent.shares(ended + 10 * RECENT_S)  # and all that is long ago
+        (told,) = glance.glance(runtime._node, recent)
+        assert 0 <= told["slots"][0]["age"] <= time.time() - ended + 0.001
         second.open()
         behind.result(PATIENCE_S)
 

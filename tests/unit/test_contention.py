@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import attrs
+import numpy
 import pytest
 
 import colocate
 from colocate._runs.calls import CallLog
-from colocate._runs.contention import Busy, Moves, RoleUse, contention, waits
+from colocate._runs.contention import Busy, Move, RoleUse, contention, waits
 from colocate._runs.naps import Naps
 from colocate.testing.gate import Address, Gate, pass_gate
 
@@ -113,9 +114,9 @@ def test_what_a_slot_does_adds_up() -> None:
     """A call, another role's memory that made room for it, and one that waited for both: no second counts twice."""
     lane = [
         Busy(0.0, 4.0, "critic", 0.0),
-        Busy(0.0, 1.0, "actor", 0.0, Moves.IN_CALL),
-        Busy(1.0, 2.0, "critic", 1.0, Moves.IN_CALL),
-        Busy(4.0, 5.0, "actor", 4.0, Moves.ALONE),
+        Busy(0.0, 1.0, "actor", 0.0, Move.IN_CALL),
+        Busy(1.0, 2.0, "critic", 1.0, Move.IN_CALL),
+        Busy(4.0, 5.0, "actor", 4.0, Move.ALONE),
         Busy(5.0, 6.0, "reward", 0.0),
     ]
     uses = contention({("policy", 0): lane}, {})
@@ -125,6 +126,36 @@ def test_what_a_slot_does_adds_up() -> None:
         "actor": (1.0, 2.0, {}),
         "reward": (1.0, 0.0, {"critic": 4.0, "actor": 1.0}),
     }
+
+
+class Large(colocate.Role):
+    def __init__(self) -> None:
+        self.memory = numpy.ones(4 << 20, numpy.uint8)
+
+    @colocate.method
+    def use(self) -> None:
+        self.memory += 1
+
+
+def test_what_moves_is_a_part_of_what_is_busy(tmp_path: Path) -> None:
+    """Whether a call needs it, a constructor, a function, or who asks for it."""
+    with (
+        colocate.connect("local") as runtime,
+        colocate.record(runtime, tmp_path / "run") as run,
+        runtime.reserve(1) as pool,
+    ):
+        roles = {name: colocate.role(Large) for name in ("one", "other")}
+        group = pool.spawn(roles, residency="swap", device_memory="6MiB")
+        for name in ("one", "other") * 3:
+            group.role(name, Large).use()
+        for name in roles:
+            group.wake(name)
+        group.run(lambda ctx: ctx.sibling("one", Large).memory[0])
+    assert run.record is not None
+    uses = [use for use in run.record.contention if use.role]
+    assert all(use.moves >= 4 and use.moving > 0 for use in uses)
+    # In parts of a microsecond: times are of this clock.
+    assert sum(use.moving for use in uses) <= sum(use.busy for use in run.record.contention) + 1e-5
 
 
 class First(colocate.Role):

@@ -296,9 +296,8 @@ def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> No
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(
-            OSError, match=r"No space.*: .*B are to sleep in /var/tmp \(spill_dir\), where .*B are free"
-        ):
+        where = r"B are to sleep in /var/tmp \(spill_dir\), on whose disk .*B are free"
+        with pytest.raises(OSError, match=rf"No space.*{where}"):
             put_away(file, *arrays)
     assert filled
     assert file.room() == 0
@@ -445,6 +444,24 @@ def test_memory_that_was_freed_while_away(file: Spill) -> None:
         assert (other == copy).all()
     # What malloc keeps for the next time has its places yet: four to eight of them, and no more come.
     assert file.room() <= 12 * 16 * BIG
+
+
+def test_names_with_ends_of_lines(tmp_path: Path) -> None:
+    """Files that are mapped may be called anything."""
+    path = tmp_path / "a\r\x0b\u2028b\nc"
+    path.write_bytes(b"x" * PAGE)
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapped:
+        assert mapped[0] == ord("x")
+        assert any("\x0b" in each.file[2] for each in mappings_now())
+
+
+def test_in_a_child_of_a_thread_that_moves() -> None:
+    """Another one has the lock: not there."""
+    with pages._one_at_a_time:
+        child = os.fork()
+        if not child:
+            os._exit(pages._one_at_a_time.locked())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("moves", ["write", "bring_back"])

@@ -27,7 +27,7 @@ class Recent(RecentSpans[tuple[str, str, int]]):
             self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """So is a sleep or a wake, but beside a call, or as a part of one."""
+        """A sleep or a wake is busy, too, but for one beside a call, or as a part of it."""
         if not (record.ahead or record.in_call):
             self.add((record.group, record.role, record.rank), record.start, record.end)
 
@@ -55,8 +55,9 @@ def _running(crew: Crew, recent: Recent) -> dict[int, tuple[PendingCall, float]]
     found = {}
     for slot, call in first.items():
         ranks = {name: info.slots.index(slot) for name, info in crew.roles.items() if slot in info.slots}
+        ranks[""] = slot  # of functions, which run on all slots
         ended = (ends.get((crew.name, name, rank), 0.0) for name, rank in ranks.items())
-        found[slot] = call, max([call.submitted, *ended])
+        found[slot] = call, max(call.submitted, *ended)
     return found
 
 

@@ -151,7 +151,7 @@ class MoveRecord:
         asleep: Whether all of it sleeps now, and not only a part.
         why: What for, to be read: "asked for", "room for role 'critic'", "needed by actor.step" ...
         ahead: Whether that was done ahead of a role's turn, while another one ran.
-        in_call: Whether a call, or a constructor, waited for that: it is a part of its time.
+        in_call: Whether a call waited for that: it is a part of its time.
         kept_awake: The bytes that were to sleep, too, and stay in memory, by why, as in `RoleMemory`.
     """
 

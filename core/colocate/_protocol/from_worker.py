@@ -295,7 +295,7 @@ class Moved(Message):
         whole: Whether all of it sleeps now.
         why: What for.
         ahead: Whether that was done ahead of a role's turn, beside what another one ran.
-        in_call: Whether a call, or a constructor, waited for that.
+        in_call: Whether a call waited for that.
         kept_awake: The bytes that were to go, too, and stay, by why.
     """
 

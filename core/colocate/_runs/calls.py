@@ -12,7 +12,7 @@ import attrs
 
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._plugins.plugins import hookimpl
-from colocate._runs.contention import Busy, HandedOver, Moves, RoleUse, contention
+from colocate._runs.contention import Busy, HandedOver, Move, RoleUse, contention
 from colocate._runs.naps import Naps
 from colocate.errors import ColocateError
 from colocate.worker.functions import SLEEP, WAKE
@@ -94,8 +94,8 @@ class CallLog:
             slot = self._slot(record.group, record.role, record.rank)
             self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why))
             if not record.ahead:  # else it ran beside another role, and held up none
-                moves = Moves.IN_CALL if record.in_call else Moves.ALONE
-                busy = Busy(record.start, record.end, record.role, record.start, moves)
+                move = Move.IN_CALL if record.in_call else Move.ALONE
+                busy = Busy(record.start, record.end, record.role, record.start, move)
                 self._busy.append(((record.group, slot), busy))
             times, nbytes = self._moved.get((record.group, record.role), (0, 0))
             self._moved[record.group, record.role] = times + 1, nbytes + record.nbytes

@@ -13,7 +13,7 @@ from colocate._system.intervals import Interval, length, merged
 from colocate._system.sizes import size_text
 
 
-class Moves(enum.Enum):
+class Move(enum.Enum):
     """Memory of a role that slept or woke: by itself, or while a call waited for it, of whose time it is a part."""
 
     ALONE = enum.auto()
@@ -28,14 +28,14 @@ class Busy(NamedTuple):
         end: When it was over.
         role: The role.
         ready: When it could have begun if the slot had been its own: it was called, and all that it uses was there.
-        moves: How memory of the role slept or woke, if that was it.
+        move: How memory of the role slept or woke, if that was it.
     """
 
     start: float
     end: float
     role: str
     ready: float
-    moves: Moves | None = None
+    move: Move | None = None
 
 
 @attrs.frozen
@@ -53,7 +53,8 @@ class RoleUse:
         transferred: Bytes of kept results that its calls got from other workers.
         awake: Seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept.
         moving: Seconds in which it slept and woke and nothing was computed on the slot. They are part of what is busy:
-            of its own, and of the roles for which it made room.
+            of its own, and of the roles for which it made room. Not those in which a call waited for the rest of what
+            had begun to move ahead of its turn.
         moves: How often it slept and woke, on all ranks; also ahead of a turn, while something else was computed.
     """
 
@@ -107,9 +108,9 @@ def contention(
         waits: dict[str, list[Interval]] = {}
         for each in sorted(stretches, key=lambda each: each[:4]):
             its_runs, its_waits = ran.setdefault(each.role, []), waits.setdefault(each.role, [])
-            if each.moves is not None:
+            if each.move is not None:
                 moving[group, each.role] = moving.get((group, each.role), 0.0) + each.end - each.start
-            if each.moves is not Moves.IN_CALL:
+            if each.move is not Move.IN_CALL:
                 its_runs.append((each.start, each.end))
                 its_waits.append((each.ready, each.start))
         running = {role: merged(intervals) for role, intervals in ran.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import mmap
 import os
 import re
@@ -68,6 +67,9 @@ class Place(NamedTuple):
         """That of some of the pages."""
         return Place(area.start, area.stop, self.file, self.offset + area.start - self.start)
 
+
+_REMEMBERED = 1 << 14
+_last: dict[str, Mapping] = {}  # the lines of the last look: most are the same at the next one
 
 _Span = TypeVar("_Span", Mapping, Place, Area)
 
@@ -179,7 +181,11 @@ def merged(pieces: Iterable[tuple[int, int]]) -> list[Area]:
 
 def mappings_now() -> list[Mapping]:
     """All of this process's, in order."""
-    return [*map(mapping, _lines("maps"))]
+    global _last
+    known = _last
+    found = {line: known.get(line) or mapping(line) for line in _lines("maps")}
+    _last = found if len(found) <= _REMEMBERED else {}
+    return [*found.values()]
 
 
 def mapping_at(address: int) -> Mapping | None:
@@ -235,7 +241,6 @@ def most_mappings() -> int:
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
-@functools.lru_cache(maxsize=1 << 12)  # most lines are the same at the next look
 def mapping(line: str) -> Mapping:
     """What a line of `/proc/self/maps`, or the first one of an entry of `/proc/self/smaps`, tells."""
     where, access, offset, device, inode, *path = line.split(maxsplit=5)
@@ -247,5 +252,5 @@ def mapping(line: str) -> Mapping:
 
 
 def _lines(table: str) -> list[str]:
-    # Not by `splitlines`: a name may have what that takes for the end of a line.
-    return Path("/proc/self", table).read_text(errors="replace").rstrip("\n").split("\n")
+    # Not as text, nor by `splitlines`: a name may have what these take for the end of a line.
+    return Path("/proc/self", table).read_bytes().decode(errors="replace").rstrip("\n").split("\n")

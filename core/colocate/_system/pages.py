@@ -86,8 +86,13 @@ def _count_fork() -> None:
     _forks += 1
 
 
+def _begin_in_child() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()  # who had it isn't there
+
+
 # Before, so that who looks sees those that there are; and after, as somebody may have looked in between.
-os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
+os.register_at_fork(before=_count_fork, after_in_parent=_count_fork, after_in_child=_begin_in_child)
 
 
 class Spill:
@@ -183,9 +188,11 @@ class Spill:
 
     def _lack(self, areas: Iterable[Area], why: str) -> str:
         size = size_text(sum(area.stop - area.start for area in areas))
-        disk = os.statvfs(self._directory)
-        free = size_text(disk.f_bavail * disk.f_frsize)
-        return f"{why}: {size} are to sleep in {self._directory} (spill_dir), where {free} are free"
+        text = f"{why}: {size} are to sleep in {self._directory} (spill_dir)"
+        with contextlib.suppress(OSError):  # the folder isn't there any more, of which the files have no need
+            disk = os.statvfs(self._directory)
+            text += f", on whose disk {size_text(disk.f_bavail * disk.f_frsize)} are free"
+        return text
 
     def _write(self, areas: Sequence[Area]) -> Written:
         if self._has_heirs:

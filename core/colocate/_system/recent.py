@@ -22,20 +22,18 @@ class RecentSpans(Generic[Key]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: deque[tuple[Key, float, float]] = deque(maxlen=_MOST)
+        self._ends: dict[Key, float] = {}
 
     def add(self, key: Key, start: float, end: float) -> None:
         """One has ended; both in seconds of time.time()."""
         with self._lock:
             self._spans.append((key, start, end))
+            self._ends[key] = max(end, self._ends.get(key, end))
 
     def ends(self) -> dict[Key, float]:
-        """When the last one ended, by whose it was."""
+        """When the last one ended, however long ago, by whose it was."""
         with self._lock:
-            spans = list(self._spans)
-        found: dict[Key, float] = {}
-        for key, _, end in spans:
-            found[key] = max(end, found.get(key, end))
-        return found
+            return dict(self._ends)
 
     def shares(self, now: float, running: Iterable[tuple[Key, float]] = ()) -> dict[Key, float]:
         """The part of the last seconds that was spent, by whose it was; what overlaps counts once.

@@ -39,7 +39,8 @@ _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
 LOOKING = threading.Lock()
-"""Held in a worker by who looks at the lane's frames, and so keeps what is in them, though the lane has left them."""
+"""Held in a worker by who looks at the lane's frames, or at process groups, and so keeps what is there: though the lane
+has left it, or drops it."""
 
 
 def failed(

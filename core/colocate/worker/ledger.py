@@ -68,7 +68,7 @@ def ledger(
         None
         if process is None
         else process.look(sleeper.in_files(shares.on_host), owned, shares.asleep_on_host, sleeper.pinned),
-        _gpu(site.boot.device),
+        _gpu(site.boot.device, site.in_process),
         None if site.device.peaks is None else dict(site.device.peaks),
     )
 
@@ -209,7 +209,7 @@ def _once(held: Mapping[str, Holdings]) -> dict[int, int]:
     return counted
 
 
-def _gpu(device: str) -> dict[str, int] | None:
+def _gpu(device: str, in_process: bool = False) -> dict[str, int] | None:
     module = in_use(device)
     if module is None:
         return None
@@ -221,6 +221,8 @@ def _gpu(device: str) -> dict[str, int] | None:
         "used": total - free,
         "total": total,
     }
+    if in_process:  # then those of other slots are there, too
+        return found
     with LOOKING:
         of_groups = torch_books.nbytes()
     return found if of_groups is None else {**found, "nccl": of_groups}

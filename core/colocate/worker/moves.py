@@ -82,9 +82,8 @@ class Going:
         on_host = _apart({key: size for key, (place, size) in going.items() if place == "cpu"}, used)
         going = {key: each for key, each in going.items() if each[0] != "cpu" or key in on_host}
         mappings = mappings_now() if on_host or unneeded.get("cpu") else []
-        others = (
-            on_host.keys() - dict(own(on_host.items(), mappings)).keys()
-        )  # what processes share stays, and is awake
+        # What processes share stays, and is awake.
+        others = on_host.keys() - dict(own(on_host.items(), mappings)).keys()
         for key in others:
             del going[key], on_host[key]
         reasons = {**dict.fromkeys(others, SHARED), **immovable}

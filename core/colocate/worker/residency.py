@@ -30,6 +30,9 @@ from colocate.worker.prefetch import Prefetch
 from colocate.worker.sleeping import Sleeper
 from colocate.worker.turns import Turns
 
+_TOLD_BY_THEMSELVES = ("sleep", "wake")
+"""Functions that tell what has moved, and are no calls of anybody's."""
+
 
 class Residency:
     """Has the roles of a worker be awake when they are called, and keeps all of them within the budget."""
@@ -40,7 +43,8 @@ class Residency:
         self._accounts = accounts
         self._turns: Turns | None = None
         self._needed: dict[object, frozenset[str]] = {}  # by what runs: who is to stay awake
-        self._running: dict[int, str] = {}  # the roles of calls that run, also of such as need nothing awake
+        # Whom calls that run may use, also such as need nothing awake; nobody by functions.
+        self._running: dict[int, frozenset[str]] = {}
         self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
         self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
         self._prefetch = Prefetch(site, sleeper)
@@ -70,9 +74,12 @@ class Residency:
             return
         self._needed[seq] = frozenset()  # it may ask for siblings
         if role.name is None:
+            if spec.name not in _TOLD_BY_THEMSELVES:
+                self._running[seq] = frozenset()
             return
-        self._running[seq] = role.name
-        if role.name in self._prefetch.moving:  # also where it needs nothing awake: it may write there, or let go of it
+        self._running[seq] = frozenset(self._with_siblings(role.name))
+        # Also where it needs nothing awake: it may write there, or let go of it.
+        if self._prefetch.is_under_way and self._running[seq] & self._prefetch.moving:
             self.settle()
         if spec.awake == ():
             return
@@ -81,7 +88,7 @@ class Residency:
             self._wanted[role.name] = tags
         if begins or self._on_gpu:
             self.settle()
-        needed, why = frozenset(self._with_siblings(role.name)), f"needed by {role.label(spec.name)}"
+        needed, why = self._running[seq], f"needed by {role.label(spec.name)}"
         self._needed[seq] = needed
         if (role.name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
             self._known.add((role.name, spec.name))
@@ -213,6 +220,11 @@ class Residency:
         """Whether what memory is used for shows when it has moved only. The host's is where it was."""
         return self._site.boot.device != "cpu"
 
+    @property
+    def _is_drivers(self) -> bool:
+        """Whether the driver may have memory of roles, and write there between their calls. A GPU's stays where it is."""
+        return self._site.in_process and not self._on_gpu
+
     def _settled(self, name: str | None, shares: Shares, more: Mapping[str, Any] | None) -> Shares:
         """When too much is awake, have who isn't needed make room; what all have then."""
         turns = self._turns
@@ -295,7 +307,8 @@ class Residency:
             raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
         finally:
             self._accounts.changed(name)
-        self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False, why, in_call=True))
+        told = name, False, nbytes, start, time.time(), False, why
+        self._site.say(from_worker.Moved(*told, in_call=bool(self._running)))
 
     def _wake_for_once(self, name: str, why: str) -> Coming | None:
         """Have all of a role be awake, if its budget has room for that. What has come, if anything slept."""
@@ -339,7 +352,7 @@ class Residency:
         ahead, runs = turns.order.ahead(), self._site.roles[name]
         if self._prefetch.is_under_way or ahead is None or len(ahead) < 2 or ahead[0].role != name:
             return
-        if self._site.in_process and not self._on_gpu:  # the driver may write there between calls
+        if self._is_drivers:
             return
         # What it lets go of meanwhile torch gives to others who compute on the usual stream, as what has come to it was
         # made there: they wait for that stream, and not for its own.
@@ -356,7 +369,7 @@ class Residency:
         )
         if goers is None or not all(turns.moves_ahead(each) for each in {follows, *goers}):
             return
-        if {follows, *goers} & {*self._running.values()}.union(*self._needed.values()):
+        if {follows, *goers} & frozenset().union(*self._running.values(), *self._needed.values()):
             return
         less = sum(turns.awake(each, shares) for each in goers)
         if turns.over(shares, name) - less + coming.on_device + turns.growth(name, shares) > 0:
@@ -388,5 +401,5 @@ class Residency:
             self._turns.copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
             whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
-            moved = from_worker.Moved(name, True, nbytes, start, time.time(), whole, why, in_call=True, kept_awake=kept)
-            self._site.say(moved)
+            told = name, True, nbytes, start, time.time(), whole, why
+            self._site.say(from_worker.Moved(*told, in_call=bool(self._running), kept_awake=kept))
