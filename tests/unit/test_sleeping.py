@@ -696,8 +696,9 @@ def test_what_does_not_move_ahead(worker: Worker) -> None:
     assert [name for name in worker.roles if turns.moves_ahead(name)] == ["plain"]
 
 
+@pytest.mark.parametrize("sibling", [False, True])
 def test_a_method_of_a_role_whose_memory_moves(
-    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]]
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], sibling: bool
 ) -> None:
     """It runs when that is where it will be, also if it needs nothing awake: it may let go of it, or write there."""
     sleeper, prefetch, _ = two
@@ -708,7 +709,10 @@ def test_a_method_of_a_role_whose_memory_moves(
     role = worker.add("three", Model())
     residency.enter(1, role, attrs.evolve(role.spec("look"), awake=()))
     assert prefetch.is_under_way  # it is none of those
-    role = worker.roles["one"]
+    if sibling:
+        role.ctx._asked.add("one")
+    else:
+        role = worker.roles["one"]
     residency.enter(2, role, attrs.evolve(role.spec("look"), awake=()))
     assert not prefetch.is_under_way
 

@@ -222,7 +222,7 @@ class Residency:
 
     @property
     def _is_drivers(self) -> bool:
-        """Whether the driver may have memory of roles, and write there between their calls. A GPU's stays where it is."""
+        """Whether the driver may have memory of roles, and write there between their calls; a GPU's stays."""
         return self._site.in_process and not self._on_gpu
 
     def _settled(self, name: str | None, shares: Shares, more: Mapping[str, Any] | None) -> Shares:
