@@ -60,7 +60,7 @@ class CallLog:
     _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
     _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
-    _busy: deque[tuple[tuple[str, int], Busy]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _busy: deque[tuple[Span, float, Move | None]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _moved: dict[tuple[str, str], tuple[int, int]] = attrs.field(factory=dict, init=False)
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
@@ -79,8 +79,9 @@ class CallLog:
             self._totals[key] = calls + 1, seconds + longest
             for rank, start, end in record.ran:
                 slot = self._slot(record.group, record.role, rank)
-                self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
-                self._busy.append(((record.group, slot), Busy(start, end, record.role, record.ready)))
+                span = Span(record.group, slot, record.role, record.method, start, end)
+                self._spans.append(span)
+                self._busy.append((span, record.ready, None))
                 self._naps.see(record.group, record.role, rank)
             came = sum(each.nbytes for each in record.transfers)
             _add(self._transferred, (record.group, record.role), came)
@@ -92,11 +93,10 @@ class CallLog:
         """Note a sleep or a wake. Comes on the runtime's thread."""
         with self._lock:
             slot = self._slot(record.group, record.role, record.rank)
-            self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why))
+            span = Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why)
+            self._spans.append(span)
             if not record.ahead:  # else it ran beside another role, and held up none
-                move = Move.IN_CALL if record.in_call else Move.ALONE
-                busy = Busy(record.start, record.end, record.role, record.start, move)
-                self._busy.append(((record.group, slot), busy))
+                self._busy.append((span, record.start, Move.IN_CALL if record.in_call else Move.ALONE))
             times, nbytes = self._moved.get((record.group, record.role), (0, 0))
             self._moved[record.group, record.role] = times + 1, nbytes + record.nbytes
             self._naps.note(record)
@@ -119,8 +119,9 @@ class CallLog:
             stretches, moved = list(self._busy), dict(self._moved)
             transferred, awake = dict(self._transferred), self._naps.awake(time.time())
         slots: dict[tuple[str, int], list[Busy]] = {}
-        for slot, busy in stretches:
-            slots.setdefault(slot, []).append(busy)
+        for span, ready, move in stretches:
+            busy = Busy(span.start, span.end, span.role, ready, move)
+            slots.setdefault((span.group, span.slot), []).append(busy)
         return tuple(contention(slots, moved, transferred, awake))
 
     def handed_over(self) -> tuple[HandedOver, ...]:
