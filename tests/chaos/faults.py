@@ -28,6 +28,8 @@ class Injector:
         over: Whether it is settled what came of it.
     """
 
+    _broken: BaseException | None = None
+
     def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[Played]) -> None:
         self.fault = fault
         self.applied: Applied | None = None
@@ -52,11 +54,17 @@ class Injector:
         self.over.set()
 
     def give_up(self) -> None:
-        """Nothing is there any more that it could be done to; waits until it is decided."""
+        """Nothing is there any more that it could be done to; waits until it is decided.
+
+        Raises:
+            BaseException: It could not be done, for a mistake here.
+        """
         self._given_up.set()
         if self._thread.ident is not None:
             self._thread.join()
         self.over.set()
+        if self._broken is not None:
+            raise self._broken
 
     def go_on(self) -> None:
         """Let a stopped worker go on."""
@@ -72,6 +80,8 @@ class Injector:
                 if self._done():
                     return
                 time.sleep(_STEP_S)
+        except BaseException as error:
+            self._broken = error
         finally:
             self.over.set()
 

@@ -10,6 +10,7 @@ from tests.chaos.ballast import CHANGED, digest_after, size_of
 from tests.chaos.programs import PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
 
+from colocate._calls.stacks import HAS_LEFT
 from colocate.errors import (
     CallCancelled,
     CallTimeout,
@@ -94,7 +95,7 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
         return training.explains(error, sent, group)
     if sent.times_out and isinstance(error, CallTimeout):
         return set(error.stacks) <= set(sent.ranks)
-    if isinstance(error, ClosedError):
+    if isinstance(error, ClosedError) or _all_have_left(error):
         return group.closing is not None and sent.settled is not None and sent.settled >= group.closing
     over = mine is not None and mine.went_on is not None and sent.submitted > mine.went_on
     if mine is not None and not over and may_follow(error, mine):
@@ -104,6 +105,11 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
     if anywhere is None:
         return False
     return (_is_lent(sent, group) and isinstance(error, ColocateError)) or _is_behind(sent, error, group)
+
+
+def _all_have_left(error: BaseException) -> bool:
+    """Whether it was too late when the ranks that it waited for had left with their group."""
+    return isinstance(error, CallTimeout) and set(error.stacks.values()) == {HAS_LEFT}
 
 
 def _is_lent(sent: Sent, group: Played) -> bool:

@@ -51,7 +51,7 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
         sock = None if commands is None else commands._sock
     else:
         executor: Any = runtime._node.services.executor
-        sock = executor._envoy._sock
+        sock = executor._envoy._lane._sock
     if sock is None or sock.fileno() < 0:
         raise NoSuchSocket(target)
     shut(os.getpid(), sock.fileno())

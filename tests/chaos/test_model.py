@@ -90,6 +90,10 @@ def test_causes() -> None:
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=STOPPED) == ""
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=KILLED)
     assert wrong(sent(1, error=CallTimeout("late", stacks={})), applied=STOPPED)
+    left = CallTimeout("late", stacks={0: model.HAS_LEFT})
+    assert wrong(sent(1, error=left, settled=2.0), closing=1.0, applied=STOPPED) == ""
+    assert wrong(sent(1, error=left, settled=2.0), closing=3.0, applied=STOPPED)
+    assert wrong(sent(1, error=left, settled=2.0), applied=STOPPED)
     assert wrong(sent(1, [1], submitted=6.0, settled=7.0), applied=KILLED)
     dropped = attrs.evolve(STOPPED, kind="peer")
     early = RoleError("a.take was given up: unix:x closed the connection before it was authenticated: the keys differ")

@@ -79,6 +79,20 @@ def test_while_a_call_takes_long(site: Any) -> None:
     assert sizes(gradients.of({"role": [trained(6)]})) == [4]  # of what the role had when the call had ended
 
 
+def test_memory_that_moves(site: Any) -> None:
+    """Whoever has looked sees where they are then; nothing is looked for if nobody has."""
+    gradients = Gradients(site)
+    gradients.moved("role")
+    gradients.of({"role": [trained(3)], "other": [trained(2)]})
+    site.lane.busy = True
+    gradients.moved("role")
+    gradients.moved("unknown")
+    known = gradients.of({})
+    assert sizes(known) == [4]
+    assert [*known["other"]["cpu"].values()] == [8]
+    assert len(known) == 2
+
+
 def test_code_that_raises(site: Any) -> None:
     """A tensor of a kind of its own: the lane goes on, and others are known."""
 

@@ -22,6 +22,7 @@ from colocate._system import pages  # noqa: E402
 from colocate.errors import ColocateError, ConfigError  # noqa: E402
 from colocate.worker import holdings, sleeping, storages  # noqa: E402
 from colocate.worker.accounts import Accounts  # noqa: E402
+from colocate.worker.gradients import Gradients  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.ledger import ledger  # noqa: E402
 from colocate.worker.process_memory import InFiles  # noqa: E402
@@ -440,7 +441,7 @@ def test_memory_that_is_let_go_of_while_it_sleeps(site: Any, kind: str) -> None:
     hosted = add(site, role)
     site.roles["other"] = HostedRole("other", other, {}, standalone_context("other"), hosted.setting)
     sleeper = Sleeper(site)
-    accounts = Accounts(site, sleeper)
+    accounts = Accounts(site, sleeper, Gradients(site))
     try:
         assert sleeper.sleep_alone("model") == pytest.approx(2 * PIECE, rel=0.02)
         role.cache, other.cache = None, made()
@@ -483,7 +484,7 @@ def test_memory_that_is_resized_while_it_sleeps(site: Any) -> None:
     """It is elsewhere then, and awake. Who comes to lie where it was hasn't slept."""
     hosted = add(site, types.SimpleNamespace(grown=torch.ones(SIDE, SIDE), kept=torch.ones(SIDE, SIDE)))
     sleeper = Sleeper(site)
-    accounts = Accounts(site, sleeper)
+    accounts = Accounts(site, sleeper, Gradients(site))
     try:
         sleeper.sleep_alone("model")
         before = hosted.instance.grown.data_ptr()
@@ -526,7 +527,7 @@ def test_residents_of_any_kind(site: Any, kept: str, monkeypatch: pytest.MonkeyP
         lost = [name for name, tensor in (("cache", cache), ("grads", net.weight.grad)) if not tensor.any()]
         assert lost == (["grads"] if kept in ("object", "set", "many") else ["cache"])
         site.roles.clear()
-        assert Accounts(site, sleeper).look(None).owned["model"] == {("residents", "cpu"): PIECE}
+        assert Accounts(site, sleeper, Gradients(site)).look(None).owned["model"] == {("residents", "cpu"): PIECE}
     finally:
         sleeper.close()
 

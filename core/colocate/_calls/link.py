@@ -57,6 +57,10 @@ class Link(Owned, abc.ABC):
         """The slots whose workers run."""
 
     @abc.abstractmethod
+    def has_left(self, slot: int) -> bool:
+        """Whether a slot's worker runs no role code any more: its lane has ended, or all of it."""
+
+    @abc.abstractmethod
     def became_ready(self) -> None:
         """Its workers are: it can be called, unless it is closed."""
 

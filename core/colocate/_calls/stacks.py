@@ -17,6 +17,8 @@ from colocate._system.limits import SILENT_AFTER_S, STACKS_WITHIN_S
 
 NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
 """What stands where a rank's stack would, if neither the rank nor its machine tells it."""
+HAS_LEFT = "running nothing; its lane has ended"
+"""Likewise, if it has left, or is about to: as its worker says it, while it still answers."""
 
 
 @attrs.frozen
@@ -53,12 +55,12 @@ class StackQuestions:
         found = Stacks()
 
         def over() -> None:
+            found.told.update(dict.fromkeys(filter(self._link.has_left, slots), HAS_LEFT))
             found.told.update(request.answers)
             self._timers.soon(lambda: then(found))
 
         with self._lock:
-            live = set(self._link.live())
-            asked = [slot for slot in slots if slot in live]
+            asked = [slot for slot in slots if not self._link.has_left(slot)]
             request = self._requests.open(asked)
             request.then(over)
             if asked:

@@ -171,6 +171,11 @@ class Crew(Restartable):
         """The slots whose workers run."""
         return [worker.slot for worker in self.workforce.workers if worker.exit is None]
 
+    def has_left(self, slot: int) -> bool:
+        """Whether a slot's worker runs no role code any more: its lane has ended, or all of it."""
+        worker = self.workforce.workers[slot]
+        return worker.lane_ended or worker.exit is not None
+
     def unpack(self, body: Any) -> Any:
         """The value of a body."""
         if body is None:

@@ -9,6 +9,7 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.sizes import size_text
 from colocate.errors import MemoryBudgetError, RoleError
+from colocate.worker.gradients import Gradients
 from colocate.worker.holdings import Holdings
 from colocate.worker.ledger import LookError, Shares, look_at, shares_of
 from colocate.worker.memory_site import Worker
@@ -25,9 +26,10 @@ class Accounts:
         budgets: What they may have.
     """
 
-    def __init__(self, site: Worker, sleeper: Sleeper) -> None:
+    def __init__(self, site: Worker, sleeper: Sleeper, gradients: Gradients) -> None:
         self._site = site
         self._sleeper = sleeper
+        self._gradients = gradients
         sleeper.refuse_more = self.refuse_more
         self._held: dict[str, Holdings] = {}
         self._changed: set[str] = set()
@@ -40,6 +42,11 @@ class Accounts:
             self._changed.update(names)
         elif role in self._site.roles:
             self._changed.update({role, *self._site.roles[role].ctx._asked})
+
+    def moved(self, role: str) -> None:
+        """Memory of a role sleeps, or is there again."""
+        self.changed(role)
+        self._gradients.moved(role)
 
     def look(self, role: str | None, more: Mapping[str, Any] | None = None) -> Shares:
         """What all roles have, where one of them may have changed that.

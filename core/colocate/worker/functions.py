@@ -78,7 +78,8 @@ class Functions:
         why: str,
         kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Tell the driver what sleeps now, or is awake."""
+        """Tell the driver, and who counts it, what sleeps now, or is awake."""
+        self._site.accounts.moved(role)
         whole = asleep and len(self._site.sleeper.asleep.tags(role)) == len(TAGS)
         self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ _WITHIN_S = 0.2
 
 
 class Gradients:
-    """They, as they were between two calls."""
+    """They, as they were between two calls, or where their role's memory has moved since."""
 
     def __init__(self, site: Worker) -> None:
         self._site = site
@@ -54,21 +54,32 @@ class Gradients:
 
     # -- on the lane
 
+    def moved(self, role: str) -> None:
+        """Memory of a role sleeps, or is there again: its gradients aren't where somebody has seen them."""
+        if role in self._known:
+            self._known = {**self._known, **_known(self._leaves_of([role]))}
+
     def _look(self, asked: threading.Event) -> None:
         leaves = self._leaves
-        known: dict[str, Storages] = {}
-        for name, tensors in (self._found() if leaves is None else leaves).items():
-            with contextlib.suppress(Exception):  # so does the look of who has asked, who tells it
-                gradients = Storages()
-                gradients.add_all(gradients_of(tensors))
-                known[name] = gradients
-        self._known = known
+        if leaves is None:
+            leaves = self._leaves_of([role.name for role in self._site.roles.values() if role.name is not None])
+        self._known = _known(leaves)
         asked.set()
 
-    def _found(self) -> Mapping[str, list[Any]]:
+    def _leaves_of(self, names: Iterable[str]) -> Mapping[str, list[Any]]:
         roles = {role.name: role.instance for role in self._site.roles.values() if role.name is not None}
         found: dict[str, list[Any]] = {}
-        for name, instance in roles.items():
+        for name in names:
             with contextlib.suppress(Exception):
-                found[name] = leaves_of(instance, [other for other in roles.values() if other is not instance])
+                found[name] = leaves_of(roles[name], [other for each, other in roles.items() if each != name])
         return found
+
+
+def _known(leaves: Mapping[str, list[Any]]) -> dict[str, Storages]:
+    known: dict[str, Storages] = {}
+    for name, tensors in leaves.items():
+        with contextlib.suppress(Exception):  # so does the look of who has asked, who tells it
+            gradients = Storages()
+            gradients.add_all(gradients_of(tensors))
+            known[name] = gradients
+    return known

@@ -136,7 +136,7 @@ class Residency:
             moved = self._prefetch.moving
             self._turns.copied -= self._prefetch.settle()
             for name in moved:
-                self._accounts.changed(name)
+                self._accounts.moved(name)
 
     def close(self) -> None:
         """The worker ends."""
@@ -306,7 +306,7 @@ class Residency:
         except Exception as error:  # of its own hook, too
             raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
         finally:
-            self._accounts.changed(name)
+            self._accounts.moved(name)
         told = name, False, nbytes, start, time.time(), False, why
         self._site.say(from_worker.Moved(*told, in_call=bool(self._running)))
 
@@ -396,7 +396,7 @@ class Residency:
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
             raise MemoryBudgetError(f"role {name!r} {failing}: {error_text(error)}") from error
         finally:
-            self._accounts.changed(name)
+            self._accounts.moved(name)
         if self._turns is not None:
             self._turns.copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:

@@ -11,7 +11,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._calls.stacks import Stacks
+from colocate._calls.stacks import HAS_LEFT, Stacks
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -195,6 +195,27 @@ class Closing(ExecutorCase):
         assert seen[0].startswith("stopped by a signal\n")
         assert "in pass_gate" in seen[0]
         assert "in Faulty.hold_the_gil" in seen[1]
+
+    def test_where_a_rank_is_that_has_left(self, runtime: Runtime) -> None:
+        """It runs nothing: that it doesn't answer while others keep the group from ending is nobody's fault."""
+        with runtime.reserve(2, cpus=0) as pool, Gate() as first, Gate() as second:
+            group = pool.spawn(ROLES)
+            faulty = group.role("faulty", Faulty)
+            faulty.wait.options(ranks=[0]).submit(first.address)
+            faulty.wait.options(ranks=[1]).submit(second.address)
+            first.wait_for()
+            second.wait_for()
+            closing = threading.Thread(target=group.close, args=(PATIENCE_S,))
+            closing.start()
+            first.open()
+            wait_until(lambda: group._node.has_left(0), "one rank has left")
+            answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
+            group._node.order.stacks.ask([0, 1], answers.put)
+            stacks = answers.get(timeout=PATIENCE_S)
+            second.open()
+            closing.join()
+        assert stacks.of(0) == HAS_LEFT
+        assert stacks.of(1) != HAS_LEFT
 
     def test_slots_after_a_hung_rank(self, runtime: Runtime) -> None:
         """The slot of a hung rank is free again: the next group works there."""

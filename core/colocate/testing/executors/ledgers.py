@@ -101,20 +101,31 @@ class Ledgers(ExecutorCase):
         pytest.importorskip("torch")
         group = spawn({"one": colocate.role(Watched)})
         one = group.role("one", Watched)
-
-        def gradients() -> list[int]:
-            return [slot.roles[0].device.get("gradients", 0) for slot in group.memory(PATIENCE_S).slots]
-
         one.train()
-        assert gradients() == [4000] * 2
+        assert _gradients(group) == [4000] * 2
         with Gate() as gate:
             call = one.let_go.submit(gate.address)
             gate.wait_for(2)
-            assert gradients() == [4000] * 2
+            assert _gradients(group) == [4000] * 2
             gate.open()
             call.result(PATIENCE_S)
-        assert gradients() == [0] * 2
+        assert _gradients(group) == [0] * 2
         assert one.read_elsewhere() == [False] * 2
+
+    def test_gradients_of_a_role_that_sleeps_beside_a_call(self, spawn: Spawn) -> None:
+        """They are those of after it went to sleep."""
+        pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Watched), "other": colocate.role(Watched)})
+        one, other = group.role("one", Watched), group.role("other", Watched)
+        one.train()
+        assert _gradients(group) == [4000] * 2
+        group.sleep("one")
+        with Gate() as gate:
+            call = other.let_go.submit(gate.address)
+            gate.wait_for(2)
+            assert _gradients(group) == [0] * 2
+            gate.open()
+            call.result(PATIENCE_S)
 
     @needs(OwnProcess)
     def test_memory_adds_up(self, spawn: Spawn) -> None:
@@ -193,3 +204,8 @@ class Ledgers(ExecutorCase):
         gpu = {"used": 5 * _MIB, "total": 80 * _MIB, "allocated": 0, "reserved": 0}
         on_gpu = attrs.evolve(found, slots=(attrs.evolve(found.slots[0], gpu=gpu, device="cuda:0"),))
         assert str(on_gpu).endswith("5 MiB of 80 MiB of cuda:0 for all processes")
+
+
+def _gradients(group: ColocatedGroup) -> list[int]:
+    """The bytes of those that the first role has, by slot."""
+    return [slot.roles[0].device.get("gradients", 0) for slot in group.memory(PATIENCE_S).slots]

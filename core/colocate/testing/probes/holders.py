@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import colocate
@@ -86,6 +86,13 @@ class Watched(Role):
         """It isn't there any more; then wait until a gate is opened."""
         self.weight.grad = None
         pass_gate(gate)
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """It isn't there any more."""
+        self.weight.grad = None
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """It stays so."""
 
     @method
     def read_elsewhere(self) -> bool:
