@@ -77,6 +77,7 @@ class Watched:
     def ask(self, **what: Any) -> None:
         """Tell it what to play."""
         assert self.process.stdin is not None
+        self._deadline = time.monotonic() + _STARTS_S  # it may have had nothing to do for long
         try:
             self.process.stdin.write(json.dumps(what) + "\n")
             self.process.stdin.flush()
