@@ -14,6 +14,7 @@ from tests.chaos.programs import BUDGETS, KINDS, TURNERS, kind_of, program
 from tests.chaos.records import Applied, Played, Sent
 
 from colocate import GroupMemory, RoleMemory, SlotMemory
+from colocate._calls.stacks import HAS_LEFT
 from colocate.errors import (
     CallCancelled,
     CallTimeout,
@@ -90,7 +91,7 @@ def test_causes() -> None:
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=STOPPED) == ""
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=KILLED)
     assert wrong(sent(1, error=CallTimeout("late", stacks={})), applied=STOPPED)
-    left = CallTimeout("late", stacks={0: model.HAS_LEFT})
+    left = CallTimeout("late", stacks={0: HAS_LEFT})
     assert wrong(sent(1, error=left, settled=2.0), closing=1.0, applied=STOPPED) == ""
     assert wrong(sent(1, error=left, settled=2.0), closing=3.0, applied=STOPPED)
     assert wrong(sent(1, error=left, settled=2.0), applied=STOPPED)

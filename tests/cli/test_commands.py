@@ -215,6 +215,19 @@ class TestDoctor:
         assert "CPUs" in done.stdout
         assert "pip install 'broken[needy]'" in done.stdout
 
+    @pytest.mark.parametrize(("folder", "words"), [("/dev/shm", "is a tmpfs"), ("/nowhere", "No such file")])
+    def test_a_place_for_what_sleeps(self, colocate: CommandLine, folder: str, words: str) -> None:
+        colocate.write("demo.yaml", "executor: {use: local}\npools: {main: {slots: 1}}\n")
+        there = colocate("doctor", "demo.yaml", "--json")
+        assert "GiB free)" in json.loads(there.stdout)["devices"]["memory that sleeps"]
+        nowhere = colocate("doctor", "demo.yaml", "--json", "--set", f"executor.with.spill_dir={folder}")
+        assert nowhere.returncode == 1
+        told = json.loads(nowhere.stdout)
+        assert words in told["devices"]["memory that sleeps"]
+        (error,) = told["config"]["errors"]
+        assert error["message"].startswith(f"spill_dir={folder!r}: ")
+        assert words in error["message"]
+
     def test_a_config_that_works(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", ACME)
         colocate.write("beside.py", BESIDE)

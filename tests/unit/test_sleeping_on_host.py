@@ -20,7 +20,7 @@ from colocate._role.context import CallState, running_call, standalone_context  
 from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
 from colocate.errors import ColocateError, ConfigError  # noqa: E402
-from colocate.worker import holdings, sleeping, storages  # noqa: E402
+from colocate.worker import holdings, storages  # noqa: E402
 from colocate.worker.accounts import Accounts  # noqa: E402
 from colocate.worker.gradients import Gradients  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
@@ -258,7 +258,7 @@ def test_a_place_for_what_will_sleep(
     named: str | None, device: str, in_turns: bool, refused: bool, site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That there is none shows before a role is constructed, where one was named or is needed for sure."""
-    monkeypatch.setattr(sleeping, "spill_directories", lambda wanted: [wanted or "/dev/shm"])
+    monkeypatch.setattr(pages, "spill_directories", lambda wanted: [wanted or "/dev/shm"])
     site.spill_dir, site.boot.device = named, device
     sleeper = Sleeper(site)
     with pytest.raises(ConfigError, match=r"/dev/shm is a tmpfs.*spill_dir") if refused else nullcontext():

@@ -54,7 +54,7 @@ from colocate._system.mappings import (
     split,
     written_in,
 )
-from colocate._system.room import free_memory
+from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate._system.spill_files import LARGE_PAGE, MAP_FIXED, Copy, SpillFile, file_system
 
@@ -96,7 +96,11 @@ os.register_at_fork(before=_count_fork, after_in_parent=_count_fork, after_in_ch
 
 
 class Spill:
-    """Files without names, to which pages of this process go. They end with the process, also by SIGKILL."""
+    """Files without names, to which pages of this process go. They end with the process, also by SIGKILL.
+
+    Attributes:
+        directory: Where their bytes lie.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Make them.
@@ -112,10 +116,28 @@ class Spill:
             raise ValueError(f"{directory} is a {kind}: what is put there stays in memory")
         if (allocator := foreign_allocator()) is not None:
             raise ValueError(f"memory comes from {allocator}, which may take pages that were put away for empty ones")
-        self._directory = directory
+        self.directory = directory
         self._files: list[SpillFile] = []
         self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
         self._begin()
+
+    @classmethod
+    def somewhere(cls, wanted: str | None) -> Spill:
+        """Make them in the folder that was named, or in the first of the usual ones where that can be.
+
+        Raises:
+            ValueError: There is none.
+        """
+        reasons = []
+        for directory in spill_directories(wanted):
+            try:
+                return cls(Path(directory))
+            except (OSError, ValueError) as error:
+                reasons.append(str(error))
+        raise ValueError(
+            f"memory can't sleep here ({'; '.join(reasons)}): name a folder on a disk as connect(spill_dir=...), in a "
+            "config as executor.with.spill_dir"
+        )
 
     def _begin(self) -> None:
         """Have new files.
@@ -126,7 +148,7 @@ class Spill:
         files: list[SpillFile] = []
         try:
             for _ in range(_most_threads()):
-                files.append(SpillFile(self._directory))
+                files.append(SpillFile(self.directory))
         except OSError:
             for file in files:
                 file.close()
@@ -188,9 +210,9 @@ class Spill:
 
     def _lack(self, areas: Iterable[Area], why: str) -> str:
         size = size_text(sum(area.stop - area.start for area in areas))
-        text = f"{why}: {size} are to sleep in {self._directory} (spill_dir)"
+        text = f"{why}: {size} are to sleep in {self.directory} (spill_dir)"
         with contextlib.suppress(OSError):  # the folder isn't there any more, of which the files have no need
-            disk = os.statvfs(self._directory)
+            disk = os.statvfs(self.directory)
             text += f", on whose disk {size_text(disk.f_bavail * disk.f_frsize)} are free"
         return text
 

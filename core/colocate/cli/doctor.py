@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
+import shutil
 from collections.abc import Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +17,22 @@ from colocate._job.launch import reserve_pool
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import PluginInfo, plugins
 from colocate._runs.environment import environment
+from colocate._system.pages import Spill
 from colocate._system.pip import pip_line
+from colocate._system.room import free_memory
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, ConfigError
 from colocate.gpus import gpu_names
+
+_SPILL_DIR = "spill_dir"
 
 
 def examine(
     file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
     """Show what there is; exit status 1 when a config is given that would not work here."""
-    devices = _devices()
+    devices = {**_devices(), "memory that sleeps": _place_for_what_sleeps(file, executor, changes, allow_import)}
     found = [(plugin, plugin.fault()) for plugin in plugins()]
     faults = [] if file is None else faults_of(file, executor, changes, allow_import)
     if json:
@@ -66,8 +73,13 @@ def _reserve_all(config: Config) -> None:
     from colocate import connect
 
     with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
-        for name in config.pools:
-            reserve_pool(runtime, name, config)
+        pools = [reserve_pool(runtime, name, config) for name in config.pools]
+        wanted = config.executor.with_.get(_SPILL_DIR)
+        if wanted is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
+            try:
+                Spill.somewhere(wanted).close()
+            except ValueError as error:
+                raise ConfigError(f"{_SPILL_DIR}={wanted!r}: {error}") from None
 
 
 def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:
@@ -82,6 +94,20 @@ def _devices() -> dict[str, str]:
 
         names = gpu_names(torch)
         gpus = f"{len(names)} ({names[0]})" if names else "none that torch can use"
-    memory = psutil.virtual_memory()
-    free, total = memory.available / 2**30, memory.total / 2**30
-    return {"CPUs": environment()["cpus"], "memory": f"{free:.1f} GiB free of {total:.1f} GiB", "GPUs": gpus}
+    memory, free = psutil.virtual_memory(), free_memory()
+    of = f" of {memory.total / 2**30:.1f} GiB" if free >= memory.available else ", by the limit of its control group"
+    return {"CPUs": environment()["cpus"], "memory": f"{free / 2**30:.1f} GiB free{of}", "GPUs": gpus}
+
+
+def _place_for_what_sleeps(file: Path | None, executor: str | None, changes: Iterable[str], allow_import: bool) -> str:
+    """Where the host's memory goes when roles sleep, as workers on this machine find it."""
+    wanted = None
+    if file is not None:
+        with suppress(ColocateError):  # which is told with the config
+            wanted = load(file, executor, changes, allow_import=allow_import).executor.with_.get(_SPILL_DIR)
+    try:
+        spill = Spill.somewhere(wanted)
+    except ValueError as error:
+        return str(error)
+    with closing(spill):
+        return f"goes to {spill.directory} ({shutil.disk_usage(spill.directory).free / 2**30:.1f} GiB free)"

@@ -10,7 +10,6 @@ import bisect
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 
 import attrs
@@ -24,7 +23,7 @@ from colocate._system import mappings
 from colocate._system.jobs import error_text
 from colocate._system.libc import trim
 from colocate._system.pages import Spill
-from colocate._system.room import free_memory, spill_directories
+from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.worker.asleep import Asleep
@@ -470,16 +469,5 @@ class Sleeper:
 
     def _spill(self) -> Spill:
         if self._files is None:
-            reasons = []
-            for directory in spill_directories(self._site.spill_dir):
-                try:
-                    self._files = Spill(Path(directory))
-                    break
-                except (OSError, ValueError) as error:
-                    reasons.append(str(error))
-            else:
-                raise ValueError(
-                    f"memory can't sleep here ({'; '.join(reasons)}): name a folder on a disk as "
-                    "connect(spill_dir=...), in a config as executor.with.spill_dir"
-                )
+            self._files = Spill.somewhere(self._site.spill_dir)
         return self._files
