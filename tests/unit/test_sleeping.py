@@ -702,7 +702,7 @@ def test_a_method_of_a_role_whose_memory_moves(
 ) -> None:
     """It runs when that is where it will be, also if it needs nothing awake: it may let go of it, or write there."""
     sleeper, prefetch, _ = two
-    residency = Residency(worker, sleeper, cast("Any", types.SimpleNamespace(budgets=BUDGETS, changed=lambda _: None)))
+    residency = Residency(worker, sleeper, cast("Any", types.SimpleNamespace(budgets=BUDGETS, moved=lambda _: None)))
     residency.begin()
     residency._prefetch = prefetch
     prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
@@ -725,7 +725,9 @@ def test_nothing_moves_beside_a_call_of_its_role(
     sleeper, prefetch, _ = two
     role = worker.add("three", Model())
     shares = types.SimpleNamespace(owned={}, asleep={}, shared={})
-    accounts = types.SimpleNamespace(budgets=BUDGETS, changed=lambda _: None, shares=lambda: shares)
+    accounts = types.SimpleNamespace(
+        budgets=BUDGETS, shares=lambda: shares, changed=lambda _: None, moved=lambda _: None
+    )
     residency = Residency(worker, sleeper, cast("Any", accounts))
     residency.begin()
     residency._prefetch = prefetch

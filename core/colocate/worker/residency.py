@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS
@@ -34,6 +36,21 @@ _TOLD_BY_THEMSELVES = ("sleep", "wake")
 """Functions that tell what has moved, and are no calls of anybody's."""
 
 
+@attrs.define
+class _Use:
+    """What runs, and whom it uses.
+
+    Attributes:
+        awake: The roles that are to stay awake.
+        reach: Those that it may use, also such as need nothing awake; nobody, of functions and of what is no call.
+        is_call: Whether it is somebody's call.
+    """
+
+    awake: frozenset[str] = frozenset()
+    reach: frozenset[str] = frozenset()
+    is_call: bool = False
+
+
 class Residency:
     """Has the roles of a worker be awake when they are called, and keeps all of them within the budget."""
 
@@ -42,9 +59,7 @@ class Residency:
         self._sleeper = sleeper
         self._accounts = accounts
         self._turns: Turns | None = None
-        self._needed: dict[object, frozenset[str]] = {}  # by what runs: who is to stay awake
-        # Whom calls that run may use, also such as need nothing awake; nobody by functions.
-        self._running: dict[int, frozenset[str]] = {}
+        self._uses: dict[object, _Use] = {}  # calls by their numbers, other uses of a role by its name
         self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
         self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
         self._prefetch = Prefetch(site, sleeper)
@@ -72,14 +87,13 @@ class Residency:
         """
         if self._turns is None:
             return
-        self._needed[seq] = frozenset()  # it may ask for siblings
+        use = self._uses[seq] = _Use()
         if role.name is None:
-            if spec.name not in _TOLD_BY_THEMSELVES:
-                self._running[seq] = frozenset()
+            use.is_call = spec.name not in _TOLD_BY_THEMSELVES
             return
-        self._running[seq] = frozenset(self._with_siblings(role.name))
+        use.reach, use.is_call = frozenset(self._with_siblings(role.name)), True
         # Also where it needs nothing awake: it may write there, or let go of it.
-        if self._prefetch.is_under_way and self._running[seq] & self._prefetch.moving:
+        if use.reach & self._prefetch.moving:
             self.settle()
         if spec.awake == ():
             return
@@ -88,20 +102,18 @@ class Residency:
             self._wanted[role.name] = tags
         if begins or self._on_gpu:
             self.settle()
-        needed, why = self._running[seq], f"needed by {role.label(spec.name)}"
-        self._needed[seq] = needed
+        use.awake, why = use.reach, f"needed by {role.label(spec.name)}"
         if (role.name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
             self._known.add((role.name, spec.name))
             self._clear(role.name)
-        for name in sorted(needed - {role.name}):
+        for name in sorted(use.awake - {role.name}):
             self._awaken(name, tuple(TAGS), why)
         self._awaken(role.name, tags, why)
         self._look_ahead(role.name)
 
     def leave(self, seq: int) -> None:
         """A call has ended."""
-        self._needed.pop(seq, None)
-        self._running.pop(seq, None)
+        self._uses.pop(seq, None)
 
     def reach(self, name: str) -> None:
         """A role's object is wanted, in whatever runs.
@@ -113,8 +125,8 @@ class Residency:
         if self._turns is None:
             self._sleeper.refuse(name)
             return
-        for seq, needed in list(self._needed.items()):
-            self._needed[seq] = needed | {name}
+        for use in list(self._uses.values()):
+            use.awake |= {name}
         with self._site.setting.amid():
             if name in self._prefetch.moving:
                 self.settle()
@@ -145,11 +157,11 @@ class Residency:
     @contextlib.contextmanager
     def holding(self, name: str) -> Iterator[None]:
         """A block in which a role is used: it stays awake, and so do the siblings that it asks for."""
-        self._needed[name] = frozenset({name})
+        self._uses[name] = _Use(frozenset({name}))
         try:
             yield
         finally:
-            del self._needed[name]
+            del self._uses[name]
 
     @contextlib.contextmanager
     def awake(self, role: HostedRole, why: str) -> Iterator[None]:
@@ -225,14 +237,22 @@ class Residency:
         """Whether the driver may have memory of roles, and write there between their calls; a GPU's stays."""
         return self._site.in_process and not self._on_gpu
 
+    @property
+    def _is_in_call(self) -> bool:
+        return any(use.is_call for use in self._uses.values())
+
+    def _in_use(self) -> frozenset[str]:
+        """The roles that are to stay awake."""
+        return frozenset().union(*(use.awake for use in self._uses.values()))
+
     def _settled(self, name: str | None, shares: Shares, more: Mapping[str, Any] | None) -> Shares:
         """When too much is awake, have who isn't needed make room; what all have then."""
         turns = self._turns
         assert turns is not None
         if name is not None:
             turns.note(name, shares)
-        needed = frozenset().union(*self._needed.values()) | ({name} if name is not None else set())
-        return self._have_others_go(shares, name, needed, 0, lambda shares: turns.over(shares, name), more)
+        stay = self._in_use() | ({name} if name is not None else set())
+        return self._have_others_go(shares, name, stay, 0, lambda shares: turns.over(shares, name), more)
 
     def _have_others_go(
         self,
@@ -286,7 +306,7 @@ class Residency:
     def _clear(self, name: str) -> None:
         """Have all others of whom nothing is needed make room, as far as they can."""
         self.settle()
-        stay = frozenset().union({name}, *self._needed.values())
+        stay = self._in_use() | {name}
         with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
             self._have_others_go(self._accounts.shares(), name, stay, 0, lambda shares: 1)
 
@@ -308,7 +328,7 @@ class Residency:
         finally:
             self._accounts.moved(name)
         told = name, False, nbytes, start, time.time(), False, why
-        self._site.say(from_worker.Moved(*told, in_call=bool(self._running)))
+        self._site.say(from_worker.Moved(*told, in_call=self._is_in_call))
 
     def _wake_for_once(self, name: str, why: str) -> Coming | None:
         """Have all of a role be awake, if its budget has room for that. What has come, if anything slept."""
@@ -330,11 +350,10 @@ class Residency:
         turns = self._turns
         assert turns is not None
         shares = self._accounts.shares()
-        pinned = frozenset().union({name}, *self._needed.values())
         shares = self._have_others_go(
             shares,
             name,
-            pinned,
+            self._in_use() | {name},
             coming,
             lambda shares: turns.over(shares, name) + coming + turns.growth(name, shares),
         )
@@ -369,7 +388,7 @@ class Residency:
         )
         if goers is None or not all(turns.moves_ahead(each) for each in {follows, *goers}):
             return
-        if {follows, *goers} & frozenset().union(*self._running.values(), *self._needed.values()):
+        if {follows, *goers} & self._in_use().union(*(use.reach for use in self._uses.values())):
             return
         less = sum(turns.awake(each, shares) for each in goers)
         if turns.over(shares, name) - less + coming.on_device + turns.growth(name, shares) > 0:
@@ -402,4 +421,4 @@ class Residency:
         if nbytes or self._sleeper.asleep.tags(name) != before:
             whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
             told = name, True, nbytes, start, time.time(), whole, why
-            self._site.say(from_worker.Moved(*told, in_call=bool(self._running), kept_awake=kept))
+            self._site.say(from_worker.Moved(*told, in_call=self._is_in_call, kept_awake=kept))
