@@ -112,32 +112,91 @@ def test_import_while_no_descriptor_is_free(tmp_path: Path) -> None:
 
 
 def test_what_is_held_back(tmp_path: Path) -> None:
-    """What is free between what is in use; what was given back isn't."""
+    """What is free between what is in use; what was given back isn't, and neither is what sleeps among it."""
     script = """
-        from ctypes import CDLL
-        now = process_memory.Malloced.now
-        before = now().held_back
+        from ctypes import CDLL, c_size_t
+        from colocate._system.malloc import Heap
+
+        def told_held_back(away=None):
+            told(Heap().held_back(away or {}) - before)
+
+        before = Heap().held_back({})
         pieces = [b'x' * 65536 for _ in range(1024)]
         del pieces[::2]
-        told(now().held_back - before)
+        told_held_back()
         large = b'x' * (256 << 20)
         del large
-        told(now().held_back - before)
+        told_held_back()
+        CDLL(None).malloc_trim(c_size_t(0))
+        told_held_back()
+
+        def on_another_thread():
+            others = [b'x' * 65536 for _ in range(1024)]
+            del others[::2]
+            told_held_back()
+            told_held_back({id(each): 65536 for each in others})  # as if it were away, which makes the rest free
+            CDLL(None).malloc_trim(c_size_t(0))
+            told_held_back()
+
+        thread = threading.Thread(target=on_another_thread)
+        thread.start()
+        thread.join()
+    """
+    assert run(tmp_path, script) == [1, 1, 0, 1, 2, 0]
+
+
+def test_where_the_kernel_does_not_say_what_is_held_back(tmp_path: Path) -> None:
+    """All that was freed and not given back counts."""
+    script = """
+        from colocate._system import malloc
+        malloc.present_in = lambda area: open("/nowhere")
+        before = malloc.Heap().held_back({})
+        pieces = [b'x' * 65536 for _ in range(1024)]
+        del pieces[::2]
+        told(malloc.Heap().held_back({}) - before)
+        told(malloc.Heap().handed_out([(1, MIB)]))
     """
     assert run(tmp_path, script) == [1, 1]
 
 
+NOTHING = "process_memory.InFiles(0, 0), 0, 0, [], {}"
+
+
 def test_what_others_have_been_given(tmp_path: Path) -> None:
-    """What is in use since the beginning, without what roles have or had imported, or what lies in files now."""
-    script = """
-        before = memory.look(process_memory.InFiles(0, 0, 0), 0, 0, 0)
+    """What is in use since the beginning, without what roles have or had imported, large pieces and small ones."""
+    script = f"""
+        import numpy
+        memory.begin()
+        before = memory.look({NOTHING})
         import inner
-        role, library = b'x' * (MIB), b'x' * (2 * MIB)
-        after = memory.look(process_memory.InFiles(0, 0, 0), MIB, 0, 0)
+        role, library = numpy.ones(MIB, numpy.uint8), numpy.ones(2 * MIB, numpy.uint8)
+        small = [numpy.ones(65536, numpy.uint8) for _ in range(512)]
+        pieces = [(each.ctypes.data, each.nbytes) for each in (role, *small)]
+        after = memory.look(process_memory.InFiles(0, 0), 2 * MIB, 0, pieces, {{}})
         told(after["objects"] - before["objects"])
-        told(memory.look(process_memory.InFiles(0, 0, 0), 0, MIB, 0)["objects"] - before["objects"])
+        away = memory.look(process_memory.InFiles(0, 0), 0, 0, pieces, {{}})  # what sleeps is in use, too
+        told(away["objects"] - before["objects"])
+        objects = [(float(n), str(n)) for n in range(MIB // 200)]
+        told(memory.look(process_memory.InFiles(0, 0), 2 * MIB, 0, pieces, {{}})["objects"] - after["objects"])
     """
-    assert run(tmp_path, script) == [2, 2]
+    assert run(tmp_path, script) == [2, 2, 1]
+
+
+def test_what_was_handed_out(tmp_path: Path) -> None:
+    """Pieces of all sizes; what is mapped by others isn't, whatever stands before it."""
+    script = """
+        import mmap, numpy
+        from colocate._system.malloc import Heap
+
+        pieces = [numpy.ones(size, numpy.uint8) for size in (1, 1000, 65536, MIB // 2, MIB, 3 * MIB)]
+        places = [(each.ctypes.data, each.nbytes) for each in pieces]
+        assert Heap().handed_out(places) == sum(size for _, size in places)
+        mapped = numpy.frombuffer(mmap.mmap(-1, 2 * MIB), numpy.uint8)
+        within = [(mapped.ctypes.data, MIB), (mapped.ctypes.data + MIB, MIB)]
+        assert Heap().handed_out(within) == 0
+        assert Heap().handed_out([(16, MIB), (0, MIB)]) == 0
+    """
+    assert run(tmp_path, script) == []
 
 
 class Mapped(colocate.Role):
@@ -178,8 +237,8 @@ def test_what_nobody_has_touched(tmp_path: Path) -> None:
         from ctypes import CDLL, c_size_t, c_void_p
         malloc = CDLL(None).malloc
         malloc.restype, malloc.argtypes = c_void_p, [c_size_t]
-        before = memory.look(process_memory.InFiles(0, 0, 0), 0, 0, 0)["objects"]
+        before = memory.look(process_memory.InFiles(0, 0), 0, 0, [], {})["objects"]
         assert malloc(16 * MIB)
-        told(memory.look(process_memory.InFiles(0, 0, 0), 0, 0, 0)["objects"] - before)
+        told(memory.look(process_memory.InFiles(0, 0), 0, 0, [], {})["objects"] - before)
     """
     assert run(tmp_path, script) == [0]

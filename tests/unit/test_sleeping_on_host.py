@@ -536,9 +536,13 @@ def test_residents_of_any_kind(site: Any, kept: str, monkeypatch: pytest.MonkeyP
 def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
     """What sleeps of the host's is in use for it all the same, also on a slot with another device."""
     asked: list[tuple[int, int, int]] = []
+
+    def look(files: InFiles, owned: int, pinned: int, pieces: Any, away: dict[int, int]) -> None:
+        asked.append((owned, sum(size for _, size in pieces), sum(away.values())))
+
     site.boot.device = device
     site.device = types.SimpleNamespace(peaks=None)
-    site.process = types.SimpleNamespace(look=lambda *sizes: asked.append(sizes[:3]))
+    site.process = types.SimpleNamespace(look=look)
     model = Model()
     role = add(site, model)
     sleeper = Sleeper(site)
@@ -554,7 +558,9 @@ def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
         ledger(site, sleeper, gradients)
     finally:
         sleeper.close()
-    assert [(owned, asleep) for _, owned, asleep in asked] == [(5 * PIECE, 0), (0, 5 * PIECE), (5 * PIECE, 0)]
+    assert [owned for owned, _, _ in asked] == [5 * PIECE, 0, 5 * PIECE]
+    assert [pieces for _, pieces, _ in asked] == [5 * PIECE] * 3
+    assert [away for _, _, away in asked] == [0, 5 * PIECE, 0]
 
 
 def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
@@ -562,13 +568,13 @@ def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
 
     What processes share stays, and counts as awake.
     """
-    asked: list[tuple[InFiles, int, int]] = []
+    asked: list[tuple[InFiles, int]] = []
     site.device = types.SimpleNamespace(peaks=None)
-    site.process = types.SimpleNamespace(look=lambda *sizes: asked.append(sizes[:3]))
+    site.process = types.SimpleNamespace(look=lambda files, owned, *_: asked.append((files, owned)))
     np.ones((SIDE, SIDE), dtype=np.float32).tofile(tmp_path / "weights")
     weights = torch.from_file(str(tmp_path / "weights"), size=SIDE * SIDE)
     role = types.SimpleNamespace(weights=weights, shared=torch.ones(SIDE, SIDE).share_memory_())
-    add(site, role)
+    hosted = add(site, role)
     sleeper = Sleeper(site)
     try:
         ledger(site, sleeper, lambda leaves: {})
@@ -578,14 +584,14 @@ def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
         ledger(site, sleeper, lambda leaves: {})
         assert sleeper.sleep_alone("model") == pytest.approx(PIECE, rel=0.02)
         ledger(site, sleeper, lambda leaves: {})
+        sleeper.wake_alone(hosted)
+        ledger(site, sleeper, lambda leaves: {})
     finally:
         sleeper.close()
         del role.shared
-    in_files = [[size / PIECE for size in files] for files, _, _ in asked]
-    assert [pages for pages, _, _ in in_files] == pytest.approx([1, 2, 1.5, 1], abs=0.02)
-    assert [theirs for _, theirs, _ in in_files] == pytest.approx([2, 2, 2, 1], abs=0.02)
-    assert [absent for _, _, absent in in_files] == pytest.approx([1, 0, 0, 0], abs=0.02)
-    assert [owned for _, owned, _ in asked] == [2 * PIECE, 2 * PIECE, 2 * PIECE, PIECE]
+    assert [files.pages / PIECE for files, _ in asked] == pytest.approx([1, 2, 1.5, 1, 2], abs=0.02)
+    assert [files.absent / PIECE for files, _ in asked] == pytest.approx([1, 0, 0, 0, 0], abs=0.02)
+    assert [owned for _, owned in asked] == [2 * PIECE, 2 * PIECE, 2 * PIECE, PIECE, 2 * PIECE]
 
 
 def test_what_stays_and_is_let_go_of(site: Any) -> None:

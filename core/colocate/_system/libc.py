@@ -17,6 +17,9 @@ def libc() -> ctypes.CDLL:
     library.mremap.argtypes = [address, size, size, ctypes.c_int, address]
     library.munmap.argtypes = [address, size]
     library.madvise.argtypes = [address, size, ctypes.c_int]
+    library.sbrk.argtypes, library.sbrk.restype = [ctypes.c_ssize_t], address
+    library.open_memstream.argtypes, library.open_memstream.restype = [address, address], address
+    library.fclose.argtypes = library.free.argtypes = [address]
     library.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, offset, offset]
     return library
 

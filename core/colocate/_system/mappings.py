@@ -20,6 +20,7 @@ _LOOKED_AT_PAGES = 1 << 16
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 # A page of a file that the kernel is moving elsewhere in memory is told as swapped, and of a file.
 _WRITTEN = bytes(bool(b & (_IN_MEMORY | _SWAPPED)) and not b & _OF_FILE for b in range(256))
+_PRESENT = bytes(bool(b & _IN_MEMORY) for b in range(256))
 
 FileId: TypeAlias = tuple[str, int, str]
 """A file's device and inode, as they are told of mappings, and its name; ("00:00", 0, "") is none.
@@ -46,6 +47,11 @@ class Mapping(NamedTuple):
     ours_to_replace: bool  # private, readable and writable
     file: FileId
     offset: int
+
+    @property
+    def is_of_file(self) -> bool:
+        """Whether its pages are a file's, or were."""
+        return self.file != _NO_FILE
 
 
 class Place(NamedTuple):
@@ -159,13 +165,24 @@ def joined(places: Iterable[Place]) -> list[Place]:
 
 def written_in(area: Area) -> Iterator[Area]:
     """The stretches of pages of a private mapping of a file that somebody has written into."""
+    for at, told in _pages(area):
+        for found in re.finditer(b"\1+", told.translate(_WRITTEN)):
+            yield Area(at + found.start() * PAGE, at + found.end() * PAGE)
+
+
+def present_in(area: Area) -> int:
+    """Bytes of the pages, from the one in which an area begins to the one in which it ends, that are in memory."""
+    whole = Area(area.start // PAGE * PAGE, -(-area.stop // PAGE) * PAGE)
+    return PAGE * sum(told.translate(_PRESENT).count(1) for _, told in _pages(whole))
+
+
+def _pages(area: Area) -> Iterator[tuple[int, bytes]]:
+    """What the kernel tells of pages, a byte for each, and where the first of these is; many at a time."""
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         for at in range(area.start, area.stop, _LOOKED_AT_PAGES * PAGE):
             count = min(_LOOKED_AT_PAGES, (area.stop - at) // PAGE)
             # Of each page eight bytes, of which the last one tells what is asked here.
-            told = os.pread(file.fileno(), count * 8, at // PAGE * 8)[7::8].translate(_WRITTEN)
-            for found in re.finditer(b"\1+", told):
-                yield Area(at + found.start() * PAGE, at + found.end() * PAGE)
+            yield at, os.pread(file.fileno(), count * 8, at // PAGE * 8)[7::8]
 
 
 def merged(pieces: Iterable[tuple[int, int]]) -> list[Area]:
@@ -213,7 +230,7 @@ def of_files(most: Callable[[Mapping], int]) -> dict[Mapping, OfFile]:
     Args:
         most: How many bytes of a mapping do at most.
     """
-    counting = {each.start: (each, most(each)) for each in mappings_now() if each.file != _NO_FILE}
+    counting = {each.start: (each, most(each)) for each in mappings_now() if each.is_of_file}
     counting = {start: found for start, found in counting.items() if found[1] > 0}
     if not counting:  # else the kernel looks at each page of the process
         return {}

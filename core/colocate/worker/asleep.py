@@ -69,6 +69,12 @@ class Asleep:
             seen |= keys
         return found
 
+    @property
+    def on_host(self) -> dict[int, int]:
+        """The sizes of pieces of the host's memory that aren't there, by their addresses."""
+        pieces = [each for pieces in self._all() for each in list(pieces.get("cpu", {}).items())]
+        return {address: size for address, size in pieces if address in self.away}
+
     def kept_addresses(self) -> set[int]:
         """Where storages of the slot's device are that sleep and keep their addresses."""
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -67,7 +68,13 @@ def ledger(
         tuple(partial),
         None
         if process is None
-        else process.look(sleeper.in_files(shares.on_host), owned, shares.asleep_on_host, sleeper.pinned),
+        else process.look(
+            sleeper.in_files(shares.on_host),
+            owned,
+            sleeper.pinned,
+            chain.from_iterable(each.items() for each in shares.on_host),
+            sleeper.asleep.on_host,
+        ),
         _gpu(site.boot.device, site.in_process),
         None if site.device.peaks is None else dict(site.device.peaks),
     )
@@ -99,7 +106,6 @@ class Shares:
         shared: What of its memory counts with another role, by role.
         asleep: What sleeps, by role.
         emptied: What of that comes back as zeros, and is nowhere until then.
-        asleep_on_host: What sleeps of the host's memory.
         on_host: Pieces of the host's memory, with what sleeps: sizes by addresses, no address twice.
     """
 
@@ -107,7 +113,6 @@ class Shares:
     shared: dict[str, int]
     asleep: dict[str, int]
     emptied: dict[str, int]
-    asleep_on_host: int
     on_host: list[dict[int, int]]
 
 
@@ -190,7 +195,7 @@ def _shares(
                 if own := sum(first.values()) - away_bytes:
                     owned[role][purpose.word, device] = own
     with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
-    return Shares(owned, with_others, asleep, empty, sum(asleep.values()), on_host)
+    return Shares(owned, with_others, asleep, empty, on_host)
 
 
 def _once(held: Mapping[str, Holdings]) -> dict[int, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import os
 import threading
+from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
+
+from colocate._system.malloc import Heap, Malloced
 
 
 class InFiles(NamedTuple):
@@ -16,12 +17,10 @@ class InFiles(NamedTuple):
 
     Attributes:
         pages: What is its own all the same, and not private.
-        theirs: What roles have in files of others.
-        absent: What of that isn't in memory, as nobody has read it yet.
+        absent: What roles have in files of others that isn't in memory, as nobody has read it yet.
     """
 
     pages: int
-    theirs: int
     absent: int
 
 
@@ -38,7 +37,7 @@ class ProcessMemory:
     def __init__(self) -> None:
         self.empty = 0
         self.code = 0
-        self._in_use = 0  # of `malloc`'s memory, likewise: by the empty worker, and by what was imported
+        self._in_use = 0  # of what was asked for, likewise: by the empty worker, and by what was imported
         self._importing = threading.Lock()
         self._outermost: ModuleSpec | None = None
         self._before = self._in_use_before = 0
@@ -46,28 +45,32 @@ class ProcessMemory:
     def begin(self) -> None:
         """The worker is empty now."""
         private, malloced = private_bytes(), Malloced.now()
-        self.empty = private - malloced.held_back
+        self.empty = private - malloced.free
         self.code, self._before = 0, private
         self._in_use = self._in_use_before = malloced.in_use
 
-    def look(self, files: InFiles, owned: int, asleep: int, pinned: int) -> dict[str, int]:
+    def look(
+        self, files: InFiles, owned: int, pinned: int, pieces: Iterable[tuple[int, int]], away: Mapping[int, int]
+    ) -> dict[str, int]:
         """What there is now, by what it is called in a ledger.
 
         Args:
             files: What of the host's memory is in files.
             owned: What of the host's memory roles have.
-            asleep: What they have besides that is in files: `malloc` takes it for memory in use.
             pinned: What was pinned for a device's memory that sleeps.
+            pieces: The pieces of what roles have, also of what sleeps: addresses and sizes.
+            away: The pieces that sleep, sizes by addresses.
         """
-        private, malloced = private_bytes() + files.pages, Malloced.now()
-        rest = private - self.empty - self.code - malloced.held_back - pinned - (owned - files.absent)
+        private, malloced, heap = private_bytes() + files.pages, Malloced.now(), Heap()
+        held_back = heap.held_back(away)
+        rest = private - self.empty - self.code - held_back - pinned - (owned - files.absent)
         # No more than there is: `malloc` counts memory that nobody has ever touched, too.
-        objects = min(malloced.in_use - self._in_use - (owned - files.theirs) - asleep, rest)
+        objects = min(malloced.in_use - self._in_use - heap.handed_out(pieces), rest)
         return {
             "private": private,
             "empty": self.empty,
             "code": self.code,
-            "held back": malloced.held_back,
+            "held back": held_back,
             "objects": max(0, objects),
             "pinned": pinned,
             "absent": files.absent,
@@ -110,37 +113,3 @@ def private_bytes() -> int:
     with open("/proc/self/statm") as file:
         _, resident, shared, *_ = map(int, file.read().split())
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
-
-
-class Malloced(NamedTuple):
-    """What the C library's `malloc` says; nothing where it doesn't (glibc before 2.33, musl).
-
-    Attributes:
-        in_use: What was asked for and not freed, with what each piece is rounded up by.
-        held_back: What was freed and is kept.
-    """
-
-    in_use: int
-    held_back: int
-
-    @classmethod
-    def now(cls) -> Malloced:
-        """As it is now, in all of its arenas."""
-        if (function := _mallinfo2()) is None:
-            return cls(0, 0)
-        told = function()
-        return cls(told.uordblks + told.hblkhd, told.fordblks)
-
-
-@functools.cache
-def _mallinfo2() -> Any:
-    class Info(ctypes.Structure):
-        _fields_ = tuple(
-            (name, ctypes.c_size_t)
-            for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
-        )
-
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if function is not None:
-        function.restype = Info
-    return function

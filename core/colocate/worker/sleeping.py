@@ -163,6 +163,7 @@ class Sleeper:
         outcome = self._all_or_none(role, members, begin, lambda: self._tell(role, "wake", new))
         if outcome.refusal is None:
             self.asleep.add(name, *seen)
+            trim()  # who has a role sleep wants memory: also what was freed before, in pieces that `malloc` keeps
         return outcome
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
@@ -224,6 +225,8 @@ class Sleeper:
             self._tell(role, "wake", new)
             raise
         self.asleep.add(name, found)
+        if new and role.hook("sleep") is not None:
+            trim()  # that may have freed many small pieces
         return found.size
 
     def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS), writes: bool = True) -> int:
@@ -272,19 +275,20 @@ class Sleeper:
             del sizes[address]
         addresses, files = sorted(sizes), self._files
         if files is None and not addresses:
-            return InFiles(0, 0, 0)
+            return InFiles(0, 0)
 
         def most(each: mappings.Mapping) -> int:
             if files is not None and files.owns(each):
                 return each.stop - each.start
-            first, last = (bisect.bisect_left(addresses, end) for end in (each.start, each.stop))
-            return sum(sizes[address] for address in addresses[first:last])
+            # Of what has slept, only the edges are in the file that it was in; and the first piece may begin before it.
+            first, last = bisect.bisect_right(addresses, each.start) - 1, bisect.bisect_left(addresses, each.stop)
+            ends = ((address, address + sizes[address]) for address in addresses[max(0, first) : last])
+            return sum(max(0, min(stop, each.stop) - max(start, each.start)) for start, stop in ends)
 
         found = mappings.of_files(most)
         theirs = [told for each, told in found.items() if files is None or not files.owns(each)]
-        size = sum(each.size for each in theirs)
         pages = sum(each.pages for each in found.values())
-        return InFiles(pages, size, size - sum(each.there for each in theirs))
+        return InFiles(pages, sum(each.size - each.there for each in theirs))
 
     def _share(self) -> int:
         """What of the host's free memory is this rank's, where others may want as much just now."""
@@ -370,8 +374,6 @@ class Sleeper:
         """Have a role put away, or take back, by its own means what colocate can't find."""
         if tags:
             role.call_hook(hook, tuple(tags))
-            if hook == "sleep" and role.hook(hook) is not None:
-                trim()  # it may have freed many small pieces, which `malloc` keeps
 
     def _tell_woken(self, role: HostedRole, tags: Sequence[str]) -> None:
         """The same for a wake. One that raises has it not back: it is told again when that is wanted the next time."""

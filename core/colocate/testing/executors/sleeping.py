@@ -396,6 +396,8 @@ class Sleeping(ExecutorCase):
             group.sleep("engine")
             (asleep,) = group.memory().slots
             assert (awake.process or 0) - (asleep.process or 0) >= 0.9 * Engine.NBYTES
+            assert abs(asleep.unowned["other"]) <= 0.1 * Engine.NBYTES, asleep.unowned
+            assert asleep.unowned["held back"] <= 0.1 * Engine.NBYTES, asleep.unowned
             group.wake("engine")
 
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:

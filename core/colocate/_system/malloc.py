@@ -1,0 +1,166 @@
+"""What of this process's memory the C library's `malloc` has, and the interpreter's own allocator for small objects."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from colocate._system.libc import libc
+from colocate._system.mappings import PAGE, Area, mappings_now, present_in, whole_pages
+
+# Those of other threads than the first lie in stretches of so much, each at a multiple of it, and each with a header:
+# whose it is, the stretch before it, its size, and how much of that may be written.
+_STRETCH = 64 << 20
+_HEADERS_BYTES = 256
+_WORD = struct.Struct("@N")
+_FLAGS, _IS_MAPPED = 7, 2  # of a piece's size, which is a multiple of 16
+_START_OF_FIRST = 44  # in `/proc/self/stat`, behind the name
+
+
+class Malloced(NamedTuple):
+    """What they say; nothing where they don't (glibc before 2.33, musl, an interpreter with another allocator).
+
+    Attributes:
+        in_use: What was asked for and not freed, with what each piece is rounded up by. The interpreter takes memory in
+            large pieces: with what it has in these for objects to come.
+        free: What was freed and not given back. What of it isn't in memory is free to others all the same.
+    """
+
+    in_use: int
+    free: int
+
+    @classmethod
+    def now(cls) -> Malloced:
+        """As it is now, in all of its arenas."""
+        told = _told()
+        in_use = 0 if told is None else told.uordblks + told.hblkhd
+        return cls(in_use + _of_small_objects(), 0 if told is None else told.fordblks)
+
+
+class Heap:
+    """What `malloc` has handed out, and has of what was freed, as it is now."""
+
+    def __init__(self) -> None:
+        self._told = _told()
+        self._arenas: list[Area] | None
+        try:
+            self._arenas = sorted(_arenas())
+            self._there = sum(map(present_in, self._arenas))
+        except OSError:  # where the kernel doesn't say it, or no descriptor is free
+            self._arenas = None
+        self._starts = [each.start for each in self._arenas or ()]
+
+    def held_back(self, away: Mapping[int, int]) -> int:
+        """Bytes that were freed, and are in memory still.
+
+        Args:
+            away: What was handed out and isn't in memory, as it sleeps: sizes by addresses.
+        """
+        if self._told is None:
+            return 0
+        free, in_use = int(self._told.fordblks), int(self._told.uordblks)
+        if self._arenas is None:
+            return free
+        asleep = whole_pages((address, size) for address, size in away.items() if self._is_in_arena(address))
+        return max(0, min(free, self._there - in_use + sum(each.stop - each.start for each in asleep)))
+
+    def handed_out(self, pieces: Iterable[tuple[int, int]]) -> int:
+        """Bytes of those pieces of memory, addresses and sizes, that are from it, and not mapped by somebody else."""
+        others: list[tuple[int, int]] = []
+        found = 0
+        for address, size in pieces:
+            if self._arenas is None or self._is_in_arena(address):
+                found += size
+            else:
+                others.append((address, size))
+        if not others:
+            return found
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            return found + sum(size for address, size in others if _has_mapping(memory.fileno(), address, size))
+
+    def _is_in_arena(self, address: int) -> bool:
+        index = bisect.bisect_right(self._starts, address) - 1
+        return index >= 0 and self._arenas is not None and address < self._arenas[index].stop
+
+
+def _has_mapping(memory: int, address: int, size: int) -> bool:
+    """Whether a large piece is in a mapping that `malloc` has made for it: before it stands what that takes."""
+    told = _word(memory, address - _WORD.size)
+    whole = told & ~_FLAGS
+    return bool(told & _IS_MAPPED) and whole >= size and (address - 2 * _WORD.size + whole) % PAGE == 0
+
+
+def _word(memory: int, address: int) -> int:
+    try:
+        return int(_WORD.unpack(os.pread(memory, _WORD.size, address))[0])
+    except (OSError, struct.error):  # nothing is there
+        return 0
+
+
+def _arenas() -> Iterator[Area]:
+    """Where `malloc` has what it hands out, but for large pieces, which are mappings of their own."""
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_START_OF_FIRST])
+    yield Area(start, libc().sbrk(0))
+    # Not at the addresses themselves: another thread may give them back just now.
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        for each in mappings_now():
+            if not each.ours_to_replace or each.is_of_file:
+                continue
+            for at in range(-(-each.start // _STRETCH) * _STRETCH, each.stop, _STRETCH):
+                owner, before, size, writable = (_word(memory.fileno(), at + n * _WORD.size) for n in range(4))
+                is_first = not before and at < owner < at + _HEADERS_BYTES
+                if 0 < size <= writable <= _STRETCH and (is_first or (before and before % _STRETCH == 0)):
+                    yield Area(at, at + size)
+
+
+def _told() -> Any:
+    return None if (function := _mallinfo2()) is None else function()
+
+
+@functools.cache
+def _mallinfo2() -> Any:
+    class Info(ctypes.Structure):
+        _fields_ = tuple(
+            (name, ctypes.c_size_t)
+            for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
+        )
+
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = Info
+    return function
+
+
+_ARENAS_BYTES = re.compile(rb"^\d+ arenas \* \d+ bytes/arena += +([\d,]+)$", re.MULTILINE)
+
+
+def _of_small_objects() -> int:
+    """The bytes of the interpreter's arenas, for objects of up to 512 bytes: `malloc` knows nothing of them."""
+    if (write := _statistics()) is None:
+        return 0
+    library, text, size = libc(), ctypes.c_void_p(), ctypes.c_size_t()
+    if not (stream := library.open_memstream(ctypes.byref(text), ctypes.byref(size))):
+        return 0
+    try:
+        write(stream)
+    finally:
+        library.fclose(stream)
+        found = _ARENAS_BYTES.search(ctypes.string_at(text, size.value)) if text else None
+        library.free(text)
+    return int(found[1].replace(b",", b"")) if found else 0
+
+
+@functools.cache
+def _statistics() -> Any:
+    """What writes the statistics of that allocator, as `sys._debugmallocstats` does to stderr."""
+    function = getattr(ctypes.pythonapi, "_PyObject_DebugMallocStats", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p]
+    return function
