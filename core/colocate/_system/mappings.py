@@ -104,11 +104,29 @@ def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | No
         return []
     if mappings is None:
         mappings = mappings_now()
-    if len(mappings) + 2 * len(found) > most_mappings() // 2:
+    if _are_many(found, mappings):
         found = [area for area in found if area.stop - area.start >= _LEAST_OF_MANY_BYTES]
     # Pages of one piece may lie beside those of another one that processes share.
     ours = split(found, [each for each in mappings if each.ours_to_replace])[0]
     return whole_pages((area.start, area.stop - area.start) for area, _ in ours)
+
+
+def without_areas(pieces: Sequence[tuple[int, int]], mappings: Sequence[Mapping]) -> list[int]:
+    """The addresses of pieces that are large enough to be put away, but for there being so many; see `areas_of`."""
+    found = whole_pages(pieces)
+    if not _are_many(found, mappings):
+        return []
+    small = [area for area in found if area.stop - area.start < _LEAST_OF_MANY_BYTES]
+    return [start for start, size in pieces if size >= _LEAST_BYTES and split([Area(start, start + size)], small)[0]]
+
+
+def _are_many(areas: Sequence[Area], mappings: Sequence[Mapping]) -> bool:
+    """Whether the process would have half of the mappings that the system allows; what is in a file has one."""
+    most = most_mappings() // 2
+    if len(mappings) + 2 * len(areas) <= most:
+        return False
+    of_files = [each for each in mappings if each.is_of_file]
+    return len(mappings) + 2 * len(split(areas, of_files)[1]) > most
 
 
 def whole_pages(pieces: Iterable[tuple[int, int]]) -> list[Area]:

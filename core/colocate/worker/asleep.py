@@ -48,10 +48,10 @@ class Asleep:
         for tag, pieces in self._kept.get(role, {}).items():
             if tag not in by_tag or (tags is not None and tag not in tags):
                 continue
-            gone = dict(by_tag[tag].gone)
+            owners = dict(by_tag[tag].owners)
             there = {key for sizes in list(by_tag[tag].values()) for key in list(sizes)}
             for key, (size, why) in pieces.items():
-                if key in there and key not in self.away and not (key in gone and gone[key]()):
+                if key in there and key not in self.away and not (key in owners and owners[key]() is None):
                     found[why] = found.get(why, 0) + size
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 
@@ -83,7 +83,7 @@ class Asleep:
 
     def freed(self) -> set[int]:
         """Pieces of the host's memory that slept when they were let go of: somebody else may lie there now."""
-        told = [(key, is_gone()) for pieces in self._all() for key, is_gone in list(pieces.gone.items())]
+        told = [(key, owner() is None) for pieces in self._all() for key, owner in list(pieces.owners.items())]
         return {key for key, gone in told if gone} - {key for key, gone in told if not gone}
 
     def forget_freed(self) -> None:
@@ -92,8 +92,8 @@ class Asleep:
             self.away.pop(key, None)
             self.emptied.discard(key)
         for pieces in self._all():
-            for key in [key for key, is_gone in pieces.gone.items() if is_gone()]:
-                del pieces.gone[key]
+            for key in [key for key, owner in pieces.owners.items() if owner() is None]:
+                del pieces.owners[key]
                 for sizes in pieces.values():
                     sizes.pop(key, None)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._system.imported import imported
-from colocate._system.mappings import Area, areas_of, mappings_now, merged, own, split, whole_pages
+from colocate._system.mappings import Area, areas_of, mappings_now, merged, own, split, whole_pages, without_areas
 from colocate._system.pages import Emptying
 from colocate.worker.holdings import Holdings
 from colocate.worker.storages import Objects, Storages
 
 OVERLAPS = "in an array that others use"
 SHARED = "shared with other processes, or of a file"
+SMALL = "in more small pieces than the system allows mappings (vm.max_map_count)"
 
 Kept: TypeAlias = Mapping[str, Mapping[int, tuple[int, str]]]
 """Pieces that were to sleep and are awake, by tag: their sizes, and why."""
@@ -83,10 +84,15 @@ class Going:
         going = {key: each for key, each in going.items() if each[0] != "cpu" or key in on_host}
         mappings = mappings_now() if on_host or unneeded.get("cpu") else []
         # What processes share stays, and is awake.
-        others = on_host.keys() - dict(own(on_host.items(), mappings)).keys()
-        for key in others:
+        others = dict.fromkeys(on_host.keys() - dict(own(on_host.items(), mappings)).keys(), SHARED)
+        others |= dict.fromkeys(
+            without_areas([each for each in on_host.items() if each[0] not in others], mappings), SMALL
+        )
+        # What isn't there any more by now, others may have; all else is there until it has gone.
+        self._held, left = _held(by_tag.values(), {*on_host, *unneeded.get("cpu", ())})
+        for key in on_host.keys() & {*others, *left}:
             del going[key], on_host[key]
-        reasons = {**dict.fromkeys(others, SHARED), **immovable}
+        reasons = {**others, **immovable}
         self.kept: Kept = {
             tag: {
                 key: (size, _why(key, place, users, reasons, device))
@@ -98,7 +104,7 @@ class Going:
         }
         self.pieces = {key: size for key, (_, size) in going.items()}
         stored = going.keys() - on_host.keys()
-        movable = going.keys() | away.keys()
+        movable = (going.keys() | away.keys()) - left
         emptied = dict(own([(key, size) for key, size in unneeded.get("cpu", {}).items() if key in movable], mappings))
         self.emptying = Emptying.of(emptied.items())
         self.empty_storages = {key: storage for key, storage in unneeded.storages.items() if key in movable}
@@ -166,6 +172,20 @@ class Coming:
         self.trained = self._trained & self.storages
         self.anew = sum(self.pieces[key] for key in self.emptied - self.storages)
         self.on_device = sum(self.pieces.values()) if device == "cpu" else self._stored
+        self._held: dict[int, Any] = {}
+        self._left: set[int] = set()
+
+    def hold(self) -> None:
+        """It is about to come, and is there until `let_go`. Where something isn't any more, others may lie."""
+        self._held, left = _held(self.by_tag.values(), self.pieces.keys() - self.storages)
+        if left != self._left:
+            self._left = left
+            for name in ("areas", "on_host"):
+                self.__dict__.pop(name, None)
+
+    def let_go(self) -> None:
+        """It has come, or won't: whoever has it may let go of it."""
+        self._held = {}
 
     @functools.cached_property
     def areas(self) -> list[Area]:
@@ -191,7 +211,14 @@ class Coming:
         return sum(self.pieces[key] for key in self.storages)
 
     def _host_pieces(self, keys: Iterable[int]) -> Iterator[tuple[int, int]]:
-        return ((key, self.pieces[key]) for key in keys if key not in self.storages)
+        return ((key, self.pieces[key]) for key in keys if key not in self.storages and key not in self._left)
+
+
+def _held(found: Iterable[Objects], keys: Collection[int]) -> tuple[dict[int, Any], set[int]]:
+    """What pieces of the host's memory lie in, so that nobody else comes to lie there; and those that are gone."""
+    owners = [(key, pieces.owners[key]()) for pieces in found for key in pieces.owners.keys() & keys]
+    held = {key: owner for key, owner in owners if owner is not None}
+    return held, {key for key, _ in owners} - held.keys()
 
 
 def _why(key: int, place: str, users: Mapping[str, Storages], reasons: Mapping[int, str], device: str) -> str:
@@ -225,7 +252,7 @@ def by_tags(found: Holdings) -> dict[str, Objects]:
         own.storages.update({key: each for key, each in pieces.storages.items() if key in keys})
         own.trained |= pieces.trained & keys
         own.pinned |= pieces.pinned & keys
-        own.gone.update({key: each for key, each in pieces.gone.items() if key in keys})
+        own.owners.update({key: each for key, each in pieces.owners.items() if key in keys})
     return by_tag
 
 

@@ -72,6 +72,7 @@ class Prefetch:
             coming: What comes.
             writes: Whether that role is about to train.
         """
+        coming.hold()  # before it counts as awake: role code may let go of it, and come to have what lies there then
         for each, its in going.items():
             self._sleeper.asleep.add(each, its)
         self._sleeper.asleep.remove(name, coming)

@@ -445,13 +445,16 @@ class Sleeper:
             OSError: It can't be read.
             MemoryError: The device hasn't that much.
         """
-        self._offload.bring_back(coming.storages)
+        coming.hold()
         try:
+            self._offload.bring_back(coming.storages)
             if self._files is not None:  # else no page has gone there
                 self._files.bring_back(coming.areas, coming.written() if writes else ())
         except OSError:
             self._put_back(coming)
             raise
+        finally:
+            coming.let_go()
 
     def _put_back(self, coming: Coming) -> None:
         """It has just come, some of it at least, and sleeps still."""

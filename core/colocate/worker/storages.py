@@ -6,12 +6,15 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from colocate._system.imported import imported
 from colocate._values.leaving import memories, sparse_parts
 from colocate._values.tree import PLAIN
 from colocate.gpus import in_use
+
+Owner: TypeAlias = Callable[[], Any]
+"""Gives the object in whose memory a piece of the host lies, and with it the memory's life; None when that is over."""
 
 
 class Storages(dict[str, dict[int, int]]):
@@ -94,8 +97,7 @@ class Storages(dict[str, dict[int, int]]):
         numpy = imported("numpy")
         if numpy is None or not isinstance(item, numpy.ndarray):
             return
-        while isinstance(item.base, numpy.ndarray):
-            item = item.base
+        item = _whole(item, numpy)
         torch = imported("torch")
         if torch is not None and isinstance(item.base, torch.Tensor):  # `tensor.numpy()`
             self.add_tensor(item.base, torch)
@@ -105,7 +107,7 @@ class Storages(dict[str, dict[int, int]]):
     def add_plain_array(self, item: Any) -> None:
         """Note that of an array which is no view of another one."""
         self.has_arrays = True
-        self._put("cpu", {item.__array_interface__["data"][0]: item.nbytes})
+        self._put("cpu", dict([_reach(item)]))
 
 
 class Versions(Storages):
@@ -138,7 +140,7 @@ class Objects(Storages):
         plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
             theirs, even of constant `bytes`, and arrays may consist of references to objects. Torch tells no
             difference between such tensors and those of which there was an array, by `tensor.numpy()`.
-        gone: What tells whether a piece of the host was let go of, and somebody else may lie there.
+        owners: What pieces of the host lie in: when one is gone, somebody else may lie there.
         tensors: Those that lie there, by piece.
     """
 
@@ -151,7 +153,7 @@ class Objects(Storages):
         self.indices: set[int] = set()
         self.pinned: set[int] = set()
         self.plain: dict[int, int] = {}
-        self.gone: dict[int, Callable[[], bool]] = {}
+        self.owners: dict[int, Owner] = {}
         self.tensors: dict[int, list[weakref.ref[Any]]] = {}
 
     def join(self, more: Objects) -> None:
@@ -162,7 +164,7 @@ class Objects(Storages):
         self.indices |= more.indices
         self.pinned |= more.pinned
         self.plain.update(more.plain)
-        self.gone.update(more.gone)
+        self.owners.update(more.owners)
         self.tensors.update(more.tensors)
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
@@ -183,7 +185,7 @@ class Objects(Storages):
         self.tensors.setdefault(key, []).append(weakref.ref(item))
         if device == "cpu":
             super().add_plain([item], device)
-            self.gone[key] = _is_gone(storage)
+            self.owners[key] = _owner_of(storage)
             if self._pins and item.is_pinned():
                 self.pinned.add(key)
         else:
@@ -201,9 +203,8 @@ class Objects(Storages):
     def add_plain_array(self, item: Any) -> None:
         """Note that of an array which is no view of another one."""
         super().add_plain_array(item)
-        key = item.__array_interface__["data"][0]
-        reference = weakref.ref(item)
-        self.gone[key] = lambda: reference() is None
+        key, _ = _reach(item)
+        self.owners[key] = weakref.ref(item)
         if item.flags.owndata and not item.dtype.hasobject:
             self.plain[key] = item.nbytes
 
@@ -273,15 +274,35 @@ def _version(item: Any) -> int:
         return 0
 
 
-def _is_gone(storage: Any) -> Callable[[], bool]:
-    """What tells whether it is, or has another place since it was resized."""
+def _owner_of(storage: Any) -> Owner:
     there, address = WeakStorage(storage), storage.data_ptr()
 
-    def gone() -> bool:
+    def owner() -> Any:
         still = there.storage()
-        return still is None or still.data_ptr() != address
+        # It has another place since it was resized.
+        return still if still is not None and still.data_ptr() == address else None
 
-    return gone
+    return owner
+
+
+def _whole(item: Any, numpy: Any) -> Any:
+    """The array of which another one is a view, or that itself."""
+    while True:
+        base = item.base
+        if type(base).__module__.startswith("numpy.") and not isinstance(base, numpy.ndarray):
+            base = getattr(base, "base", None)  # `as_strided` has an object between the two
+        if not isinstance(base, numpy.ndarray):
+            return item
+        item = base
+
+
+def _reach(item: Any) -> tuple[int, int]:
+    """Where the memory of an array begins, and its size: strides may go backwards, and over the same memory again."""
+    start = item.__array_interface__["data"][0]
+    steps = [(count - 1) * stride for count, stride in zip(item.shape, item.strides, strict=True)]
+    ahead = item.itemsize + sum(step for step in steps if step > 0)
+    back = sum(step for step in steps if step < 0)
+    return start + back, ahead - back
 
 
 def _key(storage: Any) -> int:
