@@ -159,6 +159,18 @@ def test_a_view_keeps_all_of_its_memory() -> None:
     assert counted(Holder(row=np.zeros((1000, 10), np.float32)[3])) == {"tensors": 1000 * 10 * FLOAT}
 
 
+def test_strides_of_its_own() -> None:
+    """A view counts as what it is a view of, however often it shows that; else as far as its strides reach."""
+    array = np.zeros(1000, np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view
+    for view in (windows(array, 50), windows(array[::-1], 50)[3:], windows(array, 50).T[::-1]):
+        assert counted(Holder(view=view)) == {"tensors": 1000 * FLOAT}
+        assert counted(Holder(view=view, array=array[7:])) == {"tensors": 1000 * FLOAT}
+    memory = bytearray(1000 * FLOAT)
+    view = np.ndarray((100, 100), np.float32, memory, offset=200 * FLOAT, strides=(-FLOAT, FLOAT))
+    assert counted(Holder(view=view)) == {"tensors": 199 * FLOAT}
+
+
 @attrs.define
 class Slotted:
     inside: Any

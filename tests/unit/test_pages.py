@@ -281,6 +281,35 @@ def test_small_pieces_stay_when_mappings_run_short(monkeypatch: pytest.MonkeyPat
     assert area.stop - area.start > 16 * PAGE
 
 
+def test_small_pieces_that_have_been_away(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have mappings of their own already, and go again."""
+    small = numbers(4, 8 * PAGE)
+    put_away(file, small)
+    monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
+    assert len(areas_of([piece(small)])) == 1
+    assert areas_of([piece(numbers(5, 8 * PAGE))]) == []
+
+
+def test_files_of_all_threads() -> None:
+    """They stay as long as something lies there, of whichever worker, and no longer."""
+    one, other = Spill.of_process(str(DISK)), Spill.of_process(str(DISK))
+    assert one is other
+    region = mmap.mmap(-1, BIG, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(region, np.uint8)
+    put_away(one, array)
+    one.close()
+    other.close()
+    assert not array.any()
+    again = Spill.of_process(str(DISK))
+    assert again is one
+    del array
+    region.close()
+    again.close()
+    anew = Spill.of_process(str(DISK))
+    assert anew is not one
+    anew.close()
+
+
 def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has changed, and it can be done later."""
     arrays = [numbers(seed) for seed in range(2)]

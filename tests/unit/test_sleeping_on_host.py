@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import types
 import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from colocate._protocol.ledger import Purpose  # noqa: E402
 from colocate._role import torch_works  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
-from colocate._system import pages  # noqa: E402
+from colocate._system import mappings, pages  # noqa: E402
 from colocate.errors import ColocateError, ConfigError  # noqa: E402
-from colocate.worker import holdings, storages  # noqa: E402
+from colocate.worker import holdings, moves, storages  # noqa: E402
 from colocate.worker.accounts import Accounts  # noqa: E402
 from colocate.worker.gradients import Gradients  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.ledger import ledger  # noqa: E402
+from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.process_memory import InFiles  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
@@ -478,6 +481,88 @@ def test_what_somebody_has_a_part_of_stays(site: Any) -> None:
         assert (table[SIDE:] == 2).all()
     finally:
         sleeper.close()
+
+
+def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays until it is where it is to be: nobody else may come to lie there meanwhile."""
+    role = types.SimpleNamespace(cache=np.ones((SIDE, SIDE), np.float32))
+    add(site, role)
+    site.boot.worker, site.say = "worker", lambda message: None
+    sleeper, prefetch = Sleeper(site), None
+    try:
+        gone = weakref.ref(role.cache)
+        going = sleeper.going("model", TAGS)
+        role.cache = None
+        assert gone() is not None
+        sleeper.copy_out(going)()
+        del going
+        assert gone() is None
+
+        role.cache = np.ones((SIDE, SIDE), np.float32)
+        gone = weakref.ref(role.cache)
+        sleeper.sleep_alone("model")
+        coming, goes_on = sleeper.asleep.coming("model", TAGS), threading.Event()
+        bring_back = sleeper.bring_back
+
+        def later(coming: Any, writes: bool) -> None:
+            goes_on.wait()
+            bring_back(coming, writes)
+
+        monkeypatch.setattr(sleeper, "bring_back", later)
+        prefetch = Prefetch(site, sleeper)
+        prefetch.begin({}, "model", coming, writes=True)
+        role.cache = None
+        assert gone() is not None
+        goes_on.set()
+        prefetch.settle()
+        assert gone() is None
+    finally:
+        if prefetch is not None:
+            prefetch.close()
+        sleeper.close()
+
+
+def test_memory_that_was_let_go_of_before_it_moves(site: Any) -> None:
+    """Others may lie there: it is left alone."""
+    role = types.SimpleNamespace(cache=np.ones((SIDE, SIDE), np.float32), kept=torch.ones(SIDE, SIDE))
+    add(site, role)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep_alone("model")
+        coming = sleeper.asleep.coming("model", TAGS)
+        assert coming.size == pytest.approx(2 * PIECE, rel=0.02)
+        role.cache = None
+        coming.hold()
+        assert coming.size == pytest.approx(PIECE, rel=0.02)
+    finally:
+        sleeper.close()
+
+
+def test_more_pieces_than_mappings(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for which the kernel has no room are awake, and told."""
+    size = 8 * mappings.PAGE
+    add(site, types.SimpleNamespace(small=[torch.ones(size // 4) for _ in range(3)], kept=torch.ones(SIDE, SIDE)))
+    sleeper = Sleeper(site)
+    monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * len(mappings.mappings_now()))
+    monkeypatch.setattr(pages, "most_mappings", lambda: 1 << 20)
+    try:
+        assert sleeper.sleep_alone("model") == pytest.approx(PIECE, rel=0.02)
+        assert sleeper.asleep.kept_awake("model") == {moves.SMALL: 3 * size}
+        assert sum(sleeper.asleep.away.values()) == PIECE
+    finally:
+        sleeper.close()
+
+
+def test_a_hook_that_is_a_generator(site: Any) -> None:
+    """Nothing of it would run."""
+
+    class Engine:
+        def sleep(self, tags: Any) -> Any:
+            yield tags
+
+    add(site, Engine())
+    outcome = Sleeper(site).sleep("model", TAGS, (), 1)
+    assert "sleep() is a generator" in (outcome.refusal or "")
 
 
 def test_memory_that_is_resized_while_it_sleeps(site: Any) -> None:

@@ -119,6 +119,7 @@ class Spill:
         self.directory = directory
         self._files: list[SpillFile] = []
         self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
+        self._users = 0
         self._begin()
 
     @classmethod
@@ -167,10 +168,43 @@ class Spill:
         """Whether a process may have been forked that has pages of the files."""
         return self._forks != _forks and any(file.size for file in self._files)
 
+    @classmethod
+    def of_process(cls, wanted: str | None) -> Spill:
+        """That of all workers that are threads of this process, also of later ones.
+
+        What is freed there is `malloc`'s again, which has somebody else lie in the same pages of the files: these would
+        stay for all that time, and each worker's files with them.
+
+        Raises:
+            ValueError: There is none; see `somewhere`.
+        """
+        with _one_at_a_time:
+            found = _of_process.get(wanted)
+            if found is None:
+                found = _of_process[wanted] = cls.somewhere(wanted)
+            found._users += 1
+            return found
+
     def close(self) -> None:
         """Nothing more is put away there. Its bytes are freed when no page refers to them any more."""
-        for file in self._files:
-            file.close()
+        with _one_at_a_time:
+            shared = [wanted for wanted, each in _of_process.items() if each is self]
+            self._users -= 1
+            if shared and (self._users or self._is_in_use()):
+                return
+            for wanted in shared:
+                del _of_process[wanted]
+            for file in self._files:
+                file.close()
+
+    def _is_in_use(self) -> bool:
+        """Free what isn't; whether there are pages in the files."""
+        self._back = []
+        mappings = mappings_now()
+        if not self._has_heirs:
+            with contextlib.suppress(OSError):  # it is tried again when something is written there
+                self._free_unused(mappings)
+        return bool(self._homes(mappings))
 
     def room(self) -> int:
         """Bytes that the files take on the disk."""
@@ -218,7 +252,11 @@ class Spill:
 
     def _write(self, areas: Sequence[Area]) -> Written:
         if self._has_heirs:
-            self._begin()
+            try:
+                self._begin()
+            except OSError as error:
+                why = f"{error.strerror}: since a process was forked, what sleeps needs new files in {self.directory}"
+                raise OSError(error.errno, f"{why} (spill_dir)") from error
         mappings = mappings_now()
         there, without = split(areas, self._homes(mappings))
         known = [home.of(area) for area, home in there]
@@ -374,6 +412,10 @@ class Spill:
             for each in mappings
             if each.file in self._ids
         ]
+
+
+_of_process: dict[str | None, Spill] = {}
+"""By the folder that was named."""
 
 
 @attrs.frozen

@@ -125,7 +125,13 @@ def _result(crew: Crew, role: str, call: PendingCall, done: str) -> int:
     refusal = next((each for each in told if each.own), None)
     if refusal is None:
         return sum(each.nbytes for each in told)
-    text = f"role {role!r} of group {crew.name!r} could not be {done}, and is as it was: {refusal.refusal}"
+    text = f"role {role!r} of group {crew.name!r} could not be {done}"
+    if left := [each.left for each in told if each.left is not None]:
+        text += (
+            f": {refusal.refusal}. It isn't as it was: {'; '.join(left)}, and is called again before the role is used"
+        )
+    else:
+        text += f", and is as it was: {refusal.refusal}"
     if refusal.fits:
         raise RoleError(text, group=crew.name, role=role)
     raise MemoryBudgetError(text, group=crew.name, role=role)

@@ -123,3 +123,5 @@ def _run_to_its_end(hook: Callable[..., Any], *args: Any) -> None:
     found = hook(*args)
     if inspect.iscoroutine(found):
         awaited(found)
+    elif inspect.isgenerator(found) or inspect.isasyncgen(found):
+        raise TypeError(f"{hook.__name__}() is a generator, of which nothing runs: have it do all, and yield nothing")

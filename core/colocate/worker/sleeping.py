@@ -48,12 +48,14 @@ class Outcome:
         own: Whether that was this rank.
         fits: Whether there was room for it here.
         nbytes: The bytes that have gone, or come back, here.
+        left: What of the role isn't as it was here, though none has done it.
     """
 
     refusal: str | None = None
     own: bool = False
     fits: bool = True
     nbytes: int = 0
+    left: str | None = None
 
 
 class Sleeper:
@@ -160,10 +162,13 @@ class Sleeper:
             seen.append(found)
             return end
 
-        outcome = self._all_or_none(role, members, begin, lambda: self._tell(role, "wake", new))
+        outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
         if outcome.refusal is None:
             self.asleep.add(name, *seen)
             trim()  # who has a role sleep wants memory: also what was freed before, in pieces that `malloc` keeps
+        elif not set(new).isdisjoint(self.asleep.tags(name)):
+            where = f"rank {role.ctx.rank} (node {role.ctx.node})"
+            return attrs.evolve(outcome, left=f"wake() on {where} has raised {self.asleep.why[name]}")
         return outcome
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
@@ -221,8 +226,8 @@ class Sleeper:
         found, end = self._copied(name, role, tags, again=True, only=only)
         try:
             end()
-        except BaseException:
-            self._tell(role, "wake", new)
+        except BaseException as error:
+            self._undo(role, new, error)
             raise
         self.asleep.add(name, found)
         if new and role.hook("sleep") is not None:
@@ -366,9 +371,23 @@ class Sleeper:
         try:
             going = self.going(name, tags, discard, only)
             return going, self.copy_out(going, again=again)
-        except BaseException:
-            self._tell(role, "wake", new)
+        except BaseException as error:
+            self._undo(role, new, error)
             raise
+
+    def _undo(self, role: HostedRole, tags: Sequence[str], error: BaseException | None = None) -> None:
+        """Have a role take back what it has put away by its own means, as it doesn't sleep.
+
+        Args:
+            role: The role.
+            tags: Of what.
+            error: Why it doesn't.
+        """
+        try:
+            self._tell_woken(role, tags)
+        except Exception as second:
+            if error is not None:
+                error.add_note(f"then its wake() raised {error_text(second)}")
 
     def _tell(self, role: HostedRole, hook: str, tags: Sequence[str]) -> None:
         """Have a role put away, or take back, by its own means what colocate can't find."""
@@ -474,5 +493,5 @@ class Sleeper:
 
     def _spill(self) -> Spill:
         if self._files is None:
-            self._files = Spill.somewhere(self._site.spill_dir)
+            self._files = (Spill.of_process if self._site.in_process else Spill.somewhere)(self._site.spill_dir)
         return self._files

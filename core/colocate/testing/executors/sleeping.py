@@ -387,6 +387,25 @@ class Sleeping(ExecutorCase):
         assert actor.look() == before
         assert actor.told() == [["sleep weights", "wake weights"]] * 2
 
+    def test_a_hook_that_can_not_undo(self, spawn: Spawn) -> None:
+        """Another rank can't sleep, and what this one has put away doesn't come back: both are told, and it comes."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
+        actor = group.role("actor", Dozing)
+        before = actor.look()
+        actor.fail_hook(0, RuntimeError("nothing comes back"), "wake")
+        actor.fail_hook(1, RuntimeError("its engine is busy"))
+        with pytest.raises(
+            RoleError, match=r"its engine is busy\. It isn't as it was: wake\(\) on rank 0 .*nothing comes"
+        ):
+            group.sleep("actor", ("weights",))
+        assert actor.asleep() == [["weights"], []]
+        with pytest.raises(SleepingError, match="nothing comes back"):
+            actor.look()
+        actor.fail_hook(0, None)
+        assert actor.look() == before
+        assert actor.told() == [["sleep weights", "wake weights"], []]
+
     @needs(OwnProcess)
     def test_what_a_role_frees_by_itself(self, spawn: Spawn) -> None:
         """In many small pieces, below some that stay: the system has them, and not `malloc`."""

@@ -60,7 +60,8 @@ class Dozing(Role):
     @method(awake=())
     def fail_hook(self, rank: int, error: BaseException | None, hook: str = "sleep") -> None:
         """Have a rank's hook raise from now on."""
-        self._failing = {hook: error} if self.ctx.rank == rank and error else {}
+        if self.ctx.rank == rank:
+            self._failing = {hook: error} if error else {}
 
     @method
     def train(self) -> str:
