@@ -488,7 +488,7 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
     role = types.SimpleNamespace(cache=np.ones((SIDE, SIDE), np.float32))
     add(site, role)
     site.boot.worker, site.say = "worker", lambda message: None
-    sleeper, prefetch = Sleeper(site), None
+    sleeper, prefetch, goes_on = Sleeper(site), None, threading.Event()
     try:
         gone = weakref.ref(role.cache)
         going = sleeper.going("model", TAGS)
@@ -501,7 +501,7 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
         role.cache = np.ones((SIDE, SIDE), np.float32)
         gone = weakref.ref(role.cache)
         sleeper.sleep_alone("model")
-        coming, goes_on = sleeper.asleep.coming("model", TAGS), threading.Event()
+        coming = sleeper.asleep.coming("model", TAGS)
         bring_back = sleeper.bring_back
 
         def later(coming: Any, writes: bool) -> None:
@@ -517,6 +517,7 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
         prefetch.settle()
         assert gone() is None
     finally:
+        goes_on.set()
         if prefetch is not None:
             prefetch.close()
         sleeper.close()

@@ -31,7 +31,7 @@ class ProcessMemory:
 
     Attributes:
         empty: What it had before the first role was constructed, without what was held back.
-        code: By how much it has grown since while modules were imported.
+        code: By how much that has grown since while modules were imported.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class ProcessMemory:
         """The worker is empty now."""
         private, malloced = private_bytes(), Malloced.now()
         self.empty = private - malloced.free
-        self.code, self._before = 0, private
+        self.code, self._before = 0, self.empty
         self._in_use = self._in_use_before = malloced.in_use
 
     def look(
@@ -92,7 +92,8 @@ class ProcessMemory:
         # Taken already, it is part of another import, or beside that of another thread. Who has it never waits.
         if self._importing.acquire(blocking=False):
             try:
-                self._before, self._in_use_before = private_bytes(), Malloced.now().in_use
+                malloced = Malloced.now()
+                self._before, self._in_use_before = private_bytes() - malloced.free, malloced.in_use
             except OSError:  # no descriptor is free, which isn't the module's fault
                 self._importing.release()
             else:
@@ -101,8 +102,9 @@ class ProcessMemory:
     def _ends(self, spec: ModuleSpec) -> None:
         if self._outermost is spec:
             with contextlib.suppress(OSError):
-                self.code += private_bytes() - self._before
-                self._in_use += Malloced.now().in_use - self._in_use_before
+                malloced = Malloced.now()
+                self.code += private_bytes() - malloced.free - self._before
+                self._in_use += malloced.in_use - self._in_use_before
             self._outermost = None
             self._importing.release()
 
