@@ -278,6 +278,8 @@ def test_who_shares(colocate: CommandLine) -> None:
     )
     group = planned(colocate, config)
     assert [(role["total"], role["shared"]) for role in group["roles"]] == [(20 << 20, 0), (16 << 20, 20 << 20)]
+    assert group["fused"]["fullest"] == 36 << 20
+    assert group["separate"]["all"] == 4 * 56 << 20  # each process has its own
     done = colocate("plan", "demo.yaml", "--set", "groups.all.device_memory=30MiB")
     assert done.returncode == 1
     alone = "second can't fit alone, with 16 MiB and 20 MiB of other roles' that it shares"

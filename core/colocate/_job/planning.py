@@ -123,9 +123,9 @@ class GroupPlan:
         return sum(len(role.slots) for role in self.roles)
 
     @property
-    def all(self) -> int:
-        """Bytes of all ranks together."""
-        return sum(role.total * len(role.slots) for role in self.roles)
+    def separate(self) -> int:
+        """Bytes of all of these together: nothing is shared then."""
+        return sum((role.total + role.shared) * len(role.slots) for role in self.roles)
 
     def turns(self) -> Iterator[Turns]:
         """What each budget of all roles together means, for slots with the same roles at a time."""

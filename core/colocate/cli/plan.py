@@ -54,7 +54,7 @@ def _plain(group: GroupPlan) -> dict[str, Any]:
         "group": group.group,
         "roles": [{**attrs.asdict(role), "total": role.total} for role in group.roles],
         "fused": {"processes": group.slots, "fullest": group.fused},
-        "separate": {"processes": group.processes, "all": group.all},
+        "separate": {"processes": group.processes, "all": group.separate},
         "budgets": [attrs.asdict(turns) for turns in group.turns()],
         "misfits": [{"role": role.role, **attrs.asdict(limit)} for role, limit in group.misfits()],
     }
@@ -73,7 +73,8 @@ def _show(group: GroupPlan) -> None:
         _say(f"\nfused: {fused}; nothing is known of what they hold")
     else:
         _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(group.fused)}")
-    _say(f"separate: {separate}, which hold at least as much, each with its own Python, torch and, on a GPU, context")
+    hold = f", which hold {least}{size_text(group.separate)} in all" if group.separate or not least else ""
+    _say(f"separate: {separate}{hold}, each with its own Python, torch and, on a GPU, context")
     for turns in group.turns():
         _say(_of(turns, group))
     for role, limit in group.misfits():
