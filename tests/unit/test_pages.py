@@ -294,16 +294,25 @@ def test_files_of_all_threads() -> None:
     """They stay as long as something lies there, of whichever worker, and no longer."""
     one, other = Spill.of_process(str(DISK)), Spill.of_process(str(DISK))
     assert one is other
-    region = mmap.mmap(-1, BIG, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    array = np.frombuffer(region, np.uint8)
-    put_away(one, array)
+    regions = [mmap.mmap(-1, BIG, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
+    array, beside = (np.frombuffer(region, np.uint8) for region in regions)
+    array[:], beside[:] = numbers(2), numbers(1)
+    areas, later = areas_of([piece(array)]), areas_of([piece(beside)])
+    written = one.write(areas)
+    other.write(later).put_away()  # frees what nobody has a place in: not what is about to have one
+    written.put_away()
+    other.bring_back(later)
+    assert (array == numbers(2)).all()
+    assert (beside == numbers(1)).all()
+    del beside
     one.close()
     other.close()
-    assert not array.any()
+    assert (array == numbers(2)).all()
     again = Spill.of_process(str(DISK))
     assert again is one
     del array
-    region.close()
+    for region in regions:
+        region.close()
     again.close()
     anew = Spill.of_process(str(DISK))
     assert anew is not one
@@ -536,7 +545,7 @@ def test_several_files(file: Spill) -> None:
     """What is large lies in as many as there are threads, which write at the same time."""
     array = numbers(11, 96 << 20)
     put_away(file, array)
-    rooms = [each.room() for each in file._files]
+    rooms = [each.room() for each in file.files]
     assert len(rooms) == min(4, len(os.sched_getaffinity(0)))
     assert min(rooms) > 0
     assert sum(rooms) == file.room() <= array.nbytes + PAGE
@@ -599,7 +608,7 @@ def test_what_a_file_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_of_another_subvolume(file: Spill) -> None:
     """It may have the device and the number of one of ours, and another name."""
-    device, number, name = file._files[0].id
+    device, number, name = file.files[0].id
 
     def shown(path: str) -> Mapping:
         return mapping(f"7f0000000000-7f0000010000 rw-p 00000000 {device} {number}      {path}")

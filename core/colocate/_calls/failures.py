@@ -19,6 +19,7 @@ from colocate.errors import (
     CallTimeout,
     CapabilityError,
     ColocateError,
+    ConfigError,
     DispatchError,
     MemoryBudgetError,
     RenewalError,
@@ -36,7 +37,9 @@ def _names(*kinds: type[ColocateError]) -> set[str]:
 
 
 _CONSEQUENCES = _names(Consequence, Poisoned)
-_OWN_WORDS = _names(CapabilityError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
+_OWN_WORDS = _names(
+    CapabilityError, ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError
+)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 

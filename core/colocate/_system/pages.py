@@ -32,6 +32,7 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -100,6 +101,7 @@ class Spill:
 
     Attributes:
         directory: Where their bytes lie.
+        files: Those to which pages go now.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -117,9 +119,10 @@ class Spill:
         if (allocator := foreign_allocator()) is not None:
             raise ValueError(f"memory comes from {allocator}, which may take pages that were put away for empty ones")
         self.directory = directory
-        self._files: list[SpillFile] = []
+        self.files: list[SpillFile] = []
         self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
         self._users = 0
+        self._pending: weakref.WeakSet[Written] = weakref.WeakSet()  # which may yet be put away
         self._begin()
 
     @classmethod
@@ -154,10 +157,10 @@ class Spill:
             for file in files:
                 file.close()
             raise
-        for file in self._files:  # its bytes are there as long as pages are
+        for file in self.files:  # its bytes are there as long as pages are
             self._former.add(file.id)
             file.close()
-        self._files = files
+        self.files = files
         self._ids = {file.id: number for number, file in enumerate(files)}
         self._back: list[Place] = []  # of memory that was copied back
         self._awake: list[Area] = []  # was brought back since it was last put away; it may be pages of the files
@@ -166,7 +169,7 @@ class Spill:
     @property
     def _has_heirs(self) -> bool:
         """Whether a process may have been forked that has pages of the files."""
-        return self._forks != _forks and any(file.size for file in self._files)
+        return self._forks != _forks and any(file.size for file in self.files)
 
     @classmethod
     def of_process(cls, wanted: str | None) -> Spill:
@@ -194,7 +197,7 @@ class Spill:
                 return
             for wanted in shared:
                 del _of_process[wanted]
-            for file in self._files:
+            for file in self.files:
                 file.close()
 
     def _is_in_use(self) -> bool:
@@ -208,7 +211,7 @@ class Spill:
 
     def room(self) -> int:
         """Bytes that the files take on the disk."""
-        return sum(file.room() for file in self._files)
+        return sum(file.room() for file in self.files)
 
     def owns(self, each: Mapping) -> bool:
         """Whether a mapping is one of the files, or was."""
@@ -264,7 +267,7 @@ class Spill:
         _refuse_too_many(len(mappings) + 2 * len(known + new))
 
         def write(number: int) -> None:
-            file = self._files[number]
+            file = self.files[number]
             for place in new:
                 if place.file == number:
                     file.write(place)
@@ -280,7 +283,13 @@ class Spill:
             with contextlib.suppress(OSError):  # the room is free later, then
                 self._free_unused(mappings)
             raise
-        return Written(self, self._files, known + new)
+        written = Written(self, self.files, known + new)
+        self._pending.add(written)
+        return written
+
+    def _are_pending(self) -> list[Place]:
+        """Places to which something was written that is in memory yet."""
+        return [place for each in self._pending for place in each.places if each.files is self.files]
 
     def bring_back(self, areas: Sequence[Area], copied: Sequence[Area] = ()) -> None:
         """Have pages be in memory, as far as they are in the files.
@@ -316,10 +325,10 @@ class Spill:
         Raises:
             OSError: The file system can't: it is tried again when something is written there.
         """
-        self._back = [
-            place.of(left) for place in self._back for left in split([Area(place.start, place.stop)], areas)[1]
-        ]
         with _one_at_a_time:
+            self._back = [
+                place.of(left) for place in self._back for left in split([Area(place.start, place.stop)], areas)[1]
+            ]
             if not self._has_heirs:
                 self._free_unused(mappings_now())
 
@@ -335,7 +344,7 @@ class Spill:
                 for piece in _pieces(area, _READ_BYTES)
             ]
             # The kernel clears the memory first, which takes as long as to copy into it: both on several CPUs.
-            for each in _by_threads(lambda part: part[0].read(self._files[part[1].file], part[1]), parts):
+            for each in _by_threads(lambda part: part[0].read(self.files[part[1].file], part[1]), parts):
                 each.result()
             # Whoever has written into it while it was away has pages there that aren't in the file.
             done = _by_threads(lambda copy: next(written_in(copy.area), None) is None, copies)
@@ -348,35 +357,35 @@ class Spill:
         """Places for pages that aren't in a file, those that they had if they had some; there is room from now on."""
         self._free_unused(mappings)
         had, without = split(areas, self._back)
-        shares = [0] * len(self._files)
+        shares = [0] * len(self.files)
         places = []
         for area in without:
             for piece in _pieces(area, _PIECE_BYTES):
                 number = shares.index(min(shares))
-                places.append(Place(*piece, number, self._files[number].size + shares[number]))
+                places.append(Place(*piece, number, self.files[number].size + shares[number]))
                 shares[number] += piece.stop - piece.start
         try:
-            for file, share in zip(self._files, shares, strict=True):
+            for file, share in zip(self.files, shares, strict=True):
                 file.reserve(share)
         except OSError:
-            for file in self._files:
+            for file in self.files:
                 file.cut()
             raise
-        for file, share in zip(self._files, shares, strict=True):
+        for file, share in zip(self.files, shares, strict=True):
             file.size += share
         return [place.of(area) for area, place in had] + places
 
     def _give_up_places(self, areas: Sequence[Area]) -> None:
         """Free the places of memory whose contents aren't in them any more, but of what is about to go."""
         self._back = [place.of(area) for area, place in split(areas, self._back)[0]]
-        homes = self._homes(mappings_now())
-        self._free_written(split((Area(home.start, home.stop) for home in homes), areas)[1], homes)
+        homes, going = self._homes(mappings_now()), self._going(areas)
+        self._free_written(split((Area(home.start, home.stop) for home in homes), going)[1], homes)
 
     def _give_up_copies(self, areas: Sequence[Area]) -> None:
         """The same for what is awake and nobody has written into: as far as there is memory for it."""
         homes = self._homes(mappings_now())
         awake = (area for area, _ in split(self._awake, homes)[0])  # the rest was freed meanwhile
-        for some in _batches(split(awake, areas)[1]):
+        for some in _batches(split(awake, self._going(areas))[1]):
             if sum(area.stop - area.start for area in some) > free_memory():
                 return
             for area in some:
@@ -384,14 +393,19 @@ class Spill:
                     return  # an older kernel, or there is no memory
             self._free_written(some, homes)
 
+    def _going(self, areas: Iterable[Area]) -> list[Area]:
+        """What is about to go: these, and what others have written."""
+        pending = [Area(place.start, place.stop) for place in self._are_pending()]
+        return merged((area.start, area.stop - area.start) for area in [*areas, *pending])
+
     def _free_written(self, areas: Iterable[Area], homes: Sequence[Place]) -> None:
         """Free the places of pages that somebody has written into. They get them again when they are put away."""
-        tell = [file.tells_written() for file in self._files]
+        tell = [file.tells_written() for file in self.files]
         for area, home in split(areas, homes)[0]:
             for written in written_in(area) if tell[home.file] else ():
                 if self._has_heirs:  # one that was forked before these were written needs them
                     return
-                self._files[home.file].free(home.of(written))
+                self.files[home.file].free(home.of(written))
 
     def has_put_away(self, places: Iterable[Place]) -> None:
         """Note that pages are in the files only."""
@@ -401,8 +415,8 @@ class Spill:
     def _free_unused(self, mappings: Sequence[Mapping]) -> None:
         """Free what no page has a place in, as its memory was freed, or holds zeros."""
         self._back = [each for each in self._back if split([Area(each.start, each.stop)], mappings)[0]]
-        taken = [*self._homes(mappings), *self._back]
-        for number, file in enumerate(self._files):
+        taken = [*self._homes(mappings), *self._back, *self._are_pending()]
+        for number, file in enumerate(self.files):
             file.free_all_but([place for place in taken if place.file == number])
 
     def _homes(self, mappings: Sequence[Mapping]) -> list[Place]:
@@ -418,23 +432,33 @@ _of_process: dict[str | None, Spill] = {}
 """By the folder that was named."""
 
 
-@attrs.frozen
+def kept_open() -> set[int]:
+    """Descriptors of the files of workers that are, or were, threads of this process: pages of it may lie there."""
+    return {file.descriptor for spill in list(_of_process.values()) for file in spill.files}
+
+
+@attrs.frozen(eq=False)
 class Written:
-    """Pages whose contents are in files, too."""
+    """Pages whose contents are in files, too.
+
+    Attributes:
+        files: These.
+        places: Where in them.
+    """
 
     _spill: Spill
-    _files: Sequence[SpillFile]
-    _places: Sequence[Place]
+    files: Sequence[SpillFile]
+    places: Sequence[Place]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def put_away(self) -> None:
         """Have them be in the files only. Nobody may have written into them since they were written there."""
         with _one_at_a_time:
-            self._spill.has_put_away(self._places)
-            for place in self._places:
-                self._files[place.file].replace(place)
+            self._spill.has_put_away(self.places)
+            for place in self.places:
+                self.files[place.file].replace(place)
 
 
 @attrs.frozen

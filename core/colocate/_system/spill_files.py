@@ -27,6 +27,7 @@ class SpillFile:
     """One of them.
 
     Attributes:
+        descriptor: Its, as long as it is open.
         id: What the kernel calls it where it is mapped.
         size: How much of it is given to somebody.
     """
@@ -37,28 +38,28 @@ class SpillFile:
         Raises:
             OSError: It can't be made there, or the kernel doesn't show where it is mapped.
         """
-        self._file = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        self.descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
-            self.id = _shown(self._file, directory)
+            self.id = _shown(self.descriptor, directory)
         except OSError:
-            os.close(self._file)
+            os.close(self.descriptor)
             raise
         self.size = 0
 
     def close(self) -> None:
-        os.close(self._file)
+        os.close(self.descriptor)
 
     def room(self) -> int:
-        return os.fstat(self._file).st_blocks * 512
+        return os.fstat(self.descriptor).st_blocks * 512
 
     def reserve(self, size: int) -> None:
         """Have room for so much more on the disk."""
         if size:
-            os.posix_fallocate(self._file, self.size, size)
+            os.posix_fallocate(self.descriptor, self.size, size)
 
     def cut(self) -> None:
         """Have no room for more than is given to somebody."""
-        os.ftruncate(self._file, self.size)
+        os.ftruncate(self.descriptor, self.size)
 
     def free_all_but(self, places: Sequence[Place]) -> None:
         """Free what has no place in it any more, as its memory was freed."""
@@ -75,7 +76,7 @@ class SpillFile:
         """Whether what isn't written into is told as pages of it. It isn't where the disk is memory (DAX)."""
         if not self.size:
             return True
-        with _first_page(self._file) as page:
+        with _first_page(self.descriptor) as page:
             ctypes.c_char.from_address(page.start).value  # noqa: B018 - it is there then
             return next(written_in(page), None) is None
 
@@ -84,12 +85,12 @@ class SpillFile:
         self._punch(place.offset, place.stop - place.start)
 
     def _punch(self, offset: int, size: int) -> None:
-        check(libc().fallocate(self._file, _PUNCHES, offset, size))
+        check(libc().fallocate(self.descriptor, _PUNCHES, offset, size))
 
     def read(self, start: int, stop: int, offset: int) -> None:
         while start < stop:
             size = min(stop - start, _AT_ONCE_BYTES)
-            done = os.preadv(self._file, [(ctypes.c_char * size).from_address(start)], offset)
+            done = os.preadv(self.descriptor, [(ctypes.c_char * size).from_address(start)], offset)
             if not done:
                 raise OSError(errno.EIO, "the file is shorter than what was put there")
             start, offset = start + done, offset + done
@@ -98,14 +99,14 @@ class SpillFile:
         start, offset = place.start, place.offset
         while start < place.stop:
             size = min(place.stop - start, _AT_ONCE_BYTES)
-            done = os.pwrite(self._file, (ctypes.c_char * size).from_address(start), offset)
+            done = os.pwrite(self.descriptor, (ctypes.c_char * size).from_address(start), offset)
             start, offset = start + done, offset + done
 
     def replace(self, place: Place) -> None:
         """Have memory be what the file has."""
         size, protection = place.stop - place.start, mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | MAP_FIXED
-        if libc().mmap(place.start, size, protection, flags, self._file, place.offset) != place.start:
+        if libc().mmap(place.start, size, protection, flags, self.descriptor, place.offset) != place.start:
             check(-1)
 
 

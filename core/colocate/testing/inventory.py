@@ -18,6 +18,7 @@ import attrs
 import psutil
 
 from colocate._role import torch_groups
+from colocate._system import pages
 from colocate._system.off_main import COURIER
 from colocate.keeper import forks
 from colocate.testing import origins
@@ -251,14 +252,15 @@ def _threads() -> dict[str, Thing]:
 
 def _descriptors() -> dict[str, Thing]:
     found = {}
-    helper, lasting = _helper("_fd"), torch_groups.lasting_descriptors()
+    helper, lasting, spilled = _helper("_fd"), torch_groups.lasting_descriptors(), pages.kept_open()
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # that of the listing itself
             continue
-        if target.startswith(_OF_GPUS) or (number, target) in lasting:  # who has used them has them to the end
+        if target.startswith(_OF_GPUS) or (number, target) in lasting or number in spilled:
+            # Who has used them has them to the end, or as long as memory lies there that Python knows nothing of.
             continue
         if (
             number != helper and not forks.own_descriptor(number) and number > 2

@@ -24,6 +24,7 @@ from colocate._system.tracebacks import frames_of_users, told
 from colocate._values.codec import Codec
 from colocate.errors import (
     CapabilityError,
+    ConfigError,
     DispatchError,
     MemoryBudgetError,
     RoleError,
@@ -34,7 +35,7 @@ from colocate.worker import imports
 from colocate.worker.definitions import Definitions
 
 _OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
-_HOST_ERRORS = (DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
+_HOST_ERRORS = (ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
 _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 

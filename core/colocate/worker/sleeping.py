@@ -92,7 +92,7 @@ class Sleeper:
                 self._spill()
             except ValueError as error:
                 named = "" if self._site.spill_dir is None else f"spill_dir={self._site.spill_dir!r}: "
-                raise ConfigError(f"{named}{error}") from None
+                raise ConfigError(f"{named}{error} (on node {self._site.boot.node})") from None
 
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it, or another one of a device that it keeps.

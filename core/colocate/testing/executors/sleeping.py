@@ -593,7 +593,9 @@ class Sleeping(ExecutorCase):
             ("/nonexistent/spill", "No such file or directory"),
         ):
             with self.connect(spill_dir=folder) as runtime, runtime.reserve(1, cpus=0) as pool:
-                with pytest.raises(RoleStartError, match=rf"\(node .*memory can't sleep here.*{why}.*spill_dir"):
+                with pytest.raises(
+                    RoleStartError, match=rf"rank 0: spill_dir=.*memory can't sleep here.*{why}.*\(on node "
+                ):
                     pool.spawn({"actor": colocate.role(Dozing, 1)})
                 assert pool.state == "ready"
         for wrong in ("spill", b"/var/tmp", 1):
