@@ -287,7 +287,8 @@ def test_small_pieces_that_have_been_away(file: Spill, monkeypatch: pytest.Monke
     put_away(file, small)
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
     assert len(areas_of([piece(small)])) == 1
-    assert areas_of([piece(numbers(5, 8 * PAGE))]) == []
+    region = mmap.mmap(-1, 8 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # where nothing has ever been away
+    assert areas_of([piece(np.frombuffer(region, np.uint8))]) == []
 
 
 def test_files_of_all_threads() -> None:
@@ -317,6 +318,24 @@ def test_files_of_all_threads() -> None:
     anew = Spill.of_process(str(DISK))
     assert anew is not one
     anew.close()
+
+
+def test_a_fork_before_it_goes(file: Spill) -> None:
+    """What was written goes to the files that it was written to, though others put theirs into new ones."""
+    first, array, other = numbers(0), numbers(1), numbers(2)
+    put_away(file, first)
+    areas = areas_of([piece(array)])
+    written = file.write(areas)
+    child = Child(array)
+    put_away(file, other)
+    written.put_away()
+    del written
+    file.bring_back(areas)
+    put_away(file, other)  # which closes them
+    assert (array == numbers(1)).all()
+    assert (other == numbers(2)).all()
+    assert (first == numbers(0)).all()
+    assert (child.finds() == numbers(1)[:: PAGE // 2]).all()
 
 
 def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import colocate
 _HOLDS_MIB = 32
 _MODULES = {
     "inner": f"held = b'x' * ({_HOLDS_MIB} << 20)",
+    "pieces": f"held = [b'x' * 65536 for _ in range({_HOLDS_MIB * 16})]",
     "outer": f"import inner\nheld = b'x' * ({_HOLDS_MIB} << 20)",
     "failing": "import inner\nraise ValueError('on purpose')",
     "waiting": "import script\nscript.begun.set()\nscript.go_on.wait(60)",
@@ -56,6 +57,25 @@ def test_each_import_counts_once(tmp_path: Path) -> None:
         told()
     """
     assert run(tmp_path, script) == [2, 2]
+
+
+@pytest.mark.parametrize("given_back", [False, True])
+def test_import_that_takes_what_was_freed(tmp_path: Path, given_back: bool) -> None:
+    """It counts, whether that was held back or given back to the system."""
+    script = f"""
+        from colocate._system.libc import trim
+        import threading
+
+        held = [b'x' * 65536 for _ in range({_HOLDS_MIB * 32})]
+        last = b'x' * 65536  # so that what is freed isn't at the end of the heap
+        del held
+        if {given_back}:
+            trim()
+        told()
+        import pieces
+        told()
+    """
+    assert run(tmp_path, script) == [0, 1]
 
 
 def test_import_that_fails(tmp_path: Path) -> None:

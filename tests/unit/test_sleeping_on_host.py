@@ -523,6 +523,25 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
         sleeper.close()
 
 
+def test_memory_that_is_let_go_of_amid_a_wake_that_is_refused(site: Any) -> None:
+    """It is there until it sleeps again, and what is told is the refusal."""
+    role = types.SimpleNamespace(cache=np.ones((SIDE, SIDE), np.float32))
+    add(site, role)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep_alone("model")
+
+        def refuse(question: Any) -> None:
+            role.cache = None
+            raise ColocateError("another rank has no room")
+
+        site.ask = refuse
+        assert sleeper.wake("model", TAGS, 1, {}).refusal == "another rank has no room"
+        assert sleeper.asleep.coming("model", TAGS).size == 0
+    finally:
+        sleeper.close()
+
+
 def test_memory_that_was_let_go_of_before_it_moves(site: Any) -> None:
     """Others may lie there: it is left alone."""
     role = types.SimpleNamespace(cache=np.ones((SIDE, SIDE), np.float32), kept=torch.ones(SIDE, SIDE))

@@ -55,8 +55,10 @@ def foreign_allocator() -> str | None:
         )
 
     library, info = libc(), Info()
+    if (version := getattr(library, "gnu_get_libc_version", None)) is None:
+        return "another C library than glibc"
     files = []
-    for function in (library.malloc, library.gnu_get_libc_version):
+    for function in (library.malloc, version):
         library.dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
         files.append(os.fsdecode(info.file or b"an unknown library"))
     return None if files[0] == files[1] else files[0]

@@ -72,7 +72,10 @@ class Heap:
         return max(0, min(free, self._there - in_use + sum(each.stop - each.start for each in asleep)))
 
     def handed_out(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """Bytes of those pieces of memory, addresses and sizes, that are from it, and not mapped by somebody else."""
+        """Bytes of those pieces of memory, addresses and sizes, that are from it, and not mapped by somebody else.
+
+        Where nobody says where it has memory, all of them count.
+        """
         others: list[tuple[int, int]] = []
         found = 0
         for address, size in pieces:

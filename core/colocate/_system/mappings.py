@@ -117,7 +117,13 @@ def without_areas(pieces: Sequence[tuple[int, int]], mappings: Sequence[Mapping]
     if not _are_many(found, mappings):
         return []
     small = [area for area in found if area.stop - area.start < _LEAST_OF_MANY_BYTES]
-    return [start for start, size in pieces if size >= _LEAST_BYTES and split([Area(start, start + size)], small)[0]]
+    starts = [area.start for area in small]
+
+    def is_small(piece: Area) -> bool:
+        at = bisect.bisect_left(starts, piece.stop) - 1  # the last one that begins before it ends
+        return at >= 0 and small[at].stop > piece.start
+
+    return [start for start, size in pieces if size >= _LEAST_BYTES and is_small(Area(start, start + size))]
 
 
 def _are_many(areas: Sequence[Area], mappings: Sequence[Mapping]) -> bool:

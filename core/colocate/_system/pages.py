@@ -121,6 +121,7 @@ class Spill:
         self.directory = directory
         self.files: list[SpillFile] = []
         self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
+        self._old: list[SpillFile] = []  # those of them that are open
         self._users = 0
         self._pending: weakref.WeakSet[Written] = weakref.WeakSet()  # which may yet be put away
         self._begin()
@@ -159,12 +160,21 @@ class Spill:
             raise
         for file in self.files:  # its bytes are there as long as pages are
             self._former.add(file.id)
-            file.close()
+        self._old += self.files
+        self._close_old()
         self.files = files
         self._ids = {file.id: number for number, file in enumerate(files)}
         self._back: list[Place] = []  # of memory that was copied back
         self._awake: list[Area] = []  # was brought back since it was last put away; it may be pages of the files
         self._forks = _forks
+
+    def _close_old(self) -> None:
+        """Close files to which nothing goes any more, but for what was written and is about to go."""
+        used = {file for each in self._pending for file in each.files}
+        for file in self._old:
+            if file not in used:
+                file.close()
+        self._old = [file for file in self._old if file in used]
 
     @property
     def _has_heirs(self) -> bool:
@@ -197,7 +207,7 @@ class Spill:
                 return
             for wanted in shared:
                 del _of_process[wanted]
-            for file in self.files:
+            for file in [*self._old, *self.files]:
                 file.close()
 
     def _is_in_use(self) -> bool:
@@ -260,6 +270,7 @@ class Spill:
             except OSError as error:
                 why = f"{error.strerror}: since a process was forked, what sleeps needs new files in {self.directory}"
                 raise OSError(error.errno, f"{why} (spill_dir)") from error
+        self._close_old()
         mappings = mappings_now()
         there, without = split(areas, self._homes(mappings))
         known = [home.of(area) for area, home in there]

@@ -128,7 +128,7 @@ def _result(crew: Crew, role: str, call: PendingCall, done: str) -> int:
     text = f"role {role!r} of group {crew.name!r} could not be {done}"
     if left := [each.left for each in told if each.left is not None]:
         text += (
-            f": {refusal.refusal}. It isn't as it was: {'; '.join(left)}, and is called again before the role is used"
+            f": {refusal.refusal}. It isn't as it was: {'; '.join(left)}, and is called again when the role is woken"
         )
     else:
         text += f", and is as it was: {refusal.refusal}"

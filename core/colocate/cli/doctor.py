@@ -94,8 +94,11 @@ def _devices() -> dict[str, str]:
 
         names = gpu_names(torch)
         gpus = f"{len(names)} ({names[0]})" if names else "none that torch can use"
-    memory, free = psutil.virtual_memory(), free_memory()
-    of = f" of {memory.total / 2**30:.1f} GiB" if free >= memory.available else ", by the limit of its control group"
+    memory = psutil.virtual_memory()
+    free = free_memory()
+    # Of what is free on the machine there may be less or more by the time that it is asked again.
+    limited = free < 0.9 * memory.available
+    of = ", by the limit of its control group" if limited else f" of {memory.total / 2**30:.1f} GiB"
     return {"CPUs": environment()["cpus"], "memory": f"{free / 2**30:.1f} GiB free{of}", "GPUs": gpus}
 
 

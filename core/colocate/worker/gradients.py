@@ -57,7 +57,8 @@ class Gradients:
     def moved(self, role: str) -> None:
         """Memory of a role sleeps, or is there again: its gradients aren't where somebody has seen them."""
         if role in self._known:
-            self._known = {**self._known, **_known(self._leaves_of([role]))}
+            others = {name: pieces for name, pieces in self._known.items() if name != role}
+            self._known = {**others, **_known(self._leaves_of([role]))}
 
     def _look(self, asked: threading.Event) -> None:
         leaves = self._leaves

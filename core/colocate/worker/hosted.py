@@ -68,7 +68,7 @@ class HostedRole:
         hook = self.hook(name)
         if hook is None:
             return False
-        self.run_hook(hook, *args)
+        self.run_hook(hook, *args, name=name)
         return True
 
     def hook(self, name: str) -> Any:
@@ -76,11 +76,11 @@ class HostedRole:
         hook = None if name in self.methods else getattr(self.instance, name, None)
         return hook if callable(hook) else None
 
-    def run_hook(self, hook: Callable[..., Any], *args: Any) -> None:
+    def run_hook(self, hook: Callable[..., Any], *args: Any, name: str = "the hook") -> None:
         """Run a method that isn't one for its callers, to its end where it is async."""
         token = set_current(self.ctx)
         try:
-            self.run(_run_to_its_end, hook, *args)
+            self.run(_run_to_its_end, name, hook, *args)
         finally:
             reset_current(token)
 
@@ -119,9 +119,9 @@ class HostedRole:
         return self._labels.get(method) or f"function {method}"
 
 
-def _run_to_its_end(hook: Callable[..., Any], *args: Any) -> None:
+def _run_to_its_end(name: str, hook: Callable[..., Any], *args: Any) -> None:
     found = hook(*args)
     if inspect.iscoroutine(found):
         awaited(found)
     elif inspect.isgenerator(found) or inspect.isasyncgen(found):
-        raise TypeError(f"{hook.__name__}() is a generator, of which nothing runs: have it do all, and yield nothing")
+        raise TypeError(f"{name}() is a generator, of which nothing runs: have it do all, and yield nothing")

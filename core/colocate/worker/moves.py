@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -174,6 +175,15 @@ class Coming:
         self.on_device = sum(self.pieces.values()) if device == "cpu" else self._stored
         self._held: dict[int, Any] = {}
         self._left: set[int] = set()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which it is there."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.let_go()
 
     def hold(self) -> None:
         """It is about to come, and is there until `let_go`. Where something isn't any more, others may lie."""

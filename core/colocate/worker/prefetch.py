@@ -91,6 +91,7 @@ class Prefetch:
         if moves is None:
             return set()
         moves.is_over.wait()
+        moves.coming.let_go()
         self._moves = None
         stayed = moves.going.keys() - moves.gone
         for each in stayed:

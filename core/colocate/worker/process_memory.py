@@ -92,21 +92,25 @@ class ProcessMemory:
         # Taken already, it is part of another import, or beside that of another thread. Who has it never waits.
         if self._importing.acquire(blocking=False):
             try:
-                malloced = Malloced.now()
-                self._before, self._in_use_before = private_bytes() - malloced.free, malloced.in_use
-            except OSError:  # no descriptor is free, which isn't the module's fault
-                self._importing.release()
-            else:
+                self._before, self._in_use_before = self._taken(), Malloced.now().in_use
                 self._outermost = spec
+            except OSError:  # no descriptor is free, which isn't the module's fault
+                pass
+            finally:
+                if self._outermost is not spec:
+                    self._importing.release()
 
     def _ends(self, spec: ModuleSpec) -> None:
         if self._outermost is spec:
             with contextlib.suppress(OSError):
-                malloced = Malloced.now()
-                self.code += private_bytes() - malloced.free - self._before
-                self._in_use += malloced.in_use - self._in_use_before
+                self.code += self._taken() - self._before
+                self._in_use += Malloced.now().in_use - self._in_use_before
             self._outermost = None
             self._importing.release()
+
+    def _taken(self) -> int:
+        """What isn't only held back: an import may take it from that. What sleeps does so before and after one."""
+        return private_bytes() - Heap().held_back({})
 
 
 def private_bytes() -> int:

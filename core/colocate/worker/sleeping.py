@@ -196,7 +196,8 @@ class Sleeper:
             self.bring_back(coming, writes=True)
             return lambda: coming.size
 
-        outcome = self._all_or_none(role, members, begin, lambda: self._put_back(coming))
+        with coming.held():
+            outcome = self._all_or_none(role, members, begin, lambda: self._put_back(coming))
         if outcome.refusal is None:
             self.have_come(coming, writes=True)
             self.asleep.remove(name, coming)
@@ -250,7 +251,8 @@ class Sleeper:
             return 0
         assert role.name is not None
         coming = self.asleep.coming(role.name, asleep)
-        self.bring_back(coming, writes)
+        with coming.held():
+            self.bring_back(coming, writes)
         self.have_come(coming, writes)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, asleep)
@@ -457,23 +459,20 @@ class Sleeper:
         """Have it be in memory.
 
         Args:
-            coming: What comes.
+            coming: What comes, which is held.
             writes: Whether the role is about to train; else its memory is put away again at no cost.
 
         Raises:
             OSError: It can't be read.
             MemoryError: The device hasn't that much.
         """
-        coming.hold()
+        self._offload.bring_back(coming.storages)
         try:
-            self._offload.bring_back(coming.storages)
             if self._files is not None:  # else no page has gone there
                 self._files.bring_back(coming.areas, coming.written() if writes else ())
         except OSError:
             self._put_back(coming)
             raise
-        finally:
-            coming.let_go()
 
     def _put_back(self, coming: Coming) -> None:
         """It has just come, some of it at least, and sleeps still."""
