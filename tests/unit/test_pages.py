@@ -47,6 +47,11 @@ def numbers(seed: int, nbytes: int = BIG) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, nbytes, dtype=np.uint8)
 
 
+def never_away(nbytes: int) -> np.ndarray:
+    """Memory where nobody else's has been, which might be in a file yet."""
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
 def in_memory(array: np.ndarray) -> int:
     """How many of the pages that lie in an array are in memory."""
     (area,) = areas_of([piece(array)])
@@ -274,7 +279,7 @@ def test_what_can_not_be_taken() -> None:
 
 def test_small_pieces_stay_when_mappings_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may take two, and there is no sleep at all when there would be too many."""
-    small, large = numbers(4, 8 * PAGE), numbers(5, 32 * PAGE)
+    small, large = never_away(8 * PAGE), numbers(5, 32 * PAGE)
     assert len(areas_of([piece(small), piece(large)])) == 2
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
     (area,) = areas_of([piece(small), piece(large)])
@@ -287,8 +292,7 @@ def test_small_pieces_that_have_been_away(file: Spill, monkeypatch: pytest.Monke
     put_away(file, small)
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
     assert len(areas_of([piece(small)])) == 1
-    region = mmap.mmap(-1, 8 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # where nothing has ever been away
-    assert areas_of([piece(np.frombuffer(region, np.uint8))]) == []
+    assert areas_of([piece(never_away(8 * PAGE))]) == []
 
 
 def test_files_of_all_threads() -> None:
