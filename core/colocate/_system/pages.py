@@ -192,6 +192,7 @@ class Spill:
             ValueError: There is none; see `somewhere`.
         """
         with _one_at_a_time:
+            _close_unused()
             found = _of_process.get(wanted)
             if found is None:
                 found = _of_process[wanted] = cls.somewhere(wanted)
@@ -201,14 +202,22 @@ class Spill:
     def close(self) -> None:
         """Nothing more is put away there. Its bytes are freed when no page refers to them any more."""
         with _one_at_a_time:
-            shared = [wanted for wanted, each in _of_process.items() if each is self]
-            self._users -= 1
-            if shared and (self._users or self._is_in_use()):
+            if self not in _of_process.values():
+                self._close()
                 return
-            for wanted in shared:
-                del _of_process[wanted]
-            for file in [*self._old, *self.files]:
-                file.close()
+            self._users -= 1
+            _close_unused()
+
+    def _close(self) -> None:
+        for file in [*self._old, *self.files]:
+            file.close()
+
+    def close_if_unused(self) -> bool:
+        """The same for files that nobody uses: when there are no pages in them any more; whether that is so."""
+        if self._users or self._is_in_use():
+            return False
+        self._close()
+        return True
 
     def _is_in_use(self) -> bool:
         """Free what isn't; whether there are pages in the files."""
@@ -441,6 +450,12 @@ class Spill:
 
 _of_process: dict[str | None, Spill] = {}
 """By the folder that was named."""
+
+
+def _close_unused() -> None:
+    for wanted, each in list(_of_process.items()):
+        if each.close_if_unused():
+            del _of_process[wanted]
 
 
 def kept_open() -> set[int]:

@@ -127,9 +127,7 @@ def _result(crew: Crew, role: str, call: PendingCall, done: str) -> int:
         return sum(each.nbytes for each in told)
     text = f"role {role!r} of group {crew.name!r} could not be {done}"
     if left := [each.left for each in told if each.left is not None]:
-        text += (
-            f": {refusal.refusal}. It isn't as it was: {'; '.join(left)}, and is called again when the role is woken"
-        )
+        text += f": {refusal.refusal}. It isn't as it was: {'; '.join(left)}"
     else:
         text += f", and is as it was: {refusal.refusal}"
     if refusal.fits:

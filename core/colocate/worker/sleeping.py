@@ -167,8 +167,8 @@ class Sleeper:
             self.asleep.add(name, *seen)
             trim()  # who has a role sleep wants memory: also what was freed before, in pieces that `malloc` keeps
         elif not set(new).isdisjoint(self.asleep.tags(name)):
-            where = f"rank {role.ctx.rank} (node {role.ctx.node})"
-            return attrs.evolve(outcome, left=f"wake() on {where} has raised {self.asleep.why[name]}")
+            raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
+            return attrs.evolve(outcome, left=f"{raised}, and is called again when the role is woken")
         return outcome
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
@@ -196,8 +196,18 @@ class Sleeper:
             self.bring_back(coming, writes=True)
             return lambda: coming.size
 
+        left: list[str] = []
+
+        def undo() -> None:
+            try:
+                self._put_back(coming)
+            except OSError as error:  # it is there, and comes at no cost the next time
+                left.append(f"what had come back to {_rank(role)} has no room where it was ({error})")
+
         with coming.held():
-            outcome = self._all_or_none(role, members, begin, lambda: self._put_back(coming))
+            outcome = self._all_or_none(role, members, begin, undo)
+        if left:
+            outcome = attrs.evolve(outcome, left=left[0])
         if outcome.refusal is None:
             self.have_come(coming, writes=True)
             self.asleep.remove(name, coming)
@@ -329,7 +339,7 @@ class Sleeper:
             fits = not isinstance(error, MemoryError) and getattr(error, "errno", 0) not in _NO_ROOM
             own = isinstance(error, (OSError, MemoryError, ValueError, ColocateError))
             what = "" if own else f"{type(error).__name__}: "
-            refusal = f"rank {role.ctx.rank} (node {role.ctx.node}): {what}{error}"
+            refusal = f"{_rank(role)}: {what}{error}"
         try:
             refusal = self._agree(members, refusal)
         except PutBack:
@@ -494,3 +504,7 @@ class Sleeper:
         if self._files is None:
             self._files = (Spill.of_process if self._site.in_process else Spill.somewhere)(self._site.spill_dir)
         return self._files
+
+
+def _rank(role: HostedRole) -> str:
+    return f"rank {role.ctx.rank} (node {role.ctx.node})"
