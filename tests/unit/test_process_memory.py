@@ -63,7 +63,7 @@ def test_each_import_counts_once(tmp_path: Path) -> None:
 def test_import_that_takes_what_was_freed(tmp_path: Path, given_back: bool) -> None:
     """It counts, whether that was held back or given back to the system."""
     script = f"""
-        from colocate._system.libc import trim
+        from colocate._system.malloc import trim
         import threading
 
         held = [b'x' * 65536 for _ in range({_HOLDS_MIB * 32})]

@@ -35,13 +35,6 @@ def check(result: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-def trim() -> None:
-    """Have `malloc` give back what it holds and nobody uses; some libraries have no way to ask for it."""
-    function = getattr(libc(), "malloc_trim", None)
-    if function is not None:
-        function(ctypes.c_size_t(0))
-
-
 @functools.cache
 def foreign_allocator() -> str | None:
     """The file of the library that `malloc` is from, when that isn't the C library."""

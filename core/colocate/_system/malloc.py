@@ -44,6 +44,23 @@ class Malloced(NamedTuple):
         return cls(in_use + _of_small_objects(), 0 if told is None else told.fordblks)
 
 
+_has_trimmed = False
+
+
+def trim() -> None:
+    """Have `malloc` give back what it holds and nobody uses; some libraries have no way to ask for it."""
+    global _has_trimmed
+    function = getattr(libc(), "malloc_trim", None)
+    if function is not None:
+        _has_trimmed = True
+        function(ctypes.c_size_t(0))
+
+
+def held_back_by_now() -> int:
+    """About what was freed and is in memory still: nobody looks at pages before some were given back."""
+    return Heap().held_back({}) if _has_trimmed else Malloced.now().free
+
+
 class Heap:
     """What `malloc` has handed out, and has of what was freed, as it is now."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
-from colocate._system.malloc import Heap, Malloced
+from colocate._system.malloc import Heap, Malloced, held_back_by_now
 
 
 class InFiles(NamedTuple):
@@ -44,10 +44,9 @@ class ProcessMemory:
 
     def begin(self) -> None:
         """The worker is empty now."""
-        private, malloced = private_bytes(), Malloced.now()
-        self.empty = private - malloced.free
+        self.empty = self._taken()
         self.code, self._before = 0, self.empty
-        self._in_use = self._in_use_before = malloced.in_use
+        self._in_use = self._in_use_before = Malloced.now().in_use
 
     def look(
         self, files: InFiles, owned: int, pinned: int, pieces: Iterable[tuple[int, int]], away: Mapping[int, int]
@@ -110,7 +109,7 @@ class ProcessMemory:
 
     def _taken(self) -> int:
         """What isn't only held back: an import may take it from that. What sleeps does so before and after one."""
-        return private_bytes() - Heap().held_back({})
+        return private_bytes() - held_back_by_now()
 
 
 def private_bytes() -> int:

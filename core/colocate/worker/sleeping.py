@@ -21,7 +21,7 @@ from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system import mappings
 from colocate._system.jobs import error_text
-from colocate._system.libc import trim
+from colocate._system.malloc import trim
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
