@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import abc
 import math
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,7 +20,10 @@ from colocate import Role, method
 
 _PART = "group.memory() of 1,000 tensors, CPU time beside that of an empty role"
 _BESIDE = "the same beside a walk by hand over modules and optimizer"
+_CALLS = "calls of a process, while somebody asks once a second for its memory"
 _LOOKS = 200
+_ROUNDS = 10
+_CALLS_OF_A_SECOND = 5000
 _LAYERS = 100
 
 
@@ -124,6 +129,26 @@ def rows() -> Iterator[Row]:
         yield Row(_PART, name, (least[role] - least[Nothing]) * 1e3 / (role.tensors / 1000), "ms", 1.0)
     for name, role in roles.items():
         yield Row(_BESIDE, name, (least[role] - least[Nothing]) / least[like[role]], "x")
+    yield Row(_CALLS, "beside nobody", _beside_looks(), "x", 1.02)
+
+
+def _beside_looks() -> float:
+    """How long about a second of calls takes, beside as many while nobody asks; in turns."""
+    took: dict[bool, list[float]] = {False: [], True: []}
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"role": colocate.role(Layers)})
+        view = group.role("role", Layers)
+        for asked in [False, True] * _ROUNDS:
+            asking = threading.Thread(target=group.memory)
+            began = time.perf_counter()
+            if asked:
+                asking.start()
+            for _ in range(_CALLS_OF_A_SECOND):
+                view.nothing()
+            took[asked].append(time.perf_counter() - began)
+            if asked:
+                asking.join()
+    return statistics.median(took[True]) / statistics.median(took[False])
 
 
 def _seconds(look: Callable[[], object]) -> float:
