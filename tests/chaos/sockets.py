@@ -13,6 +13,7 @@ from typing import Any
 from tests.chaos.programs import PEERS
 
 from colocate import ColocatedGroup, Runtime
+from colocate._crew.worker import NOT_LAUNCHED
 
 _PIDFD_GETFD = 438
 _ACCEPTS = 0x10000  # the flag of a listening socket in /proc/net/unix
@@ -40,15 +41,15 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
         _drop_peer(group, slot, target == "peer listener")
         return
     owner: Any = group._node.workforce.workers[slot].host
+    if owner is NOT_LAUNCHED:
+        raise NoSuchSocket(target)
     if target == "keeper listener":
         _drop_listener(owner.slot.address)
         return
     if target == "lane":
-        lane = getattr(owner, "_lane", None)
-        sock = None if lane is None else lane._sock
+        sock = None if owner._lane is None else owner._lane._sock
     elif target == "keeper":
-        commands = owner.slot._commands if hasattr(owner, "slot") else None
-        sock = None if commands is None else commands._sock
+        sock = None if owner.slot._commands is None else owner.slot._commands._sock
     else:
         executor: Any = runtime._node.services.executor
         sock = executor._envoy._lane._sock
