@@ -389,6 +389,7 @@ class TestRoles:
         site: Any = worker
         site.sleeper = Sleeper(worker)
         site.residency = SimpleNamespace(settle=lambda: None, make_room=lambda name: None)
+        site.accounts = SimpleNamespace(moved=lambda name: None)
         functions: Any = Functions(site)
         token = set_current(standalone_context("role"))
         try:
