@@ -20,10 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate._system import mappings, pages, spill_files
+from colocate._system import mappings, pages, shared_spill, spill_files
+from colocate._system.emptying import Emptying
 from colocate._system.libc import libc
 from colocate._system.mappings import PAGE, Area, Mapping, areas_of, mapping, mappings_now, own
-from colocate._system.pages import Emptying, Spill
+from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.spill_files import MAP_FIXED
 
@@ -230,7 +231,7 @@ def test_no_mappings_to_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's limit is told before anything is done."""
     emptying = Emptying.of([piece(numbers(15))])
     most = len(mappings_now()) + 4
-    monkeypatch.setattr(pages, "most_mappings", lambda: most)
+    monkeypatch.setattr(mappings, "most_mappings", lambda: most)
     with pytest.raises(OSError, match=r"vm\.max_map_count"):
         emptying.check(beside=8)
 
@@ -297,7 +298,7 @@ def test_small_pieces_that_have_been_away(file: Spill, monkeypatch: pytest.Monke
 
 def test_files_of_all_threads() -> None:
     """They stay as long as something lies there, of whichever worker, and no longer."""
-    one, other = Spill.of_process(str(DISK)), Spill.of_process(str(DISK))
+    one, other = shared_spill.take(str(DISK)), shared_spill.take(str(DISK))
     assert one is other
     regions = [mmap.mmap(-1, BIG, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
     array, beside = (np.frombuffer(region, np.uint8) for region in regions)
@@ -310,18 +311,19 @@ def test_files_of_all_threads() -> None:
     assert (array == numbers(2)).all()
     assert (beside == numbers(1)).all()
     del beside
-    one.close()
-    other.close()
+    shared_spill.give_back(one)
+    shared_spill.give_back(other)
+    assert shared_spill.kept_open() >= set(one.descriptors)
     assert (array == numbers(2)).all()
-    again = Spill.of_process(str(DISK))
+    again = shared_spill.take(str(DISK))
     assert again is one
     del array
     for region in regions:
         region.close()
-    again.close()
-    anew = Spill.of_process(str(DISK))
+    shared_spill.give_back(again)
+    anew = shared_spill.take(str(DISK))
     assert anew is not one
-    anew.close()
+    shared_spill.give_back(anew)
 
 
 def test_a_fork_before_it_goes(file: Spill) -> None:
@@ -706,7 +708,7 @@ def test_too_many_mappings(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None
     array = numbers(6)
     areas = areas_of([piece(array)])
     most = len(mappings_now())
-    monkeypatch.setattr(pages, "most_mappings", lambda: most)
+    monkeypatch.setattr(mappings, "most_mappings", lambda: most)
     with pytest.raises(OSError, match=r"vm\.max_map_count"):
         file.write(areas)
 

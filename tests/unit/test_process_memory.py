@@ -179,6 +179,27 @@ def test_where_the_kernel_does_not_say_what_is_held_back(tmp_path: Path) -> None
     assert run(tmp_path, script) == [1, 1]
 
 
+def test_what_begins_before_its_file(tmp_path: Path) -> None:
+    """Of a piece, a part that isn't in its file any more is where it is; the rest counts as the file has it."""
+    script = """
+        import mmap, os
+        from ctypes import addressof, c_char, memset
+        from colocate._system.libc import libc
+        from colocate._system.mappings import PAGE
+        from colocate._system.spill_files import MAP_FIXED
+
+        size, access, private = 4 * PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+        with open("weights", "wb") as file:
+            file.write(bytes(size))
+        with open("weights", "r+b") as file:
+            start = libc().mmap(None, size, access, private, file.fileno(), 0)
+        assert libc().mmap(start, 2 * PAGE, access, private | mmap.MAP_ANONYMOUS | MAP_FIXED, -1, 0) == start
+        found = process_memory.in_files({start: size}, None)
+        assert found == process_memory.InFiles(0, 2 * PAGE), found
+    """
+    assert run(tmp_path, script) == []
+
+
 NOTHING = "process_memory.InFiles(0, 0), 0, 0, [], {}"
 
 

@@ -425,7 +425,7 @@ def test_discard_without_room_in_the_tables(site: Any, monkeypatch: pytest.Monke
     before = [each.clone() for each in model.pieces()]
     sleeper = Sleeper(site)
     with monkeypatch.context() as patch:
-        patch.setattr(pages, "most_mappings", lambda: len(pages.mappings_now()))
+        patch.setattr(mappings, "most_mappings", lambda: len(mappings.mappings_now()))
         outcome = sleeper.sleep("model", ("grads",), ("grads",), 1)
     assert "vm.max_map_count" in (outcome.refusal or "")
     assert not outcome.fits
@@ -531,11 +531,11 @@ def test_memory_that_is_let_go_of_amid_a_wake_that_is_refused(site: Any) -> None
     try:
         sleeper.sleep_alone("model")
 
-        def refuse(question: Any) -> None:
+        def let_go_and_refuse(question: Any) -> None:
             role.cache = None
-            raise ColocateError("another rank has no room")
+            refuse(question)
 
-        site.ask = refuse
+        site.ask = let_go_and_refuse
         assert sleeper.wake("model", TAGS, 1, {}).refusal == "another rank has no room"
         assert sleeper.asleep.coming("model", TAGS).size == 0
     finally:
@@ -564,13 +564,76 @@ def test_more_pieces_than_mappings(site: Any, monkeypatch: pytest.MonkeyPatch) -
     add(site, types.SimpleNamespace(small=[torch.ones(size // 4) for _ in range(3)], kept=torch.ones(SIDE, SIDE)))
     sleeper = Sleeper(site)
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * len(mappings.mappings_now()))
-    monkeypatch.setattr(pages, "most_mappings", lambda: 1 << 20)
     try:
         assert sleeper.sleep_alone("model") == pytest.approx(PIECE, rel=0.02)
         assert sleeper.asleep.kept_awake("model") == {moves.SMALL: 3 * size}
         assert sum(sleeper.asleep.away.values()) == PIECE
     finally:
         sleeper.close()
+
+
+class Stubborn:
+    """Has put away something of its own, and can't take it back at first."""
+
+    def __init__(self) -> None:
+        self.cache = torch.ones(SIDE, SIDE)
+        self.refuses = True
+
+    def sleep(self, tags: Any) -> None:
+        """It goes."""
+
+    def wake(self, tags: Any) -> None:
+        """It doesn't come."""
+        if self.refuses:
+            raise RuntimeError("nothing comes back")
+
+
+def test_a_turn_that_can_not_be_undone(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the role has put away by its own means sleeps, and comes when the role is woken."""
+    role = add(site, Stubborn())
+    sleeper = Sleeper(site)
+
+    def fail() -> int:
+        raise OSError("no more")
+
+    monkeypatch.setattr(sleeper, "copy_out", lambda going, again: fail)
+    with pytest.raises(OSError, match="no more") as caught:
+        sleeper.sleep_alone("model")
+    assert caught.value.__notes__ == ["then its wake() raised RuntimeError: nothing comes back"]
+    assert sleeper.asleep.tags("model") == TAGS
+    role.instance.refuses = False
+    assert sleeper.wake_alone(role) == 0
+    assert sleeper.asleep.tags("model") == ()
+
+
+def test_a_wake_that_is_refused_and_can_not_be_undone(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal is told, and what of it isn't as it was; the role wakes the next time."""
+    model = Model()
+    add(site, model)
+    before = [piece.clone() for piece in model.pieces()]
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, (), 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(site, "ask", refuse)
+            patch.setattr(sleeper, "_put_back", full)
+            outcome = sleeper.wake("model", TAGS, 1, {})
+        assert outcome.refusal == "another rank has no room"
+        assert "has no room where it was" in (outcome.left or "")
+        assert sleeper.wake("model", TAGS, 1, {}).refusal is None
+        assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+    finally:
+        sleeper.close()
+
+
+def refuse(question: Any) -> None:
+    """As the driver does when a rank can't."""
+    raise ColocateError("another rank has no room")
+
+
+def full(coming: Any) -> None:
+    """As a disk that others have filled meanwhile."""
+    raise OSError(28, "No space left on device")
 
 
 def test_a_hook_that_is_a_generator(site: Any) -> None:

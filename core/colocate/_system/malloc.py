@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from colocate._system.libc import libc
 from colocate._system.mappings import PAGE, Area, mappings_now, present_in, whole_pages
@@ -24,24 +24,14 @@ _FLAGS, _IS_MAPPED = 7, 2  # of a piece's size, which is a multiple of 16
 _START_OF_FIRST = 44  # in `/proc/self/stat`, behind the name
 
 
-class Malloced(NamedTuple):
-    """What they say; nothing where they don't (glibc before 2.33, musl, an interpreter with another allocator).
+def in_use() -> int:
+    """Bytes that were asked for and not freed, with what each piece is rounded up by.
 
-    Attributes:
-        in_use: What was asked for and not freed, with what each piece is rounded up by. The interpreter takes memory in
-            large pieces: with what it has in these for objects to come.
-        free: What was freed and not given back. What of it isn't in memory is free to others all the same.
+    The interpreter takes memory in large pieces: with what it has in these for objects to come. Nothing where nobody
+    tells it (glibc before 2.33, musl, an interpreter with another allocator).
     """
-
-    in_use: int
-    free: int
-
-    @classmethod
-    def now(cls) -> Malloced:
-        """As it is now, in all of its arenas."""
-        told = _told()
-        in_use = 0 if told is None else told.uordblks + told.hblkhd
-        return cls(in_use + _of_small_objects(), 0 if told is None else told.fordblks)
+    told = _told()
+    return _of_small_objects() + (0 if told is None else int(told.uordblks + told.hblkhd))
 
 
 _has_trimmed = False
@@ -58,7 +48,9 @@ def trim() -> None:
 
 def held_back_by_now() -> int:
     """About what was freed and is in memory still: nobody looks at pages before some were given back."""
-    return Heap().held_back({}) if _has_trimmed else Malloced.now().free
+    if _has_trimmed:
+        return Heap().held_back({})
+    return 0 if (told := _told()) is None else int(told.fordblks)
 
 
 class Heap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import errno
 import mmap
 import os
 import re
@@ -280,6 +281,19 @@ def pages_of_files(most: Callable[[Mapping], int]) -> int:
 def most_mappings() -> int:
     """How many the system allows a process to have."""
     return int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+def refuse_too_many(number: int) -> None:
+    """Raise when the process would have more mappings than it may.
+
+    Raises:
+        OSError: It would.
+    """
+    if number > most_mappings():
+        raise OSError(
+            errno.ENOMEM,
+            f"the process would have more memory mappings than the system allows (vm.max_map_count, {most_mappings()})",
+        )
 
 
 def mapping(line: str) -> Mapping:

@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import threading
 import weakref
@@ -46,18 +45,17 @@ from colocate._system.mappings import (
     FileId,
     Mapping,
     Place,
-    areas_of,
     joined,
     mappings_now,
     merged,
-    most_mappings,
     pages_of_files,
+    refuse_too_many,
     split,
     written_in,
 )
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
-from colocate._system.spill_files import LARGE_PAGE, MAP_FIXED, Copy, SpillFile, file_system
+from colocate._system.spill_files import LARGE_PAGE, Copy, SpillFile, file_system
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -122,7 +120,6 @@ class Spill:
         self.files: list[SpillFile] = []
         self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
         self._old: list[SpillFile] = []  # those of them that are open
-        self._users = 0
         self._pending: weakref.WeakSet[Written] = weakref.WeakSet()  # which may yet be put away
         self._begin()
 
@@ -181,52 +178,25 @@ class Spill:
         """Whether a process may have been forked that has pages of the files."""
         return self._forks != _forks and any(file.size for file in self.files)
 
-    @classmethod
-    def of_process(cls, wanted: str | None) -> Spill:
-        """That of all workers that are threads of this process, also of later ones.
-
-        What is freed there is `malloc`'s again, which has somebody else lie in the same pages of the files: these would
-        stay for all that time, and each worker's files with them.
-
-        Raises:
-            ValueError: There is none; see `somewhere`.
-        """
-        with _one_at_a_time:
-            _close_unused()
-            found = _of_process.get(wanted)
-            if found is None:
-                found = _of_process[wanted] = cls.somewhere(wanted)
-            found._users += 1
-            return found
-
     def close(self) -> None:
         """Nothing more is put away there. Its bytes are freed when no page refers to them any more."""
-        with _one_at_a_time:
-            if self not in _of_process.values():
-                self._close()
-                return
-            self._users -= 1
-            _close_unused()
-
-    def _close(self) -> None:
         for file in [*self._old, *self.files]:
             file.close()
 
-    def close_if_unused(self) -> bool:
-        """The same for files that nobody uses: when there are no pages in them any more; whether that is so."""
-        if self._users or self._is_in_use():
-            return False
-        self._close()
-        return True
+    def is_in_use(self) -> bool:
+        """Free all that isn't, once nobody puts anything there; whether there are pages in the files."""
+        with _one_at_a_time:
+            self._back = []
+            mappings = mappings_now()
+            if not self._has_heirs:
+                with contextlib.suppress(OSError):  # it is tried again when something is written there
+                    self._free_unused(mappings)
+            return bool(self._homes(mappings))
 
-    def _is_in_use(self) -> bool:
-        """Free what isn't; whether there are pages in the files."""
-        self._back = []
-        mappings = mappings_now()
-        if not self._has_heirs:
-            with contextlib.suppress(OSError):  # it is tried again when something is written there
-                self._free_unused(mappings)
-        return bool(self._homes(mappings))
+    @property
+    def descriptors(self) -> list[int]:
+        """Those of the files that are open."""
+        return [file.descriptor for file in [*self._old, *self.files]]
 
     def room(self) -> int:
         """Bytes that the files take on the disk."""
@@ -284,7 +254,7 @@ class Spill:
         there, without = split(areas, self._homes(mappings))
         known = [home.of(area) for area, home in there]
         new = self._placed(without, mappings)
-        _refuse_too_many(len(mappings) + 2 * len(known + new))
+        refuse_too_many(len(mappings) + 2 * len(known + new))
 
         def write(number: int) -> None:
             file = self.files[number]
@@ -448,21 +418,6 @@ class Spill:
         ]
 
 
-_of_process: dict[str | None, Spill] = {}
-"""By the folder that was named."""
-
-
-def _close_unused() -> None:
-    for wanted, each in list(_of_process.items()):
-        if each.close_if_unused():
-            del _of_process[wanted]
-
-
-def kept_open() -> set[int]:
-    """Descriptors of the files of workers that are, or were, threads of this process: pages of it may lie there."""
-    return {file.descriptor for spill in list(_of_process.values()) for file in spill.files}
-
-
 @attrs.frozen(eq=False)
 class Written:
     """Pages whose contents are in files, too.
@@ -485,59 +440,6 @@ class Written:
             self._spill.has_put_away(self.places)
             for place in self.places:
                 self.files[place.file].replace(place)
-
-
-@attrs.frozen
-class Emptying:
-    """Memory of this process's own that is to hold zeros.
-
-    Attributes:
-        areas: Pages of it, which take no memory then.
-        rest: The rest, which shares its pages with something else.
-    """
-
-    areas: Sequence[Area]
-    rest: Sequence[Area]
-
-    @classmethod
-    def of(cls, pieces: Iterable[tuple[int, int]]) -> Emptying:
-        """That of pieces, by addresses and sizes."""
-        wholes = merged(pieces)
-        areas = areas_of((start, stop - start) for start, stop in wholes)
-        return cls(areas, split(wholes, areas)[1])
-
-    def check(self, beside: int = 0) -> None:
-        """Look whether it can be done.
-
-        Args:
-            beside: How many other pieces of memory are put away with it.
-
-        Raises:
-            OSError: The kernel's tables have no room for it.
-        """
-        _refuse_too_many(len(mappings_now()) + 2 * (len(self.areas) + beside))
-
-    def empty(self) -> None:
-        """Have it hold zeros, whether it is in memory or in a file."""
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        for start, stop in self.areas:
-            if libc().mmap(start, stop - start, protection, flags, -1, 0) != start:
-                check(-1)
-        for start, stop in self.rest:
-            ctypes.memset(start, 0, stop - start)
-
-
-def _refuse_too_many(mappings: int) -> None:
-    """Raise when the process would have more mappings than it may.
-
-    Raises:
-        OSError: It would.
-    """
-    if mappings > most_mappings():
-        raise OSError(
-            errno.ENOMEM,
-            f"the process would have more memory mappings than the system allows (vm.max_map_count, {most_mappings()})",
-        )
 
 
 def _most_threads() -> int:

@@ -6,7 +6,7 @@ import importlib.util
 import platform
 import shutil
 from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ def examine(
     file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
     """Show what there is; exit status 1 when a config is given that would not work here."""
-    devices = {**_devices(), "memory that sleeps": _place_for_what_sleeps(file, executor, changes, allow_import)}
+    wanted, faults = (None, []) if file is None else _examined(file, executor, changes, allow_import)
+    devices = {**_devices(), "memory that sleeps": _place_for_what_sleeps(wanted)}
     found = [(plugin, plugin.fault()) for plugin in plugins()]
-    faults = [] if file is None else faults_of(file, executor, changes, allow_import)
     if json:
         told = [{**attrs.asdict(plugin), "fault": fault and fault.message} for plugin, fault in found]
         data = {"versions": environment(), "devices": devices, "plugins": told}
@@ -52,20 +52,26 @@ def examine(
     return 1 if faults else 0
 
 
-def faults_of(
-    file: Path, executor: str | None, changes: Iterable[str], allow_import: bool = True
-) -> list[ColocateError]:
-    """Why a config would not work on this machine: its mistakes, or what its executor says to its pools."""
+def _examined(
+    file: Path, executor: str | None, changes: Iterable[str], allow_import: bool
+) -> tuple[str | None, list[ColocateError]]:
+    """The folder that a config names for what sleeps, and why it would not work on this machine.
+
+    That is its mistakes, or what its executor says to its pools.
+    """
+    wanted: str | None = None
     try:
-        _reserve_all(load(file, executor, changes, allow_import=allow_import))
+        config = load(file, executor, changes, allow_import=allow_import)
+        wanted = config.executor.with_.get(_SPILL_DIR)
+        _reserve_all(config)
     except ColocateError as error:
-        return [error]
+        return wanted, [error]
     except ExceptionGroup as group:
         ours, others = group.split(ColocateError)
         if ours is None or others is not None:
             raise
-        return leaves(ours)
-    return []
+        return wanted, leaves(ours)
+    return wanted, []
 
 
 def _reserve_all(config: Config) -> None:
@@ -102,12 +108,8 @@ def _devices() -> dict[str, str]:
     return {"CPUs": environment()["cpus"], "memory": f"{free / 2**30:.1f} GiB free{of}", "GPUs": gpus}
 
 
-def _place_for_what_sleeps(file: Path | None, executor: str | None, changes: Iterable[str], allow_import: bool) -> str:
+def _place_for_what_sleeps(wanted: str | None) -> str:
     """Where the host's memory goes when roles sleep, as workers on this machine find it."""
-    wanted = None
-    if file is not None:
-        with suppress(ColocateError):  # which is told with the config
-            wanted = load(file, executor, changes, allow_import=allow_import).executor.with_.get(_SPILL_DIR)
     try:
         spill = Spill.somewhere(wanted)
     except ValueError as error:

@@ -18,7 +18,7 @@ import attrs
 import psutil
 
 from colocate._role import torch_groups
-from colocate._system import pages
+from colocate._system import shared_spill
 from colocate._system.off_main import COURIER
 from colocate.keeper import forks
 from colocate.testing import origins
@@ -252,7 +252,7 @@ def _threads() -> dict[str, Thing]:
 
 def _descriptors() -> dict[str, Thing]:
     found = {}
-    helper, lasting, spilled = _helper("_fd"), torch_groups.lasting_descriptors(), pages.kept_open()
+    helper, lasting, spilled = _helper("_fd"), torch_groups.lasting_descriptors(), shared_spill.kept_open()
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         try:

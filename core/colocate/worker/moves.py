@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from colocate._protocol.ledger import TAGS, Purpose
+from colocate._system.emptying import Emptying
 from colocate._system.imported import imported
 from colocate._system.mappings import Area, areas_of, mappings_now, merged, own, split, whole_pages, without_areas
-from colocate._system.pages import Emptying
 from colocate.worker.holdings import Holdings
 from colocate.worker.storages import Objects, Storages
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
-from colocate._system.malloc import Heap, Malloced, held_back_by_now
+from colocate._system.malloc import Heap, held_back_by_now, in_use
+from colocate._system.mappings import Mapping as Mapped
+from colocate._system.mappings import of_files
 
 
 class InFiles(NamedTuple):
@@ -22,6 +25,31 @@ class InFiles(NamedTuple):
 
     pages: int
     absent: int
+
+
+def in_files(sizes: Mapping[int, int], owns: Callable[[Mapped], bool] | None) -> InFiles:
+    """What of this process's memory lies in files.
+
+    Args:
+        sizes: What roles have in memory, by addresses. Of that counts what is in files, such as weights of which the
+            file is mapped, and what processes share.
+        owns: Whether a mapping is of a file of its own, to which memory goes: all of it counts. None where it has none.
+    """
+    addresses = sorted(sizes)
+    if owns is None and not addresses:
+        return InFiles(0, 0)
+
+    def most(each: Mapped) -> int:
+        if owns is not None and owns(each):
+            return each.stop - each.start
+        # Of what has slept, only the edges are in the file that it was in; and the first piece may begin before it.
+        first, last = bisect.bisect_right(addresses, each.start) - 1, bisect.bisect_left(addresses, each.stop)
+        ends = ((address, address + sizes[address]) for address in addresses[max(0, first) : last])
+        return sum(max(0, min(stop, each.stop) - max(start, each.start)) for start, stop in ends)
+
+    found = of_files(most)
+    theirs = [told for each, told in found.items() if owns is None or not owns(each)]
+    return InFiles(sum(each.pages for each in found.values()), sum(each.size - each.there for each in theirs))
 
 
 class ProcessMemory:
@@ -46,7 +74,7 @@ class ProcessMemory:
         """The worker is empty now."""
         self.empty = self._taken()
         self.code, self._before = 0, self.empty
-        self._in_use = self._in_use_before = Malloced.now().in_use
+        self._in_use = self._in_use_before = in_use()
 
     def look(
         self, files: InFiles, owned: int, pinned: int, pieces: Iterable[tuple[int, int]], away: Mapping[int, int]
@@ -60,11 +88,11 @@ class ProcessMemory:
             pieces: The pieces of what roles have, also of what sleeps: addresses and sizes.
             away: The pieces that sleep, sizes by addresses.
         """
-        private, malloced, heap = private_bytes() + files.pages, Malloced.now(), Heap()
+        private, heap = private_bytes() + files.pages, Heap()
         held_back = heap.held_back(away)
         rest = private - self.empty - self.code - held_back - pinned - (owned - files.absent)
         # No more than there is: `malloc` counts memory that nobody has ever touched, too.
-        objects = min(malloced.in_use - self._in_use - heap.handed_out(pieces), rest)
+        objects = min(in_use() - self._in_use - heap.handed_out(pieces), rest)
         return {
             "private": private,
             "empty": self.empty,
@@ -91,7 +119,7 @@ class ProcessMemory:
         # Taken already, it is part of another import, or beside that of another thread. Who has it never waits.
         if self._importing.acquire(blocking=False):
             try:
-                self._before, self._in_use_before = self._taken(), Malloced.now().in_use
+                self._before, self._in_use_before = self._taken(), in_use()
                 self._outermost = spec
             except OSError:  # no descriptor is free, which isn't the module's fault
                 pass
@@ -103,7 +131,7 @@ class ProcessMemory:
         if self._outermost is spec:
             with contextlib.suppress(OSError):
                 self.code += self._taken() - self._before
-                self._in_use += Malloced.now().in_use - self._in_use_before
+                self._in_use += in_use() - self._in_use_before
             self._outermost = None
             self._importing.release()
 

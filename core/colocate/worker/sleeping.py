@@ -6,7 +6,6 @@ all are ready it is made so. How is in `_system/pages.py` and `offload.py`.
 
 from __future__ import annotations
 
-import bisect
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system import mappings
+from colocate._system import shared_spill
 from colocate._system.jobs import error_text
 from colocate._system.malloc import trim
 from colocate._system.pages import Spill
@@ -34,7 +33,7 @@ from colocate.worker.memory_site import Worker
 from colocate.worker.movable import Movable
 from colocate.worker.moves import Coming, Going
 from colocate.worker.offload import Offload
-from colocate.worker.process_memory import InFiles
+from colocate.worker.process_memory import InFiles, in_files
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -282,30 +281,11 @@ class Sleeper:
         """What of the process's memory is in files: in its own, to which memory goes, and in others.
 
         Args:
-            pieces: What roles have, sizes by addresses. Of that counts what is in other files, such as weights of
-                which the file is mapped, and what processes share.
+            pieces: What roles have, sizes by addresses; what sleeps of it isn't in memory at all.
         """
-        sizes: dict[int, int] = {}
-        for some in pieces:
-            sizes |= some
-        for address in self.asleep.away.keys() & sizes.keys():
-            del sizes[address]
-        addresses, files = sorted(sizes), self._files
-        if files is None and not addresses:
-            return InFiles(0, 0)
-
-        def most(each: mappings.Mapping) -> int:
-            if files is not None and files.owns(each):
-                return each.stop - each.start
-            # Of what has slept, only the edges are in the file that it was in; and the first piece may begin before it.
-            first, last = bisect.bisect_right(addresses, each.start) - 1, bisect.bisect_left(addresses, each.stop)
-            ends = ((address, address + sizes[address]) for address in addresses[max(0, first) : last])
-            return sum(max(0, min(stop, each.stop) - max(start, each.start)) for start, stop in ends)
-
-        found = mappings.of_files(most)
-        theirs = [told for each, told in found.items() if files is None or not files.owns(each)]
-        pages = sum(each.pages for each in found.values())
-        return InFiles(pages, sum(each.size - each.there for each in theirs))
+        owns = None if self._files is None else self._files.owns
+        sizes = {address: size for some in pieces for address, size in some.items() if address not in self.asleep.away}
+        return in_files(sizes, owns)
 
     def _share(self) -> int:
         """What of the host's free memory is this rank's, where others may want as much just now."""
@@ -314,7 +294,10 @@ class Sleeper:
     def close(self) -> None:
         """The worker ends."""
         if self._files is not None:
-            self._files.close()
+            if self._site.in_process:
+                shared_spill.give_back(self._files)
+            else:
+                self._files.close()
             self._files = None
         self._offload.close()
 
@@ -502,7 +485,7 @@ class Sleeper:
 
     def _spill(self) -> Spill:
         if self._files is None:
-            self._files = (Spill.of_process if self._site.in_process else Spill.somewhere)(self._site.spill_dir)
+            self._files = (shared_spill.take if self._site.in_process else Spill.somewhere)(self._site.spill_dir)
         return self._files
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -103,12 +105,8 @@ class Ledgers(ExecutorCase):
         one = group.role("one", Watched)
         one.train()
         assert _gradients(group) == [4000] * 2
-        with Gate() as gate:
-            call = one.let_go.submit(gate.address)
-            gate.wait_for(2)
+        with _beside(one):
             assert _gradients(group) == [4000] * 2
-            gate.open()
-            call.result(PATIENCE_S)
         assert _gradients(group) == [0] * 2
         assert one.read_elsewhere() == [False] * 2
 
@@ -120,12 +118,8 @@ class Ledgers(ExecutorCase):
         one.train()
         assert _gradients(group) == [4000] * 2
         group.sleep("one")
-        with Gate() as gate:
-            call = other.let_go.submit(gate.address)
-            gate.wait_for(2)
+        with _beside(other):
             assert _gradients(group) == [0] * 2
-            gate.open()
-            call.result(PATIENCE_S)
 
     @needs(OwnProcess)
     def test_memory_adds_up(self, spawn: Spawn) -> None:
@@ -204,6 +198,17 @@ class Ledgers(ExecutorCase):
         gpu = {"used": 5 * _MIB, "total": 80 * _MIB, "allocated": 0, "reserved": 0}
         on_gpu = attrs.evolve(found, slots=(attrs.evolve(found.slots[0], gpu=gpu, device="cuda:0"),))
         assert str(on_gpu).endswith("5 MiB of 80 MiB of cuda:0 for all processes")
+
+
+@contextlib.contextmanager
+def _beside(view: Watched) -> Iterator[None]:
+    """A block beside which a role lets go of its gradients, and goes on with that."""
+    with Gate() as gate:
+        call = view.let_go.submit(gate.address)
+        gate.wait_for(2)
+        yield
+        gate.open()
+        call.result(PATIENCE_S)
 
 
 def _gradients(group: ColocatedGroup) -> list[int]:
