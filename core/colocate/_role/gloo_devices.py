@@ -6,8 +6,12 @@ import contextlib
 import datetime
 import functools
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
+
+_WATCHED = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
+_loops: set[int] = set()
 
 
 @contextlib.contextmanager
@@ -68,6 +72,33 @@ def _devices(interfaces: str) -> list[Any]:
     import torch.distributed as dist
 
     gloo: Any = dist.ProcessGroupGloo
+    before = _polls()
     if not interfaces:
-        return [gloo.create_default_device()]
-    return [gloo.create_device(interface=each) for each in interfaces.split(",")]
+        made = [gloo.create_default_device()]
+    else:
+        made = [gloo.create_device(interface=each) for each in interfaces.split(",")]
+    _loops.update(_polls() - before)  # for good, as the devices are
+    return made
+
+
+def sockets() -> Iterator[tuple[int, int]]:
+    """Descriptor and inode of each socket that gloo in this process waits for: its connections, and where it listens.
+
+    A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
+    """
+    # What a process has connected besides, it knows nothing of: stores' clients, say, whose groups are cut some day.
+    for loop in sorted(_loops) or _polls():
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{loop}") as told:
+            for line in told:
+                if (found := _WATCHED.match(line)) is not None:
+                    yield int(found[1]), int(found[2], 16)
+
+
+def _polls() -> set[int]:
+    """Descriptors of what this process waits for many of at once."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{entry}") == "anon_inode:[eventpoll]":
+                found.add(int(entry))
+    return found

@@ -6,19 +6,18 @@ What is asked here of any group is read from those, so that one that a role has 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import select
 import socket
+import stat
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from colocate import wire
-from colocate._role.gloo_devices import on_one_device
+from colocate._role.gloo_devices import on_one_device, sockets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,7 +67,7 @@ def _record_sockets() -> None:
         return
 
     def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
-        before = set(_connected_sockets()) if group_size > 1 else set()
+        before = {inode for _, inode in sockets()} if group_size > 1 else set()
         with on_one_device(c10d):
             group, store = make(group_size, *args, **kwargs)
         # NCCL has sockets too, and is cut by its own means.
@@ -316,36 +315,26 @@ def _is_gloo(backend: Any) -> bool:
     return isinstance(backend, ProcessGroupGloo)
 
 
-def _connected_sockets() -> dict[str, int]:
-    """Descriptors of this process's connected TCP sockets that aren't colocate's own, by what the system calls them.
-
-    A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
-    """
-    found = {}
-    own = wire.own_descriptors()
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            name = os.readlink(f"/proc/self/fd/{entry}")
-            if int(entry) in own or not name.startswith("socket:"):
-                continue
-            with _duplicate(int(entry)) as probe:
-                if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.type == socket.SOCK_STREAM:
-                    probe.getpeername()
-                    found[name] = int(entry)
-        except OSError:  # closed meanwhile, or not connected
-            continue
-    return found
+def _since(before: set[int]) -> list[socket.socket]:
+    """Duplicates of gloo's connections that weren't there before, by their inodes."""
+    new = (_duplicate(fd, inode) for fd, inode in sockets() if inode not in before)
+    return [connection for connection in new if connection is not None]
 
 
-def _since(before: set[str]) -> list[socket.socket]:
-    """Duplicates of the connected sockets that weren't there before."""
-    found = []
-    for name, fd in _connected_sockets().items():
-        if name not in before:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found.append(_duplicate(fd))
-    return found
-
-
-def _duplicate(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
+def _duplicate(fd: int, inode: int) -> socket.socket | None:
+    """Of a connection; None if the descriptor is something else by now, or isn't connected to anybody."""
+    try:
+        own = os.dup(fd)
+    except OSError:
+        return None
+    found = os.fstat(own)
+    if found.st_ino != inode or not stat.S_ISSOCK(found.st_mode):
+        os.close(own)
+        return None
+    connection = socket.socket(fileno=own)
+    try:
+        connection.getpeername()
+    except OSError:
+        connection.close()
+        return None
+    return connection

@@ -63,7 +63,7 @@ class Plan:
         return "gloo" if own is None else f"cpu:gloo,{own}"
 
     def make(self, store: Any) -> ProcessGroup:
-        """Make it, together with all its ranks, which meet through a store."""
+        """Make it, together with all its ranks, which meet through a store, and have it when all of them have."""
         # The public API makes groups only of all ranks of the default one together, and names them by counting. This is
         # what init_process_group and new_group do themselves. Imported here: only who asks for a group has torch.
         import torch
@@ -89,6 +89,12 @@ class Plan:
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(to_torch)}
         if self.is_default:
             c10d._update_default_pg(group)  # as init_process_group does
+        if len(self.slots) > 1:
+            # Who went on, and cut it, would end the making of others, and those wait for them without end: each
+            # connects to one after the other.
+            if store.add(f"{self.board}/made", 1) == len(self.slots):
+                store.set(f"{self.board}/all made", "yes")
+            store.wait([f"{self.board}/all made"])
         made: ProcessGroup = group
         return made
 

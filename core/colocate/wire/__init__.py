@@ -3,7 +3,7 @@
 from colocate._definitions.codec import pack, unpack
 from colocate._definitions.explain import explain
 from colocate._definitions.packed import Packed
-from colocate.wire._forks import own_descriptors, track, track_socket
+from colocate.wire._forks import track, track_socket
 from colocate.wire.auth import LOOPBACK, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.handshake import KEY_BYTES
@@ -36,7 +36,6 @@ __all__ = [
     "listen",
     "listen_widely",
     "new_key",
-    "own_descriptors",
     "pack",
     "take_over",
     "track",

@@ -30,11 +30,6 @@ def track_socket(sock: S) -> S:
     return sock
 
 
-def own_descriptors() -> set[int]:
-    """The descriptors of all sockets of the wire."""
-    return {sock.fileno() for sock in list(_sockets)}
-
-
 def track(thing: Forgetful) -> None:
     """Call its `forget` in forked children."""
     _live.add(thing)

@@ -1,13 +1,21 @@
-"""Process groups that are being made, and the lane where it waits for one."""
+"""Process groups that are being made, and the lane where it waits for one.
+
+A lane that is called back leaves, but its rank isn't back before what it has left is there, on all ranks, or is known
+never to be (`torch_meetings`): who comes next finds nothing half made, and nothing that will be there later.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
+
+Make: TypeAlias = Callable[[], object]
 
 
 class Worker(Protocol):
@@ -29,7 +37,7 @@ class Making:
     """What is made by threads of its own, as torch waits for all ranks: the lane waits here, and can leave.
 
     Attributes:
-        has_failed: One couldn't be made, though all its ranks had been there to make it.
+        has_failed: One couldn't be made together, as another rank has left, or died.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -38,6 +46,8 @@ class Making:
         self._lock = threading.Lock()
         self._unfinished: set[str] = set()
         self._waiting: tuple[int, Future[str | None]] | None = None  # for which call; why it was left, if it was
+        self._left: list[Future[None]] = []  # each ends with what the lane has left
+        self._gives_up: Future[None] = Future()
         self.has_failed = False
 
     def begins(self, name: str) -> None:
@@ -55,38 +65,72 @@ class Making:
         with self._lock:
             return set(self._unfinished)
 
+    def wait_for(self, name: str, join: Callable[[], Make | None], withdraw: Callable[[], bool]) -> None:
+        """Have a group made, and wait for it. On the lane.
+
+        Args:
+            name: The group's.
+            join: Called on a thread of its own: waits for the other ranks, and returns what makes the group and keeps
+                it; None if one of them doesn't make it.
+            withdraw: Called on another one: this rank doesn't make it, unless all of them do; whether they do.
+
+        Raises:
+            Consequence: The lane has left, or another rank has.
+            Exception: It couldn't be made.
+        """
+        wait, over = self.begin_wait(), Future[None]()
+        if wait.done():  # nothing was begun: no rank makes a group twice at once
+            raise Consequence(wait.result() or "")
+
+        def run() -> None:
+            try:
+                if (make := join()) is None:
+                    raise Consequence(f"another rank doesn't make the process group {name!r}")
+                self.begins(name)
+                try:
+                    make()
+                finally:
+                    self.ends(name)
+            except Exception as error:
+                self._end(wait, error)
+            else:
+                self._end(wait, None)
+            self._end(over, None)
+
+        # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
+        _on_a_thread(run)
+        if (reason := wait.result()) is not None:
+            self._left.append(over)
+
+            def leave() -> None:
+                if not withdraw():
+                    self._end(over, None)
+
+            _on_a_thread(leave)
+            raise Consequence(reason)
+
+    def _end(self, wait: Future[Any], error: Exception | None) -> None:
+        with self._lock:
+            if wait.done():
+                return
+            if error is None:
+                wait.set_result(None)
+            else:
+                self.has_failed = True
+                wait.set_exception(error)
+
     def begin_wait(self) -> Future[str | None]:
         """What ends when the lane needn't wait any longer; with the reason, if what it waits for isn't there."""
-        left: Future[str | None] = Future()
+        wait: Future[str | None] = Future()
         with self._lock:
-            self._waiting = self._worker.asking() or 0, left
+            self._waiting = self._worker.asking() or 0, wait
         if (reason := self._worker.why_not()) is not None:
             self.end_waits(-1, reason)
-        return left
+        return wait
 
-    def made(self, name: str, left: Future[str | None], keep: Callable[[], object]) -> bool:
-        """A group is there, and is kept for who waits; whether anybody does."""
-        with self._lock:
-            self._unfinished.discard(name)
-            if left.done():
-                return False
-            keep()
-            left.set_result(None)
-            return True
-
-    def failed(self, name: str, left: Future[str | None], error: Exception) -> None:
-        """It couldn't be made, which who waits is told."""
-        with self._lock:
-            self._unfinished.discard(name)
-            if not left.done():
-                self.has_failed = True
-                left.set_exception(error)
-
-    def end_wait(self, left: Future[str | None]) -> None:
+    def end_wait(self, wait: Future[str | None]) -> None:
         """What the lane waits for is decided elsewhere, and has been."""
-        with self._lock:
-            if not left.done():
-                left.set_result(None)
+        self._end(wait, None)
 
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
@@ -95,5 +139,19 @@ class Making:
                 self._waiting[1].set_result(reason)
 
     def back(self) -> None:
-        """The lane runs nothing."""
+        """The lane runs nothing: wait until what it has left, if anything, is there or won't be, or the worker ends."""
+        while self._left:
+            futures.wait([self._left.pop(), self._gives_up], return_when=futures.FIRST_COMPLETED)
         self.has_failed, self._waiting = False, None
+
+    def give_up(self) -> None:
+        """The worker ends, from any thread: a peer that has died may be waited for without end."""
+        self._end(self._gives_up, None)
+
+    def close(self, within_s: float) -> None:
+        """The lane has ended: wait so long for what it has left."""
+        futures.wait(self._left, within_s)
+
+
+def _on_a_thread(what: Callable[[], object]) -> None:
+    threading.Thread(target=what, name="colocate-process-group", daemon=True).start()

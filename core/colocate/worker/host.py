@@ -214,7 +214,7 @@ class WorkerHost(Site):
         """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
         self.scope.close(reason)
         self.store.close()
-        self.groups.cut()
+        self.groups.ending()
         self.lane.close()
         self._transfer.soon(self._end)
 

@@ -1,7 +1,7 @@
 """torch.distributed groups of a worker: made without a port race, cut only where a peer would wait for ever, renewed.
 
 The slots of a group have one default process group (`default_group`), in which the groups of all roles lie. A role's
-group is made by the ranks that are in it. They meet at the driver, and wait on threads of their own, so that a lane can
+group is made by the ranks that are in it. They meet at a store, and wait on threads of their own, so that a lane can
 leave (`group_making`).
 
 After a failure a group is of use as long as all its ranks have begun as many operations on it. A rank that has failed,
@@ -17,22 +17,22 @@ import math
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._protocol.consequence import Consequence
-from colocate._protocol.questions import Meet
 from colocate._protocol.to_worker import Operations
 from colocate._role import torch_books, torch_groups, torch_works
 from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
+from colocate._role.torch_meetings import Meetings
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate.gpus import backend_for
 from colocate.worker.collective_waits import bury, guard, is_transferring
 from colocate.worker.default_group import DefaultGroup
 from colocate.worker.failure import LOOKING
-from colocate.worker.group_making import Making, Worker
+from colocate.worker.group_making import Make, Making, Worker
 from colocate.worker.group_places import members, mesh_of, needs_processes
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class ProcessGroups:
         self._making = Making(worker)
         self.default = DefaultGroup(worker, self._making, group, slot, host, device)
         self._lock = threading.Lock()
+        self._meetings: Meetings | None = None
         self._made: dict[str, _Made] = {}
         self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
@@ -182,30 +183,18 @@ class ProcessGroups:
 
     def _make_together(self, plan: Plan, name: str) -> None:
         address = self.default.rendezvous()
-        self._worker.ask(Meet(plan.board, len(plan.slots), None, False, None))
-        left = self._making.begin_wait()
-        self._making.begins(plan.name)
+        if self._meetings is None or self._meetings.address != address:
+            self._meetings = Meetings(address)
+        meetings = self._meetings
 
-        def make() -> None:
-            try:
-                made = [plan.make(torch_groups.connect_store(address, self.default.timeout_s))]
-            except Exception as error:
-                self._making.failed(plan.name, left, error)
-                return
+        def join() -> Make | None:
+            store = torch_groups.connect_store(address, self.default.timeout_s)
+            return partial(self._keep, name, plan, store) if meetings.all_make(plan.board, len(plan.slots)) else None
 
-            def keep() -> None:  # when the lane goes on, nobody but it has the group
-                self._made[name] = _Made(made.pop())
+        self._making.wait_for(plan.name, join, lambda: meetings.withdraw(plan.board))
 
-            if not self._making.made(plan.name, left, keep):
-                its_own = torch_books.named(plan.name) is made[0]
-                made.clear()
-                if its_own:
-                    bury(torch_books.forget(plan.name))
-
-        # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
-        threading.Thread(target=make, name="colocate-process-group", daemon=True).start()
-        if (reason := left.result()) is not None:
-            raise Consequence(reason)
+    def _keep(self, name: str, plan: Plan, store: Any) -> None:
+        self._made[name] = _Made(plan.make(store))  # nothing else may refer to it
 
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
@@ -346,8 +335,14 @@ class ProcessGroups:
         bury(self._left)
         return sorted({name for group, name in dropped if group() is not None})
 
+    def ending(self) -> None:
+        """The worker is about to end: nobody is waited for any more. From any thread."""
+        self._making.give_up()
+        self.cut()
+
     def close(self) -> None:
         """Drop all groups: the worker ends."""
+        self._making.close(GROUPS_CLOSE_WITHIN_S)
         self._meshes.clear()
         names = [f"{self._group}/{name}" for name in self._made]
         self._made.clear()

@@ -217,6 +217,16 @@ class ProcessGroups(ExecutorCase):
         assert pair.sum(1.0) == [2.0] * 2
 
     @needs(OwnProcess)
+    def test_hold_while_peers_connect(self, ring: ColocatedGroup) -> None:
+        """Who is called back when a group is nearly made has it afterwards, as its peers do, or none of them has."""
+        pair = ring.role("pair", Collective)
+        for number in range(20):
+            for _ in range(2):  # the first cuts what there is, and in the second it is made
+                with pytest.raises(RoleError, match="left before the collective"):
+                    pair.sum_unless(1.0, number % 2)
+            assert pair.sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
     @pytest.mark.parametrize("elements", [4, 1 << 22])
     def test_cut_at_any_moment(self, ring: ColocatedGroup, elements: int) -> None:
         """Given up while a group is made, or in the midst of a transfer: all ranks come back, whoever gloo forgets."""

@@ -1,0 +1,292 @@
+"""Process groups that are being made: by all ranks or none, and what a rank that is called back leaves behind."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from colocate._protocol.consequence import Consequence
+from colocate._role import torch_groups
+from colocate._role.torch_meetings import Meetings
+from colocate.testing import leaks
+from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
+from colocate.worker.group_making import Making
+
+RANKS = 3
+SEQ = 3
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Meetings]]:
+    """Those of a group, at a store."""
+    pytest.importorskip("torch")
+    with leaks.shared():  # a pipe of torch's own, for good
+        store, address = torch_groups.serve_store("127.0.0.1")
+    made = [Meetings(address) for _ in range(RANKS)]
+    yield made
+    made.clear()
+    del store
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2 * RANKS) as pool:
+        yield pool
+
+
+def test_all_make_it(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
+    """Once all are there, who withdraws is told that it makes the group, too."""
+    waiting = [pool.submit(each.all_make, "all", RANKS) for each in ranks]
+    assert [each.result(PATIENCE_S) for each in waiting] == [True] * RANKS
+    assert all(each.withdraw("all") for each in ranks)
+
+
+def test_none_makes_it(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
+    """One that withdraws frees those that wait, and who comes after that doesn't wait."""
+    waiting = [pool.submit(each.all_make, "none", RANKS) for each in ranks[1:]]
+    assert not becomes_true(lambda: any(each.done() for each in waiting), 0.1)
+    assert not ranks[0].withdraw("none")
+    assert [each.result(PATIENCE_S) for each in waiting] == [False] * (RANKS - 1)
+    assert not ranks[0].all_make("none", RANKS)
+    assert not ranks[1].withdraw("none")
+
+
+def test_it_is_the_same_for_all(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
+    """Whoever comes, and withdraws, when."""
+    seen = set()
+    for number in range(200):
+        board = f"board {number}"
+        order = [*ranks, *random.Random(number).sample(ranks, number % RANKS)]
+        random.Random(number).shuffle(order)
+        come: set[int] = set()
+        told = []
+        for each in order:  # its second turn, or that of who doesn't come again, is to withdraw
+            if id(each) in come:
+                told.append(pool.submit(each.withdraw, board))
+            else:
+                come.add(id(each))
+                told.append(pool.submit(each.all_make, board, RANKS))
+        found = {each.result(PATIENCE_S) for each in told}
+        assert len(found) == 1
+        seen |= found
+    assert seen == {True, False}
+
+
+SERVER = """
+from colocate._role.torch_groups import serve_store
+store, address = serve_store("127.0.0.1")
+print(address[1], flush=True)
+input()
+"""
+
+
+def test_a_store_that_is_gone() -> None:
+    """Nobody waits there: nothing is made, which who leaves isn't troubled with."""
+    pytest.importorskip("torch")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        rank = Meetings(("127.0.0.1", int(server.stdout.readline())))
+        assert not rank.withdraw("one")
+        server.kill()
+    assert not rank.withdraw("other")
+    with pytest.raises(RuntimeError):
+        rank.all_make("other", RANKS)
+
+
+def test_whose_sockets() -> None:
+    """Those of gloo are told from all others that a process has connected meanwhile, and accepted."""
+    pytest.importorskip("torch")
+    code = """
+        import os, socket, threading, datetime
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+        from colocate._role import torch_books
+        from colocate._role.gloo_devices import _devices, on_one_device
+        from colocate._role.torch_groups import connect_store, serve_store
+
+        store, address = serve_store("127.0.0.1")
+        others = []
+
+        def connect():
+            listener = socket.create_server(("127.0.0.1", 0))
+            others.extend([socket.create_connection(listener.getsockname()), listener.accept()[0], listener])
+            others.append(dist.TCPStore(*address, is_master=False, wait_for_workers=False))
+
+        before = {inode for _, inode in torch_books.sockets()}
+        connect()
+        groups = {}
+
+        def make(rank):
+            client = dist.PrefixStore("board", connect_store(address, 60.0))
+            groups[rank] = c10d.ProcessGroupGloo(client, rank, 2, datetime.timedelta(seconds=60))
+
+        _devices("")
+        with on_one_device(c10d):
+            made = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+            for each in made:
+                each.start()
+            connect()
+            for each in made:
+                each.join()
+        connect()
+        found = torch_books._since(before)
+        ends = {(each.getsockname(), each.getpeername()) for each in found}
+        assert len(found) == 2 and {(b, a) for a, b in ends} == ends, ends  # both ends of one connection
+        known = {each.getsockname() for each in others if isinstance(each, socket.socket)}
+        assert not known & {end for both in ends for end in both}
+        print("known")
+        os._exit(0)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "known\n", done.stderr
+
+
+class Asking:
+    """A worker whose running call asks for groups."""
+
+    refuses: str | None = None
+
+    def ask(self, *question: Any, **how: Any) -> Any:
+        raise AssertionError(question)
+
+    def asking(self) -> int | None:
+        return SEQ
+
+    def why_not(self) -> str | None:
+        return self.refuses
+
+
+class Lane(threading.Thread):
+    """It asks for a group, and waits."""
+
+    def __init__(self, making: Making, join: Callable[[], Any], withdraw: Callable[[], bool]) -> None:
+        super().__init__(daemon=True)
+        self.making, self.joins, self.withdraw = making, join, withdraw
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.making.wait_for("policy/actor/*", self.joins, self.withdraw)
+        except Exception as error:
+            self.error = error
+
+
+def back(making: Making) -> threading.Thread:
+    thread = threading.Thread(target=making.back, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_back_when_it_is_made() -> None:
+    """A rank that all have waited for makes the group with them, though it is called back; until then it isn't back."""
+    making, begun, end = Making(Asking()), threading.Event(), threading.Event()
+    made = []
+
+    def make() -> None:
+        begun.set()
+        end.wait(PATIENCE_S)
+        made.append(making.unfinished())
+
+    lane = Lane(making, lambda: make, lambda: True)
+    assert begun.wait(PATIENCE_S)
+    making.end_waits(SEQ, "a call has failed")
+    lane.join(PATIENCE_S)
+    assert isinstance(lane.error, Consequence)
+    comes_back = back(making)
+    assert not becomes_true(lambda: not comes_back.is_alive(), 0.1)
+    end.set()
+    comes_back.join(PATIENCE_S)
+    assert made == [{"policy/actor/*"}]
+    assert not making.unfinished()
+
+
+def test_back_when_it_is_never_made() -> None:
+    """What waits for peers that don't come is left to itself, and has nothing to do with what is made next."""
+    making, end = Making(Asking()), threading.Event()
+    lane = Lane(making, lambda: end.wait(PATIENCE_S) and None, lambda: False)
+    wait_until(lambda: making._waiting is not None, "it waits")
+    making.end_waits(SEQ, "a call has failed")
+    lane.join(PATIENCE_S)
+    making.back()
+    begun, ends = threading.Event(), threading.Event()
+
+    def make() -> None:
+        begun.set()
+        ends.wait(PATIENCE_S)
+
+    following = Lane(making, lambda: make, lambda: True)
+    assert begun.wait(PATIENCE_S)
+    before = threading.active_count()
+    end.set()
+    wait_until(lambda: threading.active_count() < before, "the former one has ended")
+    assert making.unfinished() == {"policy/actor/*"}
+    ends.set()
+    following.join(PATIENCE_S)
+    assert following.error is None
+
+
+def test_another_rank_is_called_back() -> None:
+    """That is a consequence, and said to be one."""
+    making = Making(Asking())
+    lane = Lane(making, lambda: None, lambda: True)
+    lane.join(PATIENCE_S)
+    assert str(lane.error) == "another rank doesn't make the process group 'policy/actor/*'"
+    assert isinstance(lane.error, Consequence)
+    assert making.has_failed
+
+
+def test_it_can_not_be_made() -> None:
+    """Who waits is told why."""
+    making = Making(Asking())
+
+    def make() -> None:
+        raise ConnectionError("no sockets any more")
+
+    lane = Lane(making, lambda: make, lambda: True)
+    lane.join(PATIENCE_S)
+    assert str(lane.error) == "no sockets any more"
+    assert not making.unfinished()
+    making.back()
+
+
+def test_nothing_is_begun_after_a_failure() -> None:
+    """A role that goes on after it was called back makes no group a second time, while the first is being made."""
+    worker = Asking()
+    making = Making(worker)
+    worker.refuses = "a call has failed"
+    begun: list[None] = []
+    lane = Lane(making, lambda: begun.append(None), lambda: False)
+    lane.join(PATIENCE_S)
+    assert str(lane.error) == "a call has failed"
+    assert not begun
+    making.back()
+
+
+def test_the_end_of_a_worker() -> None:
+    """Who isn't back because a peer is gone is when the worker is to end."""
+    making, begun, end = Making(Asking()), threading.Event(), threading.Event()
+
+    def make() -> None:
+        begun.set()
+        end.wait(PATIENCE_S)
+
+    lane = Lane(making, lambda: make, lambda: True)
+    assert begun.wait(PATIENCE_S)
+    making.end_waits(SEQ, "a call has failed")
+    lane.join(PATIENCE_S)
+    comes_back = back(making)
+    assert not becomes_true(lambda: not comes_back.is_alive(), 0.1)
+    making.give_up()
+    comes_back.join(PATIENCE_S)
+    assert not comes_back.is_alive()
+    end.set()
