@@ -12,6 +12,9 @@ from colocate.testing import leaks
 
 # A shell has its background jobs ignore SIGINT, and whatever they start: the tests of Ctrl-C wouldn't work there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Torch asks for the name of each address that a store's client connects to. Where such an answer is lost, a test had
+# stood still for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # The longest files go first, so that no process has one for itself in the end.
 LONGEST = (

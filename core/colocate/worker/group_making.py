@@ -70,9 +70,9 @@ class Making:
 
         Args:
             name: The group's.
-            join: Called on a thread of its own: waits for the other ranks, and returns what makes the group and keeps
-                it; None if one of them doesn't make it.
-            withdraw: Called on another one: this rank doesn't make it, unless all of them do; whether they do.
+            join: Waits for the other ranks, on a thread of its own; what makes the group and keeps it, on the same one,
+                or None if one of them doesn't make it.
+            withdraw: Says on another thread that this rank doesn't make it, unless all of them do; whether they do.
 
         Raises:
             Consequence: The lane has left, or another rank has.
