@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
 from colocate.worker import process_groups
 from colocate.worker.failure import LOOKING, is_in_backward
+from colocate.worker.group_making import Making
 from colocate.worker.process_groups import ProcessGroups
 
 CTX = Context(1, 2, 1, "here", "actor", "policy", 0, 0, {})
@@ -169,14 +173,19 @@ def test_with_the_default_group_all_are_cut(monkeypatch: pytest.MonkeyPatch) -> 
     assert cut == groups
 
 
+def codes_of(thread: threading.Thread) -> list[CodeType]:
+    """What a thread is in."""
+    return [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames().get(thread.ident or 0))]
+
+
 class Threads(Role):
     """Asks from a thread of its own."""
 
     @method
-    def meet(self, failing: int | None, gate: Address | None = None) -> str:
+    def meet(self, failing: int | None, gates: list[Address] | None = None) -> str:
         if self.ctx.rank == failing:
-            assert gate is not None
-            pass_gate(gate)
+            assert gates is not None
+            pass_gate(gates[1])
             raise ValueError(f"rank {failing} doesn't come")
         told: list[str] = []
 
@@ -188,6 +197,9 @@ class Threads(Role):
 
         thread = threading.Thread(target=ask)
         thread.start()
+        if gates is not None:
+            wait_until(lambda: Making.wait_for.__code__ in codes_of(thread), "it waits for its peer")
+            pass_gate(gates[0])
         thread.join()
         return told[0]
 
@@ -209,10 +221,11 @@ def test_a_thread_that_a_role_starts() -> None:
     with colocate.connect(processes=True) as runtime:
         group = runtime.reserve(2, cpus=0).spawn({"threads": colocate.role(Threads)})
         threads = group.role("threads", Threads)
-        with Gate() as gate:
-            call = threads.meet.submit(1, gate.address)
-            wait_until(lambda: group._node.questions._meetings, "rank 0 waits for rank 1")
-            gate.open()
+        with Gate() as waiting, Gate() as failing:
+            call = threads.meet.submit(1, [waiting.address, failing.address])
+            waiting.wait_for()
+            waiting.open()
+            failing.open()
             with pytest.raises(RoleError, match="rank 1 doesn't come"):
                 call.result(PATIENCE_S)
         assert group.state == "ready"
