@@ -88,18 +88,26 @@ input()
 """
 
 
-def test_a_store_that_is_gone() -> None:
-    """Nobody waits there: nothing is made, which who leaves isn't troubled with."""
+def test_several_at_once(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
+    """A rank is at several of them, in whatever order its peers come."""
+    first = [pool.submit(ranks[0].all_make, board, 2) for board in ("x", "y")]
+    other = [pool.submit(ranks[1].all_make, board, 2) for board in ("y", "x")]
+    assert [each.result(PATIENCE_S) for each in (*first, *other)] == [True] * 4
+
+
+def test_a_store_that_is_gone(pool: ThreadPoolExecutor) -> None:
+    """Who waits there is told; nothing is made, which who leaves isn't troubled with."""
     pytest.importorskip("torch")
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdout is not None
         rank = Meetings(("127.0.0.1", int(server.stdout.readline())))
-        assert not rank.withdraw("one")
+        waiting = pool.submit(rank.all_make, "board", 2)
+        wait_until(lambda: rank._idle, "it waits, and has a client for who leaves")
         server.kill()
-    assert not rank.withdraw("other")
     with pytest.raises(RuntimeError):
-        rank.all_make("other", RANKS)
+        waiting.result(PATIENCE_S)
+    assert not rank.withdraw("board")
 
 
 def test_whose_sockets() -> None:
@@ -214,7 +222,7 @@ def test_back_when_it_is_never_made() -> None:
     """What waits for peers that don't come is left to itself, and has nothing to do with what is made next."""
     making, end = Making(Asking()), threading.Event()
     lane = Lane(making, lambda: end.wait(PATIENCE_S) and None, lambda: False)
-    wait_until(lambda: making._waiting is not None, "it waits")
+    wait_until(lambda: making._waiting, "it waits")
     making.end_waits(SEQ, "a call has failed")
     lane.join(PATIENCE_S)
     making.back()
@@ -270,6 +278,20 @@ def test_nothing_is_begun_after_a_failure() -> None:
     assert str(lane.error) == "a call has failed"
     assert not begun
     making.back()
+
+
+def test_several_wait() -> None:
+    """Threads of a role make groups beside each other, and all of them are called back."""
+    making, end = Making(Asking()), threading.Event()
+    lanes = [Lane(making, lambda: end.wait(PATIENCE_S) and None, lambda: False) for _ in range(2)]
+    wait_until(lambda: len(making._waiting) == 2, "both wait")
+    making.end_waits(SEQ, "a call has failed")
+    for lane in lanes:
+        lane.join(PATIENCE_S)
+        assert isinstance(lane.error, Consequence)
+    making.back()
+    assert not making._waiting
+    end.set()
 
 
 def test_the_end_of_a_worker() -> None:

@@ -94,10 +94,10 @@ def test_called_back_from_making_one(stuck: threading.Event) -> None:
     groups.default.slots = 2
     asker = Asker(groups)
     assert stuck.wait(PATIENCE_S)
-    wait_until(lambda: groups._making._waiting is not None, "the lane waits for what the other thread makes")
+    wait_until(lambda: groups._making._waiting, "the lane waits for what the other thread makes")
     groups.end_waits(SEQ + 1, "a later call failed")
-    assert groups._making._waiting is not None
-    assert not groups._making._waiting[1].done()
+    (waiting,) = groups._making._waiting
+    assert not waiting.done()
     groups.end_waits(SEQ, "this call failed")
     asker.join(PATIENCE_S)
     assert asker.left == "this call failed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 from colocate._role.torch_groups import connect_store
@@ -19,7 +19,7 @@ _NEVER = datetime.timedelta(days=20)  # torch counts milliseconds, in 32 bits
 
 
 class Meetings:
-    """Those of one worker, which is at one at a time.
+    """Those of one worker.
 
     It keeps its connections: torch asks for the name of each address that it connects to, which takes seconds where
     nobody answers that.
@@ -31,8 +31,7 @@ class Meetings:
     def __init__(self, address: tuple[str, int]) -> None:
         """Don't connect yet. Args: address: Where the store listens."""
         self.address = address
-        self._lock = threading.Lock()
-        self._clients: tuple[Any, Any] | None = None
+        self._idle: list[Any] = []
 
     def all_make(self, board: str, members: int) -> bool:
         """Wait until all ranks of a group are about to make it; whether they do.
@@ -41,12 +40,13 @@ class Meetings:
             board: What they meet under.
             members: How many they are.
         """
-        store, _ = self._connected()
         decided = f"{board}/decided"
-        if store.add(f"{board}/there", 1) == members:
-            store.compare_set(decided, "", _ALL.decode())
-        store.wait([decided], _NEVER)
-        return bool(store.get(decided) == _ALL)
+        with self._client() as store, self._client():  # the other one is for who withdraws meanwhile
+            if store.add(f"{board}/there", 1) == members:
+                store.compare_set(decided, "", _ALL.decode())
+        with self._client() as store:
+            store.wait([decided], _NEVER)
+            return bool(store.get(decided) == _ALL)
 
     def withdraw(self, board: str) -> bool:
         """Not make a group, and so nobody does, unless all were there before; whether it is made.
@@ -54,14 +54,16 @@ class Meetings:
         Args:
             board: What they meet under.
         """
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so is who waits there
-            _, store = self._connected()  # a client that waits does nothing else
+        with contextlib.suppress(RuntimeError), self._client() as store:  # it is gone, and so is who waits there
             return bool(store.compare_set(f"{board}/decided", "", _NONE.decode()) == _ALL)
         return False
 
-    def _connected(self) -> tuple[Any, Any]:
-        with self._lock:
-            if self._clients is None:
-                first = connect_store(self.address, GROUPS_CONNECT_WITHIN_S)
-                self._clients = first, connect_store(self.address, GROUPS_CONNECT_WITHIN_S)
-            return self._clients
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[Any]:
+        """One that nobody else uses: it does nothing else while it waits."""
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = connect_store(self.address, GROUPS_CONNECT_WITHIN_S)
+        yield store
+        self._idle.append(store)

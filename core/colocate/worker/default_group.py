@@ -75,7 +75,7 @@ class DefaultGroup:
         if not made.done():
             left = self._making.begin_wait()
             made.add_done_callback(lambda _: self._making.end_wait(left))
-            if (reason := left.result()) is not None:
+            if (reason := self._making.ended(left)) is not None:
                 raise Consequence(reason)
         made.result()
 

@@ -45,7 +45,7 @@ class Making:
         self._worker = worker
         self._lock = threading.Lock()
         self._unfinished: set[str] = set()
-        self._waiting: tuple[int, Future[str | None]] | None = None  # for which call; why it was left, if it was
+        self._waiting: dict[Future[str | None], int] = {}  # for which call each is; it ends with why it was left
         self._left: list[Future[None]] = []  # each ends with what the lane has left
         self._gives_up: Future[None] = Future()
         self.has_failed = False
@@ -66,7 +66,7 @@ class Making:
             return set(self._unfinished)
 
     def wait_for(self, name: str, join: Callable[[], Make | None], withdraw: Callable[[], bool]) -> None:
-        """Have a group made, and wait for it. On the lane.
+        """Have a group made, and wait for it. On the lane, or a thread of a role's.
 
         Args:
             name: The group's.
@@ -79,8 +79,8 @@ class Making:
             Exception: It couldn't be made.
         """
         wait, over = self.begin_wait(), Future[None]()
-        if wait.done():  # nothing was begun: no rank makes a group twice at once
-            raise Consequence(wait.result() or "")
+        if wait.done():  # nothing is begun: no rank makes a group twice at once
+            raise Consequence(self.ended(wait) or "")
 
         def run() -> None:
             try:
@@ -99,7 +99,7 @@ class Making:
 
         # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
         _on_a_thread(run)
-        if (reason := wait.result()) is not None:
+        if (reason := self.ended(wait)) is not None:
             self._left.append(over)
 
             def leave() -> None:
@@ -123,10 +123,20 @@ class Making:
         """What ends when the lane needn't wait any longer; with the reason, if what it waits for isn't there."""
         wait: Future[str | None] = Future()
         with self._lock:
-            self._waiting = self._worker.asking() or 0, wait
+            self._waiting[wait] = self._worker.asking() or 0
         if (reason := self._worker.why_not()) is not None:
-            self.end_waits(-1, reason)
+            with self._lock:
+                if not wait.done():
+                    wait.set_result(reason)
         return wait
+
+    def ended(self, wait: Future[str | None]) -> str | None:
+        """Wait for that; why it was left."""
+        try:
+            return wait.result()
+        finally:
+            with self._lock:
+                del self._waiting[wait]
 
     def end_wait(self, wait: Future[str | None]) -> None:
         """What the lane waits for is decided elsewhere, and has been."""
@@ -135,14 +145,15 @@ class Making:
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
         with self._lock:
-            if self._waiting is not None and self._waiting[0] >= seq and not self._waiting[1].done():
-                self._waiting[1].set_result(reason)
+            for wait, asked in self._waiting.items():
+                if asked >= seq and not wait.done():
+                    wait.set_result(reason)
 
     def back(self) -> None:
         """The lane runs nothing: wait until what it has left, if anything, is there or won't be, or the worker ends."""
         while self._left:
             futures.wait([self._left.pop(), self._gives_up], return_when=futures.FIRST_COMPLETED)
-        self.has_failed, self._waiting = False, None
+        self.has_failed = False
 
     def give_up(self) -> None:
         """The worker ends, from any thread: a peer that has died may be waited for without end."""
