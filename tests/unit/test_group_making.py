@@ -9,13 +9,14 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 from colocate._protocol.consequence import Consequence
 from colocate._role import torch_groups
-from colocate._role.torch_meetings import Meetings
+from colocate._role.torch_meetings import all_have, all_make, can_not, withdraw
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
 from colocate.worker.group_making import Making
@@ -25,12 +26,12 @@ SEQ = 3
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[Meetings]]:
-    """Those of a group, at a store."""
+def ranks() -> Iterator[list[Any]]:
+    """Clients of a store: two for each rank."""
     pytest.importorskip("torch")
     with leaks.shared():  # a pipe of torch's own, for good
         store, address = torch_groups.serve_store("127.0.0.1")
-    made = [Meetings(address) for _ in range(RANKS)]
+    made = [[torch_groups.connect_store(address, 60.0) for _ in range(2)] for _ in range(RANKS)]
     yield made
     made.clear()
     del store
@@ -42,41 +43,66 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_all_make_it(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
-    """Once all are there, who withdraws is told that it makes the group, too."""
-    waiting = [pool.submit(each.all_make, "all", RANKS) for each in ranks]
+def test_all_make_it(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
+    """Once all are there, who withdraws is told that they have made the group, as soon as they have."""
+    waiting = [pool.submit(all_make, store, "all", rank, RANKS) for rank, (store, _) in enumerate(ranks)]
     assert [each.result(PATIENCE_S) for each in waiting] == [True] * RANKS
-    assert all(each.withdraw("all") for each in ranks)
+    leaving = [pool.submit(withdraw, store, "all") for _, store in ranks]
+    waiting = [pool.submit(all_have, ranks[rank][0], "all", rank, RANKS, 60.0) for rank in range(RANKS - 1)]
+    assert not becomes_true(lambda: any(each.done() for each in (*waiting, *leaving)), 0.1)
+    assert all_have(ranks[-1][0], "all", RANKS - 1, RANKS, 60.0)
+    assert [each.result(PATIENCE_S) for each in (*waiting, *leaving)] == [True] * (2 * RANKS - 1)
 
 
-def test_none_makes_it(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
+def test_none_makes_it(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
     """One that withdraws frees those that wait, and who comes after that doesn't wait."""
-    waiting = [pool.submit(each.all_make, "none", RANKS) for each in ranks[1:]]
+    waiting = [pool.submit(all_make, ranks[rank][0], "none", rank, RANKS) for rank in range(1, RANKS)]
     assert not becomes_true(lambda: any(each.done() for each in waiting), 0.1)
-    assert not ranks[0].withdraw("none")
+    assert not withdraw(ranks[0][1], "none")
     assert [each.result(PATIENCE_S) for each in waiting] == [False] * (RANKS - 1)
-    assert not ranks[0].all_make("none", RANKS)
-    assert not ranks[1].withdraw("none")
+    assert not all_make(ranks[0][0], "none", 0, RANKS)
+    assert not withdraw(ranks[1][1], "none")
 
 
-def test_it_is_the_same_for_all(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
+def test_one_rank_comes_twice(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
+    """It is still one."""
+    waiting = [pool.submit(all_make, store, "twice", 0, 2) for store, _ in ranks]
+    assert not becomes_true(lambda: any(each.done() for each in waiting), 0.1)
+    assert all_make(ranks[0][1], "twice", 1, 2)
+    assert [each.result(PATIENCE_S) for each in waiting] == [True] * RANKS
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_one_could_not(ranks: list[Any], pool: ThreadPoolExecutor, late: bool) -> None:
+    """Then nobody has it: those that have connected are told, who has left, and the one that comes too late."""
+    waiting = [pool.submit(all_make, store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks)]
+    assert [each.result(PATIENCE_S) for each in waiting] == [True] * RANKS
+    leaving = pool.submit(withdraw, ranks[1][1], "one")
+    patience = 0.1 if late else 60.0
+    waiting = [pool.submit(all_have, ranks[rank][0], "one", rank, RANKS, patience) for rank in range(1, RANKS)]
+    if not late:
+        can_not(ranks[0][0], "one")
+    assert [each.result(PATIENCE_S) for each in (*waiting, leaving)] == [False] * RANKS
+    assert not all_have(ranks[0][0], "one", 0, RANKS, 60.0)
+
+
+def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
     """Whoever comes, and withdraws, when."""
     seen = set()
     for number in range(200):
         board = f"board {number}"
-        order = [*ranks, *random.Random(number).sample(ranks, number % RANKS)]
-        random.Random(number).shuffle(order)
-        come: set[int] = set()
-        told = []
-        for each in order:  # its second turn, or that of who doesn't come again, is to withdraw
-            if id(each) in come:
-                told.append(pool.submit(each.withdraw, board))
-            else:
-                come.add(id(each))
-                told.append(pool.submit(each.all_make, board, RANKS))
-        found = {each.result(PATIENCE_S) for each in told}
-        assert len(found) == 1
-        seen |= found
+        turns = [(rank, False) for rank in range(RANKS)]
+        turns += [(rank, True) for rank in random.Random(number).sample(range(RANKS), number % RANKS)]
+        random.Random(number).shuffle(turns)
+        leaving = [pool.submit(withdraw, ranks[rank][1], board) for rank, leaves in turns[:1] if leaves]
+        come = [pool.submit(all_make, ranks[rank][0], board, rank, RANKS) for rank, leaves in turns if not leaves]
+        leaving += [pool.submit(withdraw, ranks[rank][1], board) for rank, leaves in turns[1:] if leaves]
+        (made,) = {each.result(PATIENCE_S) for each in come}
+        if made:
+            have = [pool.submit(all_have, ranks[rank][0], board, rank, RANKS, 60.0) for rank in range(RANKS)]
+            assert all(each.result(PATIENCE_S) for each in have)
+        assert all(each.result(PATIENCE_S) == made for each in leaving)
+        seen.add(made)
     assert seen == {True, False}
 
 
@@ -88,26 +114,20 @@ input()
 """
 
 
-def test_several_at_once(ranks: list[Meetings], pool: ThreadPoolExecutor) -> None:
-    """A rank is at several of them, in whatever order its peers come."""
-    first = [pool.submit(ranks[0].all_make, board, 2) for board in ("x", "y")]
-    other = [pool.submit(ranks[1].all_make, board, 2) for board in ("y", "x")]
-    assert [each.result(PATIENCE_S) for each in (*first, *other)] == [True] * 4
-
-
 def test_a_store_that_is_gone(pool: ThreadPoolExecutor) -> None:
-    """Who waits there is told; nothing is made, which who leaves isn't troubled with."""
+    """Who waits there is told, and who couldn't make a group has nobody to tell."""
     pytest.importorskip("torch")
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdout is not None
-        rank = Meetings(("127.0.0.1", int(server.stdout.readline())))
-        waiting = pool.submit(rank.all_make, "board", 2)
-        wait_until(lambda: rank._idle, "it waits, and has a client for who leaves")
+        address = "127.0.0.1", int(server.stdout.readline())
+        store, other = (torch_groups.connect_store(address, 60.0) for _ in range(2))
+        waiting = pool.submit(all_make, store, "board", 0, 2)
+        wait_until(lambda: other.check(["board/there/0"]), "it waits")
         server.kill()
     with pytest.raises(RuntimeError):
         waiting.result(PATIENCE_S)
-    assert not rank.withdraw("board")
+    can_not(other, "board")
 
 
 def test_whose_sockets() -> None:
@@ -176,15 +196,17 @@ class Asking:
 class Lane(threading.Thread):
     """It asks for a group, and waits."""
 
-    def __init__(self, making: Making, join: Callable[[], Any], withdraw: Callable[[], bool]) -> None:
+    def __init__(
+        self, making: Making, join: Callable[[], Any], leave: Callable[[], bool], board: str = "board 1"
+    ) -> None:
         super().__init__(daemon=True)
-        self.making, self.joins, self.withdraw = making, join, withdraw
+        self.making, self.joins, self.leave, self.board = making, join, leave, board
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.making.wait_for("policy/actor/*", self.joins, self.withdraw)
+            self.making.wait_for(self.board, "policy/actor/*", self.joins, self.leave)
         except Exception as error:
             self.error = error
 
@@ -221,8 +243,14 @@ def test_back_when_it_is_made() -> None:
 def test_back_when_it_is_never_made() -> None:
     """What waits for peers that don't come is left to itself, and has nothing to do with what is made next."""
     making, end = Making(Asking()), threading.Event()
-    lane = Lane(making, lambda: end.wait(PATIENCE_S) and None, lambda: False)
-    wait_until(lambda: making._waiting, "it waits")
+    former: list[threading.Thread] = []
+
+    def comes_late() -> None:
+        former.append(threading.current_thread())
+        end.wait(PATIENCE_S)
+
+    lane = Lane(making, comes_late, lambda: False)
+    wait_until(lambda: former, "it waits")
     making.end_waits(SEQ, "a call has failed")
     lane.join(PATIENCE_S)
     making.back()
@@ -232,15 +260,15 @@ def test_back_when_it_is_never_made() -> None:
         begun.set()
         ends.wait(PATIENCE_S)
 
-    following = Lane(making, lambda: make, lambda: True)
+    following = Lane(making, lambda: make, lambda: True, board="board 2")
     assert begun.wait(PATIENCE_S)
-    before = threading.active_count()
     end.set()
-    wait_until(lambda: threading.active_count() < before, "the former one has ended")
+    former[0].join(PATIENCE_S)
     assert making.unfinished() == {"policy/actor/*"}
     ends.set()
     following.join(PATIENCE_S)
     assert following.error is None
+    assert not making.has_failed
 
 
 def test_another_rank_is_called_back() -> None:
@@ -280,10 +308,31 @@ def test_nothing_is_begun_after_a_failure() -> None:
     making.back()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_same_one_twice(fails: bool) -> None:
+    """Threads of a role that ask for the same group make one."""
+    making, end = Making(Asking()), threading.Event()
+    made = []
+
+    def make() -> None:
+        end.wait(PATIENCE_S)
+        if fails:
+            raise ConnectionError("no sockets any more")
+        made.append("a group")
+
+    lanes = [Lane(making, lambda: make, lambda: True) for _ in range(2)]
+    wait_until(lambda: len(making._waiting) == 2, "both wait")
+    end.set()
+    for lane in lanes:
+        lane.join(PATIENCE_S)
+        assert (str(lane.error) == "no sockets any more") if fails else (lane.error is None)
+    assert made == ([] if fails else ["a group"])
+
+
 def test_several_wait() -> None:
     """Threads of a role make groups beside each other, and all of them are called back."""
     making, end = Making(Asking()), threading.Event()
-    lanes = [Lane(making, lambda: end.wait(PATIENCE_S) and None, lambda: False) for _ in range(2)]
+    lanes = [Lane(making, partial(end.wait, PATIENCE_S), lambda: False, board) for board in ("one", "other")]
     wait_until(lambda: len(making._waiting) == 2, "both wait")
     making.end_waits(SEQ, "a call has failed")
     for lane in lanes:

@@ -204,6 +204,41 @@ class Threads(Role):
         return told[0]
 
 
+class Unlucky(Role):
+    """One of its ranks can't make a group."""
+
+    @method
+    def sum(self, value: float, failing: int | None = None) -> float:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+
+        if self.ctx.rank == failing:
+            make = c10d._new_process_group_helper
+
+            def fail(*_: Any, **__: Any) -> Any:
+                c10d._new_process_group_helper = make
+                raise OSError("no descriptors any more")
+
+            c10d._new_process_group_helper = fail
+        found = torch.tensor([value])
+        dist.all_reduce(found, group=self.ctx.process_group())
+        return float(found)
+
+
+def test_a_rank_that_can_not() -> None:
+    """The others, which wait for it in torch, are told: the call fails, and the next one makes a group."""
+    with colocate.connect(processes=True) as runtime:
+        role = colocate.role(Unlucky).on(default_group=True)
+        group = runtime.reserve(3, cpus=0).spawn({"unlucky": role})
+        unlucky = group.role("unlucky", Unlucky)
+        for failing in (0, 2):
+            with pytest.raises(RoleError, match=r"raised OSError on rank .*no descriptors any more"):
+                unlucky.sum(1.0, failing)
+            assert group.state == "ready"
+        assert unlucky.sum(1.0) == [3.0] * 3
+
+
 class Own(Role):
     """Makes torch's default group itself."""
 

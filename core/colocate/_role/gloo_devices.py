@@ -7,11 +7,15 @@ import datetime
 import functools
 import os
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 _WATCHED = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
 _loops: set[int] = set()
+_lock = threading.Lock()
+_users = 0  # threads that make groups
+_torchs: list[Any] = []  # torch's class, while there are any
 
 
 @contextlib.contextmanager
@@ -22,15 +26,19 @@ def on_one_device(c10d: Any) -> Iterator[None]:
     under FSDP2, whose collectives alternate, a step of training took 8 % longer (torch 2.13, two ranks on two cores).
     """
     # Torch passes no options on to gloo: so the class that it calls is another one meanwhile.
-    gloo = getattr(c10d, "ProcessGroupGloo", None)  # not in every torch
-    if gloo is None or issubclass(gloo, _sharing()):  # another thread is at it
-        yield
-        return
-    c10d.ProcessGroupGloo = _sharing()
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1 and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:  # not in every torch
+            _torchs.append(gloo)
+            c10d.ProcessGroupGloo = _sharing()
     try:
         yield
     finally:
-        c10d.ProcessGroupGloo = gloo
+        with _lock:
+            _users -= 1
+            if _users == 0 and _torchs:
+                c10d.ProcessGroupGloo = _torchs.pop()
 
 
 @functools.cache
@@ -55,12 +63,13 @@ def _options(gloo: Any, timeout: datetime.timedelta, more: dict[str, Any]) -> An
     """As torch's own constructor makes them of its arguments; None where that isn't known."""
     try:
         options = gloo._Options()
-        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        options._threads = 2 * len(options._devices)
         options._timeout = timeout
         for name, value in more.items():  # from torch 2.14 on there is one
             if value != getattr(options, name):
                 setattr(options, name, value)
+        # Last: what else goes wrong leaves a group to devices of its own.
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        options._threads = 2 * len(options._devices)
     except AttributeError:
         return None
     return options

@@ -14,6 +14,7 @@ import attrs
 
 from colocate import wire
 from colocate._role.torch_books import forget
+from colocate._role.torch_meetings import all_have, can_not
 from colocate._system.jobs import message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ConfigError
@@ -63,7 +64,31 @@ class Plan:
         return "gloo" if own is None else f"cpu:gloo,{own}"
 
     def make(self, store: Any) -> ProcessGroup:
-        """Make it, together with all its ranks, which meet through a store, and have it when all of them have."""
+        """Make it, together with all its ranks, which meet through a store, and have it when all of them have.
+
+        Raises:
+            ConnectionError: Another rank could not.
+        """
+        try:
+            group = self._connect(store)
+        except BaseException:
+            can_not(store, self.board)
+            raise
+        # Who went on, and cut it, would end the making of others, and those wait for each other without end.
+        try:
+            made = len(self.slots) == 1 or all_have(store, self.board, self.index, len(self.slots), self.timeout_s)
+        except BaseException:
+            made = False
+            raise
+        finally:
+            if not made:
+                del group  # the traceback would keep it
+                forget(self.name)
+        if not made:
+            raise ConnectionError(f"another rank could not make the process group {self.name!r}, or was late")
+        return group
+
+    def _connect(self, store: Any) -> ProcessGroup:
         # The public API makes groups only of all ranks of the default one together, and names them by counting. This is
         # what init_process_group and new_group do themselves. Imported here: only who asks for a group has torch.
         import torch
@@ -89,12 +114,6 @@ class Plan:
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(to_torch)}
         if self.is_default:
             c10d._update_default_pg(group)  # as init_process_group does
-        if len(self.slots) > 1:
-            # Who went on, and cut it, would end the making of others, and those wait for them without end: each
-            # connects to one after the other.
-            if store.add(f"{self.board}/made", 1) == len(self.slots):
-                store.set(f"{self.board}/all made", "yes")
-            store.wait([f"{self.board}/all made"])
         made: ProcessGroup = group
         return made
 
@@ -124,6 +143,7 @@ def serve_store(host: str) -> tuple[Any, tuple[str, int]]:
 
     listener = socket.create_server((host, 0))
     address = listener.getsockname()[:2]
+    # On libuv, as is torch's default: its other server doesn't wake up who waits for what is set by `compare_set`.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch has it here without saying so
         address[0],
         address[1],
@@ -131,6 +151,7 @@ def serve_store(host: str) -> tuple[Any, tuple[str, int]]:
         wait_for_workers=False,
         timeout=_CONNECT_TIMEOUT,
         master_listen_fd=listener.detach(),
+        use_libuv=True,
     )
     return store, address
 

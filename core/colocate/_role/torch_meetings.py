@@ -1,69 +1,80 @@
-"""Whether a process group is made: decided at a store, once, and the same for all of its ranks.
+"""Whether a process group is made: decided at a store, and the same for all of its ranks.
 
 In torch the ranks of a group wait for each other while they make it, and nobody can be called back from there. So they
-meet before: all of them make it, or none does.
+meet before: all of them make it, or none does. And they meet when it is made: all of them have it, or none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
 from typing import Any
 
-from colocate._role.torch_groups import connect_store
-from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
-
-_ALL, _NONE = b"all", b"none"
+YES, NO = "yes", "no"
 _NEVER = datetime.timedelta(days=20)  # torch counts milliseconds, in 32 bits
 
 
-class Meetings:
-    """Those of one worker.
+def all_make(store: Any, board: str, index: int, members: int) -> bool:
+    """Wait until all ranks of a group are about to make it; whether they do.
 
-    It keeps its connections: torch asks for the name of each address that it connects to, which takes seconds where
-    nobody answers that.
-
-    Attributes:
-        address: Where the store listens.
+    Args:
+        store: A client that does nothing else meanwhile.
+        board: What they meet under.
+        index: Which of them this is.
+        members: How many they are.
     """
+    store.set(f"{board}/there/{index}", YES)
+    if store.check([f"{board}/there/{each}" for each in range(members)]):  # who comes last sees all of them
+        _decide(store, f"{board}/begun", YES)
+    store.wait([f"{board}/begun"], _NEVER)
+    return _is_yes(store, f"{board}/begun")
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        """Don't connect yet. Args: address: Where the store listens."""
-        self.address = address
-        self._idle: list[Any] = []
 
-    def all_make(self, board: str, members: int) -> bool:
-        """Wait until all ranks of a group are about to make it; whether they do.
+def all_have(store: Any, board: str, index: int, members: int, seconds: float) -> bool:
+    """Wait until all ranks of a group have made it; whether they have, which one that couldn't says is not so.
 
-        Args:
-            board: What they meet under.
-            members: How many they are.
-        """
-        decided = f"{board}/decided"
-        with self._client() as store, self._client():  # the other one is for who withdraws meanwhile
-            if store.add(f"{board}/there", 1) == members:
-                store.compare_set(decided, "", _ALL.decode())
-        with self._client() as store:
-            store.wait([decided], _NEVER)
-            return bool(store.get(decided) == _ALL)
+    Args:
+        store: A client that does nothing else meanwhile.
+        board: What they have met under.
+        index: Which of them this is.
+        members: How many they are.
+        seconds: They have so long.
+    """
+    import torch.distributed as dist
 
-    def withdraw(self, board: str) -> bool:
-        """Not make a group, and so nobody does, unless all were there before; whether it is made.
+    store.set(f"{board}/done/{index}", YES)
+    if store.check([f"{board}/done/{each}" for each in range(members)]):
+        _decide(store, f"{board}/made", YES)
+    try:
+        store.wait([f"{board}/made"], datetime.timedelta(seconds=seconds))
+    except dist.DistStoreError:  # somebody is late, and is told so, too
+        _decide(store, f"{board}/made", NO)
+    return _is_yes(store, f"{board}/made")
 
-        Args:
-            board: What they meet under.
-        """
-        with contextlib.suppress(RuntimeError), self._client() as store:  # it is gone, and so is who waits there
-            return bool(store.compare_set(f"{board}/decided", "", _NONE.decode()) == _ALL)
+
+def can_not(store: Any, board: str) -> None:
+    """This rank couldn't make a group that it was to make with the others."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, too
+        _decide(store, f"{board}/made", NO)
+
+
+def withdraw(store: Any, board: str) -> bool:
+    """Not make a group, and so nobody does, unless all were there before; whether they have made it, once they have.
+
+    Args:
+        store: Another client than that which waits.
+        board: What they meet under.
+    """
+    if _decide(store, f"{board}/begun", NO) == NO:
         return False
+    store.wait([f"{board}/made"], _NEVER)
+    return _is_yes(store, f"{board}/made")
 
-    @contextlib.contextmanager
-    def _client(self) -> Iterator[Any]:
-        """One that nobody else uses: it does nothing else while it waits."""
-        try:
-            store = self._idle.pop()
-        except IndexError:
-            store = connect_store(self.address, GROUPS_CONNECT_WITHIN_S)
-        yield store
-        self._idle.append(store)
+
+def _decide(store: Any, key: str, decision: str) -> str:
+    """Say so, unless it is decided; what is decided."""
+    return str(store.compare_set(key, "", decision).decode())
+
+
+def _is_yes(store: Any, key: str) -> bool:
+    return bool(store.get(key).decode() == YES)

@@ -156,7 +156,7 @@ class DefaultGroup:
             store = torch_groups.hash_store()
             if self.slots > 1:
                 store = self._store_for(board, default)
-            self._making.begins(self.name)
+            self._making.begins(board, self.name)
             plan.make(store)
         except BaseException as error:
             with self._lock:
@@ -167,10 +167,10 @@ class DefaultGroup:
                 self._making.has_failed = True
             if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for this slot
                 self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
-            self._making.ends(self.name)
+            self._making.ends(board)
             default.made.set_exception(error)
         else:
-            self._making.ends(self.name)
+            self._making.ends(board)
             default.made.set_result(None)
 
     def _store_for(self, board: str, default: _Default) -> Any:

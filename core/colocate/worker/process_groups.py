@@ -26,8 +26,8 @@ from colocate._protocol.to_worker import Operations
 from colocate._role import torch_books, torch_groups, torch_works
 from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
-from colocate._role.torch_meetings import Meetings
-from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
+from colocate._role.torch_meetings import all_make, withdraw
+from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, GROUPS_CONNECT_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate.gpus import backend_for
 from colocate.worker.collective_waits import bury, guard, is_transferring
 from colocate.worker.default_group import DefaultGroup
@@ -81,7 +81,6 @@ class ProcessGroups:
         self._making = Making(worker)
         self.default = DefaultGroup(worker, self._making, group, slot, host, device)
         self._lock = threading.Lock()
-        self._meetings: Meetings | None = None
         self._made: dict[str, _Made] = {}
         self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
@@ -183,15 +182,16 @@ class ProcessGroups:
 
     def _make_together(self, plan: Plan, name: str) -> None:
         address = self.default.rendezvous()
-        if self._meetings is None or self._meetings.address != address:
-            self._meetings = Meetings(address)
-        meetings = self._meetings
 
         def join() -> Make | None:
             store = torch_groups.connect_store(address, self.default.timeout_s)
-            return partial(self._keep, name, plan, store) if meetings.all_make(plan.board, len(plan.slots)) else None
+            members = len(plan.slots)
+            return partial(self._keep, name, plan, store) if all_make(store, plan.board, plan.index, members) else None
 
-        self._making.wait_for(plan.name, join, lambda: meetings.withdraw(plan.board))
+        def leave() -> bool:
+            return withdraw(torch_groups.connect_store(address, GROUPS_CONNECT_WITHIN_S), plan.board)
+
+        self._making.wait_for(plan.board, plan.name, join, leave)
 
     def _keep(self, name: str, plan: Plan, store: Any) -> None:
         self._made[name] = _Made(plan.make(store))  # nothing else may refer to it
