@@ -78,13 +78,12 @@ class Plan:
         try:
             made = len(self.slots) == 1 or all_have(store, self.board, self.index, len(self.slots), self.timeout_s)
         except BaseException:
-            made = False
+            del group  # the traceback would keep it
+            forget(self.name)
             raise
-        finally:
-            if not made:
-                del group  # the traceback would keep it
-                forget(self.name)
         if not made:
+            del group
+            forget(self.name)
             raise ConnectionError(f"another rank could not make the process group {self.name!r}, or was late")
         return group
 
