@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 
 from colocate._protocol.consequence import Consequence
@@ -22,6 +23,7 @@ from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
 from colocate.worker.group_making import Making
 
 RANKS = 3
+BOARDS = "one", "other"
 SEQ = 3
 
 
@@ -84,6 +86,7 @@ def test_one_could_not(ranks: list[Any], pool: ThreadPoolExecutor, late: bool) -
         can_not(ranks[0][0], "one")
     assert [each.result(PATIENCE_S) for each in (*waiting, leaving)] == [False] * RANKS
     assert not all_have(ranks[0][0], "one", 0, RANKS, 60.0)
+    assert not any(all_make(store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks))  # who asks again
 
 
 def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
@@ -182,33 +185,48 @@ class Asking:
     """A worker whose running call asks for groups."""
 
     refuses: str | None = None
+    seq = SEQ
 
     def ask(self, *question: Any, **how: Any) -> Any:
         raise AssertionError(question)
 
     def asking(self) -> int | None:
-        return SEQ
+        return self.seq
 
     def why_not(self) -> str | None:
         return self.refuses
 
 
+@attrs.define(eq=False)
+class Group:
+    """It is made by all, and at once, unless something else is said."""
+
+    make: Callable[[], object]
+    leave: Callable[[], bool] = lambda: True
+    join: Callable[[], bool] = lambda: True
+    board: str = "board 1"
+    name: str = "policy/actor/*"
+    is_there: Callable[[], bool] = lambda: False
+
+
 class Lane(threading.Thread):
     """It asks for a group, and waits."""
 
-    def __init__(
-        self, making: Making, join: Callable[[], Any], leave: Callable[[], bool], board: str = "board 1"
-    ) -> None:
+    def __init__(self, making: Making, group: Group) -> None:
         super().__init__(daemon=True)
-        self.making, self.joins, self.leave, self.board = making, join, leave, board
+        self.making, self.group = making, group
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.making.wait_for(self.board, "policy/actor/*", self.joins, self.leave)
+            self.making.have(self.group)
         except Exception as error:
             self.error = error
+
+
+def _nothing() -> None:
+    """No group."""
 
 
 def back(making: Making) -> threading.Thread:
@@ -227,7 +245,7 @@ def test_back_when_it_is_made() -> None:
         end.wait(PATIENCE_S)
         made.append(making.unfinished())
 
-    lane = Lane(making, lambda: make, lambda: True)
+    lane = Lane(making, Group(make))
     assert begun.wait(PATIENCE_S)
     making.end_waits(SEQ, "a call has failed")
     lane.join(PATIENCE_S)
@@ -245,11 +263,12 @@ def test_back_when_it_is_never_made() -> None:
     making, end = Making(Asking()), threading.Event()
     former: list[threading.Thread] = []
 
-    def comes_late() -> None:
+    def comes_late() -> bool:
         former.append(threading.current_thread())
         end.wait(PATIENCE_S)
+        return False
 
-    lane = Lane(making, comes_late, lambda: False)
+    lane = Lane(making, Group(_nothing, lambda: False, comes_late))
     wait_until(lambda: former, "it waits")
     making.end_waits(SEQ, "a call has failed")
     lane.join(PATIENCE_S)
@@ -260,7 +279,7 @@ def test_back_when_it_is_never_made() -> None:
         begun.set()
         ends.wait(PATIENCE_S)
 
-    following = Lane(making, lambda: make, lambda: True, board="board 2")
+    following = Lane(making, Group(make, board="board 2"))
     assert begun.wait(PATIENCE_S)
     end.set()
     former[0].join(PATIENCE_S)
@@ -268,17 +287,20 @@ def test_back_when_it_is_never_made() -> None:
     ends.set()
     following.join(PATIENCE_S)
     assert following.error is None
-    assert not making.has_failed
+    assert not making.has_failed()
 
 
 def test_another_rank_is_called_back() -> None:
     """That is a consequence, and said to be one."""
-    making = Making(Asking())
-    lane = Lane(making, lambda: None, lambda: True)
+    worker = Asking()
+    making = Making(worker)
+    lane = Lane(making, Group(_nothing, join=lambda: False))
     lane.join(PATIENCE_S)
     assert str(lane.error) == "another rank doesn't make the process group 'policy/actor/*'"
     assert isinstance(lane.error, Consequence)
-    assert making.has_failed
+    assert making.has_failed()
+    worker.seq += 1  # what fails in another call fails by itself
+    assert not making.has_failed()
 
 
 def test_it_can_not_be_made() -> None:
@@ -288,7 +310,7 @@ def test_it_can_not_be_made() -> None:
     def make() -> None:
         raise ConnectionError("no sockets any more")
 
-    lane = Lane(making, lambda: make, lambda: True)
+    lane = Lane(making, Group(make))
     lane.join(PATIENCE_S)
     assert str(lane.error) == "no sockets any more"
     assert not making.unfinished()
@@ -301,11 +323,24 @@ def test_nothing_is_begun_after_a_failure() -> None:
     making = Making(worker)
     worker.refuses = "a call has failed"
     begun: list[None] = []
-    lane = Lane(making, lambda: begun.append(None), lambda: False)
+    lane = Lane(making, Group(lambda: begun.append(None), lambda: False))
     lane.join(PATIENCE_S)
     assert str(lane.error) == "a call has failed"
     assert not begun
     making.back()
+
+
+def test_it_is_there() -> None:
+    """A thread that looks for a group before another one of its role has made it, and asks after that, begins none."""
+    made: list[str] = []
+    group = Group(lambda: made.append("a group"), is_there=lambda: bool(made))
+    making = Making(Asking())
+    for _ in range(2):
+        lane = Lane(making, group)
+        lane.join(PATIENCE_S)
+        assert lane.error is None
+    assert made == ["a group"]
+    assert not making._running
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -320,7 +355,7 @@ def test_the_same_one_twice(fails: bool) -> None:
             raise ConnectionError("no sockets any more")
         made.append("a group")
 
-    lanes = [Lane(making, lambda: make, lambda: True) for _ in range(2)]
+    lanes = [Lane(making, Group(make)) for _ in range(2)]
     wait_until(lambda: len(making._waiting) == 2, "both wait")
     end.set()
     for lane in lanes:
@@ -332,7 +367,7 @@ def test_the_same_one_twice(fails: bool) -> None:
 def test_several_wait() -> None:
     """Threads of a role make groups beside each other, and all of them are called back."""
     making, end = Making(Asking()), threading.Event()
-    lanes = [Lane(making, partial(end.wait, PATIENCE_S), lambda: False, board) for board in ("one", "other")]
+    lanes = [Lane(making, Group(_nothing, lambda: False, partial(end.wait, PATIENCE_S), board)) for board in BOARDS]
     wait_until(lambda: len(making._waiting) == 2, "both wait")
     making.end_waits(SEQ, "a call has failed")
     for lane in lanes:
@@ -351,7 +386,7 @@ def test_the_end_of_a_worker() -> None:
         begun.set()
         end.wait(PATIENCE_S)
 
-    lane = Lane(making, lambda: make, lambda: True)
+    lane = Lane(making, Group(make))
     assert begun.wait(PATIENCE_S)
     making.end_waits(SEQ, "a call has failed")
     lane.join(PATIENCE_S)

@@ -97,7 +97,7 @@ def test_called_back_from_making_one(stuck: threading.Event) -> None:
     wait_until(lambda: groups._making._waiting, "the lane waits for what the other thread makes")
     groups.end_waits(SEQ + 1, "a later call failed")
     (waiting,) = groups._making._waiting
-    assert not waiting.done()
+    assert not waiting.left.done()
     groups.end_waits(SEQ, "this call failed")
     asker.join(PATIENCE_S)
     assert asker.left == "this call failed"

@@ -27,7 +27,8 @@ def all_make(store: Any, board: str, index: int, members: int) -> bool:
     if store.check([f"{board}/there/{each}" for each in range(members)]):  # who comes last sees all of them
         _decide(store, f"{board}/begun", YES)
     store.wait([f"{board}/begun"], _NEVER)
-    return _is_yes(store, f"{board}/begun")
+    # Who comes again when that is over would wait in torch for those that have gone on.
+    return _is_yes(store, f"{board}/begun") and not store.check([f"{board}/made"])
 
 
 def all_have(store: Any, board: str, index: int, members: int, seconds: float) -> bool:

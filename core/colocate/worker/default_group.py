@@ -72,12 +72,10 @@ class DefaultGroup:
     def have(self) -> None:
         """Have it made, unless it is there."""
         made = self.join().made
-        if not made.done():
-            left = self._making.begin_wait()
-            made.add_done_callback(lambda _: self._making.end_wait(left))
-            if (reason := self._making.ended(left)) is not None:
-                raise Consequence(reason)
-        made.result()
+        if made.done():
+            made.result()
+        else:
+            self._making.wait_for(made)
 
     def share(self) -> None:
         """Have that of the process, whose threads the slots are."""
@@ -156,21 +154,17 @@ class DefaultGroup:
             store = torch_groups.hash_store()
             if self.slots > 1:
                 store = self._store_for(board, default)
-            self._making.begins(board, self.name)
-            plan.make(store)
+            with self._making.half_made(self.name):
+                plan.make(store)
         except BaseException as error:
             with self._lock:
                 # Whoever asks next tries again, where the others can't have gone on meanwhile.
                 if self._now is default and (self.slots == 1 or isinstance(error, Consequence)):
                     self._now = None
-            if not isinstance(error, ConfigError | Consequence):
-                self._making.has_failed = True
             if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for this slot
                 self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
-            self._making.ends(board)
             default.made.set_exception(error)
         else:
-            self._making.ends(board)
             default.made.set_result(None)
 
     def _store_for(self, board: str, default: _Default) -> Any:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
+
+import attrs
 
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
-
-Make: TypeAlias = Callable[[], object]
+from colocate.errors import ConfigError
 
 
 class Worker(Protocol):
@@ -35,143 +36,185 @@ class Worker(Protocol):
         ...
 
 
-class Making:
-    """What is made by threads of its own, as torch waits for all ranks: the lane waits here, and can leave.
+class Together(Protocol):
+    """A group that its ranks make together: all of them, or none."""
+
+    @property
+    def name(self) -> str:
+        """What torch calls it."""
+        ...
+
+    @property
+    def board(self) -> str:
+        """What its ranks meet under."""
+        ...
+
+    def is_there(self) -> bool:
+        """Whether this rank has it; from any thread."""
+        ...
+
+    def join(self) -> bool:
+        """Wait for the other ranks, on a thread of its own; whether all of them make it."""
+        ...
+
+    def make(self) -> None:
+        """Make it with them, on the same one, and keep it."""
+
+    def leave(self) -> bool:
+        """Say, on another thread, that this rank doesn't make it, unless all of them do; whether they have."""
+        ...
+
+
+@attrs.define(eq=False)
+class _Wait:
+    """A lane that waits, or a thread of a role's.
 
     Attributes:
-        has_failed: One couldn't be made together, as another rank has left, or died.
+        asked: The call that it waits in.
+        over: Ends with what it waits for.
+        leave: What is begun when it leaves, which its rank isn't back before the end of; None for nothing.
+        left: Ends when it needn't wait any longer, with the reason if it has left.
     """
+
+    asked: int
+    over: Future[None]
+    leave: Callable[[], object] | None
+    left: Future[str | None] = attrs.field(factory=Future)
+
+
+class Making:
+    """What is made by threads of its own, as torch waits for all ranks: the lane waits here, and can leave."""
 
     def __init__(self, worker: Worker) -> None:
         """Nothing is made yet. Args: worker: Whose lane waits."""
         self._worker = worker
         self._lock = threading.Lock()
-        self._unfinished: dict[str, str] = {}  # names, by what their ranks meet under
-        self._running: dict[str, Future[None]] = {}  # by the same; each ends with what is made there
-        self._waiting: dict[Future[str | None], tuple[int, Future[None] | None]] = {}  # for which call, and for what
+        self._unfinished: list[str] = []
+        self._running: dict[str, Future[None]] = {}  # by board; each ends with what is made there
+        self._waiting: set[_Wait] = set()
         self._left: list[Future[None]] = []
         self._gives_up: Future[None] = Future()
-        self.has_failed = False
+        self._failed_in: int | None = None  # the last call in which one couldn't be made
 
-    def begins(self, board: str, name: str) -> None:
-        """A group is made from here on: nobody can have begun anything on it here."""
+    @contextlib.contextmanager
+    def half_made(self, name: str) -> Iterator[None]:
+        """A group is in torch's books meanwhile, or about to be, but nobody can have begun anything on it here."""
         with self._lock:
-            self._unfinished[board] = name
-
-    def ends(self, board: str) -> None:
-        """It is there, or won't be."""
-        with self._lock:
-            self._unfinished.pop(board, None)
+            self._unfinished.append(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._unfinished.remove(name)
 
     def unfinished(self) -> set[str]:
-        """The names of those that are being made."""
+        """The names of those that are half made."""
         with self._lock:
-            return set(self._unfinished.values())
+            return set(self._unfinished)
 
-    def wait_for(self, board: str, name: str, join: Callable[[], Make | None], leave: Callable[[], bool]) -> None:
-        """Have a group made, and wait for it. On the lane, or a thread of a role's.
+    def has_failed(self) -> bool:
+        """Whether the call that asks couldn't have one made, as another rank has left, or died."""
+        return self._failed_in is not None and self._failed_in == self._worker.asking()
 
-        Args:
-            board: What its ranks meet under.
-            name: The group's.
-            join: Waits for the other ranks, on a thread of its own; what makes the group and keeps it, on the same one,
-                or None if one of them doesn't make it.
-            leave: Says on another thread that this rank doesn't make it, unless all of them do; whether they have.
+    def have(self, group: Together) -> None:
+        """Have a group made, unless it is there, and wait for it. On the lane, or a thread of a role's.
 
         Raises:
             Consequence: The lane has left, or another rank has.
             Exception: It couldn't be made.
         """
         with self._lock:
-            over = self._running.get(board)
-            begins = over is None
-            over = self._running.setdefault(board, Future())
-        wait = self.begin_wait(over)
+            if group.is_there():  # what has made it is over just now
+                return
+            begins = group.board not in self._running
+            over = self._running.setdefault(group.board, Future())
+        # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
+        begin = partial(_on_a_thread, partial(self._make, group, over)) if begins else None
+        self.wait_for(over, begin, partial(_on_a_thread, partial(self._leave, group, over)))
+
+    def wait_for(
+        self,
+        over: Future[None],
+        begin: Callable[[], object] | None = None,
+        leave: Callable[[], object] | None = None,
+    ) -> None:
+        """Wait for what is made. On the lane, or a thread of a role's.
+
+        Args:
+            over: Ends with it.
+            begin: Begins that, unless nothing is begun any more.
+            leave: What is begun when the lane leaves, which the rank isn't back before the end of.
+
+        Raises:
+            Consequence: The lane has left.
+            Exception: It couldn't be made.
+        """
+        wait = _Wait(self._worker.asking() or 0, over, leave)
+        with self._lock:
+            self._waiting.add(wait)
+        if (reason := self._worker.why_not()) is not None:
+            with self._lock:
+                self._call_back(wait, reason)
+        elif begin is not None:
+            begin()
         over.add_done_callback(lambda over: self._tell(wait, over.exception()))
-        if begins and wait.done():  # nothing is begun any more
-            self._is_over(board, over, Consequence(""))
-        elif begins:
-            # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
-            _on_a_thread(partial(self._make, board, name, join, over))
-        if (reason := self.ended(wait)) is not None:
-            _on_a_thread(partial(self._leave, board, leave, over))
+        try:
+            reason = wait.left.result()
+        finally:
+            with self._lock:
+                self._waiting.remove(wait)
+        if reason is not None:
             raise Consequence(reason)
 
-    def _make(self, board: str, name: str, join: Callable[[], Make | None], over: Future[None]) -> None:
+    def _make(self, group: Together, over: Future[None]) -> None:
         try:
-            if (make := join()) is None:
-                raise Consequence(f"another rank doesn't make the process group {name!r}")
-            self.begins(board, name)
-            try:
-                make()
-            finally:
-                self.ends(board)
+            if not group.join():
+                raise Consequence(f"another rank doesn't make the process group {group.name!r}")
+            with self.half_made(group.name):
+                group.make()
         except Exception as error:
-            self._is_over(board, over, error)
+            self._is_over(group, over, error)
         else:
-            self._is_over(board, over, None)
+            self._is_over(group, over, None)
 
-    def _leave(self, board: str, leave: Callable[[], bool], over: Future[None]) -> None:
+    def _leave(self, group: Together, over: Future[None]) -> None:
         try:
-            made = leave()
+            made = group.leave()
         except RuntimeError as error:  # the store is gone, and so is who waits there
-            self._is_over(board, over, error)
+            self._is_over(group, over, error)
         else:
             if not made:
-                self._is_over(board, over, Consequence("it was left"))
+                self._is_over(group, over, Consequence("it was left"))
 
-    def _is_over(self, board: str, over: Future[None], error: Exception | None) -> None:
+    def _is_over(self, group: Together, over: Future[None], error: Exception | None) -> None:
         with self._lock:
-            self._running.pop(board, None)
+            if self._running.get(group.board) is over:
+                del self._running[group.board]
         with contextlib.suppress(InvalidStateError):  # it was left, and is known never to be made
             over.set_exception(error) if error is not None else over.set_result(None)
 
-    def _tell(self, wait: Future[str | None], error: BaseException | None) -> None:
+    def _tell(self, wait: _Wait, error: BaseException | None) -> None:
         with self._lock, contextlib.suppress(InvalidStateError):  # it was left
             if error is None:
-                wait.set_result(None)
-            else:
-                wait.set_exception(error)
-                self.has_failed = True
-
-    def begin_wait(self, over: Future[None] | None = None) -> Future[str | None]:
-        """What ends when the lane needn't wait any longer; with the reason, if what it waits for isn't there.
-
-        Args:
-            over: What a rank that has left isn't back before.
-        """
-        wait: Future[str | None] = Future()
-        with self._lock:
-            self._waiting[wait] = self._worker.asking() or 0, over
-        if (reason := self._worker.why_not()) is not None:
-            with self._lock:
-                self._call_back(wait, over, reason)
-        return wait
-
-    def ended(self, wait: Future[str | None]) -> str | None:
-        """Wait for that; why it was left."""
-        try:
-            return wait.result()
-        finally:
-            with self._lock:
-                del self._waiting[wait]
-
-    def end_wait(self, wait: Future[str | None]) -> None:
-        """What the lane waits for is decided elsewhere, and has been."""
-        self._tell(wait, None)
+                wait.left.set_result(None)
+                return
+            wait.left.set_exception(error)
+            if not isinstance(error, ConfigError):
+                self._failed_in = wait.asked
 
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
         with self._lock:
-            for wait, (asked, over) in self._waiting.items():
-                if asked >= seq:
-                    self._call_back(wait, over, reason)
+            for wait in self._waiting:
+                if wait.asked >= seq:
+                    self._call_back(wait, reason)
 
-    def _call_back(self, wait: Future[str | None], over: Future[None] | None, reason: str) -> None:
+    def _call_back(self, wait: _Wait, reason: str) -> None:
         with contextlib.suppress(InvalidStateError):  # it isn't waited for any more
-            wait.set_result(reason)
-            if over is not None:
-                self._left.append(over)
+            wait.left.set_result(reason)
+            if wait.leave is not None:
+                self._left.append(wait.over)
+                wait.leave()
 
     def back(self) -> None:
         """The lane runs nothing: wait until what it has left, if anything, is there or won't be, or the worker ends."""
@@ -180,7 +223,6 @@ class Making:
             futures.wait([over, self._gives_up], return_when=futures.FIRST_COMPLETED)
             if over.done():
                 self._left.remove(over)
-        self.has_failed = False
 
     def give_up(self) -> None:
         """The worker ends, from any thread: a peer that has died may be waited for without end."""

@@ -17,7 +17,6 @@ import math
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -32,7 +31,7 @@ from colocate.gpus import backend_for
 from colocate.worker.collective_waits import bury, guard, is_transferring
 from colocate.worker.default_group import DefaultGroup
 from colocate.worker.failure import LOOKING
-from colocate.worker.group_making import Make, Making, Worker
+from colocate.worker.group_making import Making, Worker
 from colocate.worker.group_places import members, mesh_of, needs_processes
 
 if TYPE_CHECKING:
@@ -46,6 +45,38 @@ class _Made:
 
     group: ProcessGroup
     asked: int | None = None
+
+
+@attrs.define(eq=False)
+class _Together:
+    """A role's group that this rank makes with others: what `Making` goes by."""
+
+    key: str
+    plan: Plan
+    address: tuple[str, int]
+    kept: dict[str, _Made]
+    store: Any = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def board(self) -> str:
+        return self.plan.board
+
+    def is_there(self) -> bool:
+        return self.key in self.kept
+
+    def join(self) -> bool:
+        self.store = torch_groups.connect_store(self.address, self.plan.timeout_s)
+        return all_make(self.store, self.board, self.plan.index, len(self.plan.slots))
+
+    def make(self) -> None:
+        self.kept[self.key] = _Made(self.plan.make(self.store))  # nothing else may refer to it
+
+    def leave(self) -> bool:
+        return withdraw(torch_groups.connect_store(self.address, GROUPS_CONNECT_WITHIN_S), self.board)
 
 
 class ProcessGroups:
@@ -127,7 +158,7 @@ class ProcessGroups:
             if len(slots) == 1:
                 self._made[name] = _Made(plan.make(torch_groups.hash_store()))
             else:
-                self._make_together(plan, name)
+                self._making.have(_Together(name, plan, self.default.rendezvous(), self._made))
             found = self._made[name]
         found.asked = self._worker.asking()
         return found.group
@@ -180,22 +211,6 @@ class ProcessGroups:
         else:
             self.default.have()
 
-    def _make_together(self, plan: Plan, name: str) -> None:
-        address = self.default.rendezvous()
-
-        def join() -> Make | None:
-            store = torch_groups.connect_store(address, self.default.timeout_s)
-            members = len(plan.slots)
-            return partial(self._keep, name, plan, store) if all_make(store, plan.board, plan.index, members) else None
-
-        def leave() -> bool:
-            return withdraw(torch_groups.connect_store(address, GROUPS_CONNECT_WITHIN_S), plan.board)
-
-        self._making.wait_for(plan.board, plan.name, join, leave)
-
-    def _keep(self, name: str, plan: Plan, store: Any) -> None:
-        self._made[name] = _Made(plan.make(store))  # nothing else may refer to it
-
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
         self._making.end_waits(seq, reason)
@@ -220,7 +235,7 @@ class ProcessGroups:
 
         All were there to make a group that couldn't be made; or the other end of a connection is gone.
         """
-        return self._making.has_failed or bool(self._cut) or torch_books.lost_a_peer(self.operations())
+        return self._making.has_failed() or bool(self._cut) or torch_books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
         """How many operations this rank has begun on each of its groups, whoever has made them."""
