@@ -19,6 +19,12 @@ _MODULES = {
     "outer": f"import inner\nheld = b'x' * ({_HOLDS_MIB} << 20)",
     "failing": "import inner\nraise ValueError('on purpose')",
     "waiting": "import script\nscript.begun.set()\nscript.go_on.wait(60)",
+    "small": """
+from colocate._system.malloc import _of_small_objects
+held, before = [], _of_small_objects().most
+while _of_small_objects().most == before:
+    held += [bytes([number]) * 400 for number in range(16)]
+""",
     "torch_like": f"held = b'x' * ({_HOLDS_MIB} << 20)\nimport script\nscript.memory.begin()\nimport inner",
 }
 
@@ -106,6 +112,19 @@ def test_imports_of_two_threads(tmp_path: Path) -> None:
         told()
     """
     assert run(tmp_path, script) == [2]
+
+
+def test_import_that_takes_room_for_more(tmp_path: Path) -> None:
+    """The interpreter has taken a mebibyte for small objects then: what comes to lie there later has an owner, too."""
+    script = """
+        import small
+        more = [bytes([number % 256]) * 400 for number in range(2000)]
+        found = memory.look(process_memory.InFiles(0, 0), 0, 0, [], {})
+        others = found["private"] - sum(found[each] for each in ("empty", "code", "held back", "objects"))
+        print(others * 100 // sum(map(sys.getsizeof, more)))
+    """
+    (others,) = run(tmp_path, script)
+    assert others < 20
 
 
 def test_begin_amid_an_import(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from colocate._system.libc import libc
 from colocate._system.mappings import PAGE, Area, mappings_now, present_in, whole_pages
@@ -24,14 +24,28 @@ _FLAGS, _IS_MAPPED = 7, 2  # of a piece's size, which is a multiple of 16
 _START_OF_FIRST = 44  # in `/proc/self/stat`, behind the name
 
 
-def in_use() -> int:
+class InUse(NamedTuple):
     """Bytes that were asked for and not freed, with what each piece is rounded up by.
 
-    The interpreter takes memory in large pieces: with what it has in these for objects to come. Nothing where nobody
-    tells it (glibc before 2.33, musl, an interpreter with another allocator).
+    The interpreter takes memory in large pieces: with what it has in these for objects to come, of which nobody tells
+    how much was ever touched. Nothing where nobody tells anything (glibc before 2.33, musl, an interpreter with another
+    allocator).
+
+    Attributes:
+        least: If as little was as can be: it takes a piece when none of the others has room.
+        most: If all of it was.
     """
+
+    least: int
+    most: int
+
+
+def in_use() -> InUse:
+    """What is by now."""
     told = _told()
-    return _of_small_objects() + (0 if told is None else int(told.uordblks + told.hblkhd))
+    others = 0 if told is None else int(told.uordblks + told.hblkhd)
+    least, most = _of_small_objects()
+    return InUse(others + least, others + most)
 
 
 _has_trimmed = False
@@ -150,23 +164,27 @@ def _mallinfo2() -> Any:
     return function
 
 
-_ARENAS_BYTES = re.compile(rb"^\d+ arenas \* \d+ bytes/arena += +([\d,]+)$", re.MULTILINE)
+_ARENAS = re.compile(rb"^(\d+) arenas \* (\d+) bytes/arena ", re.MULTILINE)
+_UNUSED = re.compile(rb"^(\d+) unused pools \* (\d+) bytes ", re.MULTILINE)
 
 
-def _of_small_objects() -> int:
-    """The bytes of the interpreter's arenas, for objects of up to 512 bytes: `malloc` knows nothing of them."""
+def _of_small_objects() -> InUse:
+    """The interpreter's arenas, for objects of up to 512 bytes: `malloc` knows nothing of them."""
     if (write := _statistics()) is None:
-        return 0
+        return InUse(0, 0)
     library, text, size = libc(), ctypes.c_void_p(), ctypes.c_size_t()
     if not (stream := library.open_memstream(ctypes.byref(text), ctypes.byref(size))):
-        return 0
+        return InUse(0, 0)
     try:
         write(stream)
     finally:
         library.fclose(stream)
-        found = _ARENAS_BYTES.search(ctypes.string_at(text, size.value)) if text else None
+        told = ctypes.string_at(text, size.value) if text else b""
         library.free(text)
-    return int(found[1].replace(b",", b"")) if found else 0
+    if (arenas := _ARENAS.search(told)) is None or (unused := _UNUSED.search(told)) is None:
+        return InUse(0, 0)
+    whole = int(arenas[1]) * int(arenas[2])
+    return InUse(whole - min(int(unused[1]) * int(unused[2]), int(arenas[2])), whole)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class ProcessMemory:
     def __init__(self) -> None:
         self.empty = 0
         self.code = 0
-        self._in_use = 0  # of what was asked for, likewise: by the empty worker, and by what was imported
+        self._in_use = 0  # of what was asked for, at least, likewise: by the empty worker, and by what was imported
         self._importing = threading.Lock()
         self._outermost: ModuleSpec | None = None
         self._before = self._in_use_before = 0
@@ -74,7 +74,7 @@ class ProcessMemory:
         """The worker is empty now."""
         self.empty = self._taken()
         self.code, self._before = 0, self.empty
-        self._in_use = self._in_use_before = in_use()
+        self._in_use = self._in_use_before = in_use().least
 
     def look(
         self, files: InFiles, owned: int, pinned: int, pieces: Iterable[tuple[int, int]], away: Mapping[int, int]
@@ -91,8 +91,8 @@ class ProcessMemory:
         private, heap = private_bytes() + files.pages, Heap()
         held_back = heap.held_back(away)
         rest = private - self.empty - self.code - held_back - pinned - (owned - files.absent)
-        # No more than there is: `malloc` counts memory that nobody has ever touched, too.
-        objects = min(in_use() - self._in_use - heap.handed_out(pieces), rest)
+        # No more than there is: memory that nobody has ever touched counts, too.
+        objects = min(in_use().most - self._in_use - heap.handed_out(pieces), rest)
         return {
             "private": private,
             "empty": self.empty,
@@ -119,7 +119,7 @@ class ProcessMemory:
         # Taken already, it is part of another import, or beside that of another thread. Who has it never waits.
         if self._importing.acquire(blocking=False):
             try:
-                self._before, self._in_use_before = self._taken(), in_use()
+                self._before, self._in_use_before = self._taken(), in_use().least
                 self._outermost = spec
             except OSError:  # no descriptor is free, which isn't the module's fault
                 pass
@@ -131,7 +131,7 @@ class ProcessMemory:
         if self._outermost is spec:
             with contextlib.suppress(OSError):
                 self.code += self._taken() - self._before
-                self._in_use += in_use() - self._in_use_before
+                self._in_use += in_use().least - self._in_use_before
             self._outermost = None
             self._importing.release()
 
