@@ -15,9 +15,9 @@ from typing import Any
 import attrs
 import pytest
 
-from colocate._protocol.consequence import Consequence
+from colocate._protocol.consequence import Consequence, Unmade
 from colocate._role import torch_groups
-from colocate._role.torch_meetings import all_have, all_make, can_not, withdraw
+from colocate._role.torch_meetings import NotMade, all_have, all_make, can_not, withdraw
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
 from colocate.worker.group_making import Making
@@ -134,46 +134,65 @@ def test_a_store_that_is_gone(pool: ThreadPoolExecutor) -> None:
 
 
 def test_whose_sockets() -> None:
-    """Those of gloo are told from all others that a process has connected meanwhile, and accepted."""
+    """Those of a group are told from all others that its process has connected meanwhile, and accepted.
+
+    Also from those of groups that other threads make at the same moment.
+    """
     pytest.importorskip("torch")
     code = """
         import os, socket, threading, datetime
         import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
         from colocate._role import torch_books
-        from colocate._role.gloo_devices import _devices, on_one_device
+        from colocate._role.gloo_devices import on_a_device
         from colocate._role.torch_groups import connect_store, serve_store
 
         store, address = serve_store("127.0.0.1")
-        others = []
+        others, groups, found = [], [], {}
+        NAMES, RANKS = ["one", "other"], range(2)
+        all_are_there = threading.Barrier(5)
 
         def connect():
             listener = socket.create_server(("127.0.0.1", 0))
             others.extend([socket.create_connection(listener.getsockname()), listener.accept()[0], listener])
             others.append(dist.TCPStore(*address, is_master=False, wait_for_workers=False))
 
-        before = {inode for _, inode in torch_books.sockets()}
-        connect()
-        groups = {}
+        def make(name, rank):
+            client = dist.PrefixStore(name, connect_store(address, 60.0))
+            with on_a_device(c10d) as device:
+                before = {inode for _, inode in device.sockets()}
+                all_are_there.wait()
+                groups.append(c10d.ProcessGroupGloo(client, rank, 2, datetime.timedelta(seconds=60)))
+                all_are_there.wait()
+                found.setdefault(name, []).extend(torch_books.connections(device, before))
 
-        def make(rank):
-            client = dist.PrefixStore("board", connect_store(address, 60.0))
-            groups[rank] = c10d.ProcessGroupGloo(client, rank, 2, datetime.timedelta(seconds=60))
-
-        _devices("")
-        with on_one_device(c10d):
-            made = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-            for each in made:
-                each.start()
-            connect()
-            for each in made:
-                each.join()
+        threads = [threading.Thread(target=make, args=(name, rank)) for name in NAMES for rank in RANKS]
         connect()
-        found = torch_books._since(before)
-        ends = {(each.getsockname(), each.getpeername()) for each in found}
-        assert len(found) == 2 and {(b, a) for a, b in ends} == ends, ends  # both ends of one connection
+        for each in threads:
+            each.start()
+        all_are_there.wait()
+        connect()
+        all_are_there.wait()
+        for each in threads:
+            each.join()
+        for name in NAMES:
+            ends = {(each.getsockname(), each.getpeername()) for each in found[name]}
+            assert len(found[name]) == 2 and {(b, a) for a, b in ends} == ends, ends  # both ends of one connection
         known = {each.getsockname() for each in others if isinstance(each, socket.socket)}
-        assert not known & {end for both in ends for end in both}
+        assert not known & {each.getsockname() for ours in found.values() for each in ours}
+
+        # The next ones share what the first have had.
+        all_are_there = threading.Barrier(3)
+        threads = [threading.Thread(target=make, args=("next", rank)) for rank in RANKS]
+        for each in threads:
+            each.start()
+        all_are_there.wait()
+        all_are_there.wait()
+        for each in threads:
+            each.join()
+        from colocate._role import gloo_devices
+        assert len(gloo_devices._devices) == 4
+        assert len(found["next"]) == 2
         print("known")
         os._exit(0)
     """
@@ -197,6 +216,10 @@ class Asking:
         return self.refuses
 
 
+def _nothing() -> None:
+    """No group."""
+
+
 @attrs.define(eq=False)
 class Group:
     """It is made by all, and at once, unless something else is said."""
@@ -207,6 +230,7 @@ class Group:
     board: str = "board 1"
     name: str = "policy/actor/*"
     is_there: Callable[[], bool] = lambda: False
+    can_not: Callable[[], None] = _nothing
 
 
 class Lane(threading.Thread):
@@ -223,10 +247,6 @@ class Lane(threading.Thread):
             self.making.have(self.group)
         except Exception as error:
             self.error = error
-
-
-def _nothing() -> None:
-    """No group."""
 
 
 def back(making: Making) -> threading.Thread:
@@ -304,17 +324,36 @@ def test_another_rank_is_called_back() -> None:
 
 
 def test_it_can_not_be_made() -> None:
-    """Who waits is told why."""
+    """Who waits is told why, before any other rank is: those fail with it, and have this one called back."""
+    making, told = Making(Asking()), threading.Event()
+
+    def make() -> None:
+        raise OSError("no sockets any more")
+
+    def can_not() -> None:
+        making.end_waits(SEQ, "a call has failed")
+        told.set()
+
+    lane = Lane(making, Group(make, can_not=can_not))
+    lane.join(PATIENCE_S)
+    assert str(lane.error) == "no sockets any more"
+    assert told.wait(PATIENCE_S)
+    assert not making.has_failed()  # it is its own failure
+    assert not making.unfinished()
+    making.back()
+
+
+def test_another_rank_can_not() -> None:
+    """That is a consequence, too, also if it shows only when this rank has connected."""
     making = Making(Asking())
 
     def make() -> None:
-        raise ConnectionError("no sockets any more")
+        raise NotMade("another rank could not make it")
 
     lane = Lane(making, Group(make))
     lane.join(PATIENCE_S)
-    assert str(lane.error) == "no sockets any more"
-    assert not making.unfinished()
-    making.back()
+    assert isinstance(lane.error, Unmade)
+    assert making.has_failed()
 
 
 def test_nothing_is_begun_after_a_failure() -> None:

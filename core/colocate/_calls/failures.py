@@ -8,7 +8,7 @@ from typing import Any
 
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
-from colocate._protocol.consequence import Consequence, Poisoned
+from colocate._protocol.consequence import Consequence, Poisoned, Unmade
 from colocate._protocol.from_worker import Failure
 from colocate._system.jobs import OUR_FAULT, error_text
 from colocate._system.limits import RENEWED_WITHIN_S
@@ -36,7 +36,7 @@ def _names(*kinds: type[ColocateError]) -> set[str]:
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
 
-_CONSEQUENCES = _names(Consequence, Poisoned)
+_CONSEQUENCES = _names(Consequence, Poisoned, Unmade)
 _OWN_WORDS = _names(
     CapabilityError, ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError
 )

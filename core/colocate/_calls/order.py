@@ -27,7 +27,7 @@ from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
-from colocate._protocol.consequence import POISONED
+from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
 from colocate._system.jobs import Timer
 from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
 from colocate.errors import ColocateError
@@ -198,7 +198,7 @@ class CallOrder:
             self._lower(hold, seq)
             if failure.secondary and hold.root is None and poison is None:
                 # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
-                hold.patient = hold.patient or failure.type == POISONED
+                hold.patient = hold.patient or failure.type in CAUSE_MAY_COME_LATE
                 self._suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
                 hold.later.append((call, error, failure.secondary))
@@ -295,7 +295,10 @@ class CallOrder:
 
     def _suspect(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.suspected is not None:
-            hold.later.append((call, error, True))
+            if hold.suspected[0] is call and hold.suspected[1]._follows and not error._follows:
+                hold.suspected = call, error  # that says more
+            else:
+                hold.later.append((call, error, True))
             return
         hold.suspected = call, error
         self._timers.after(ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))

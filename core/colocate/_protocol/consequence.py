@@ -16,9 +16,14 @@ class Poisoned(Consequence):
     """
 
 
+class Unmade(Consequence):
+    """A process group that another rank doesn't make: why not, that one tells, perhaps after this."""
+
+
 class PutBack(Consequence):
     """What a call of colocate's own waited for was broken before it had changed anything: it begins anew after that."""
 
 
-POISONED = f"{Poisoned.__module__}.{Poisoned.__qualname__}"  # as a worker tells it
+# As a worker tells them: the cause may come after them, from a rank that is alive and well.
+CAUSE_MAY_COME_LATE = frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in (Poisoned, Unmade))
 LET_GO = "the driver that asked for it has let go of the group"

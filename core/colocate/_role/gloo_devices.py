@@ -1,4 +1,4 @@
-"""Gloo groups of one process on one device: what serves their connections, a thread."""
+"""Gloo groups of one process on one device: a thread that serves their connections."""
 
 from __future__ import annotations
 
@@ -11,33 +11,75 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
+
 _WATCHED = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
-_loops: set[int] = set()
 _lock = threading.Lock()
-_users = 0  # threads that make groups
-_torchs: list[Any] = []  # torch's class, while there are any
+_devices: list[Device] = []  # for good, as gloo's are
+_torchs: list[Any] = []  # torch's class, while any of them is taken
+_own = threading.local()  # the device that a thread has taken
+
+
+@attrs.define(eq=False)
+class Device:
+    """What serves the connections of gloo groups, and the descriptors that it waits by.
+
+    Attributes:
+        is_taken: A thread makes a group on it.
+    """
+
+    is_taken: bool = False
+    _gloos: dict[str, list[Any]] = attrs.field(factory=dict)  # by the interfaces asked for
+    _loops: set[int] = attrs.field(factory=set)
+
+    def gloos(self, interfaces: str) -> list[Any]:
+        """Gloo's objects. Each has a thread."""
+        if interfaces not in self._gloos:
+            with _lock:
+                before = _polls()
+                self._gloos[interfaces] = _made(interfaces)
+                self._loops |= _polls() - before
+        return self._gloos[interfaces]
+
+    def sockets(self) -> Iterator[tuple[int, int]]:
+        """Descriptor and inode of each socket that it waits for: its connections, and where it listens.
+
+        A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
+        """
+        # What a process has connected besides, it knows nothing of: stores' clients, say, whose groups are cut some
+        # day. All of the process's where gloo has made a thread by itself.
+        for loop in sorted(self._loops) or _polls():
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{loop}") as told:
+                for line in told:
+                    if (found := _WATCHED.match(line)) is not None:
+                        yield int(found[1]), int(found[2], 16)
 
 
 @contextlib.contextmanager
-def on_one_device(c10d: Any) -> Iterator[None]:
-    """Have gloo groups share the thread that does what comes on their connections, which torch gives each of its own.
+def on_a_device(c10d: Any) -> Iterator[Device]:
+    """Have the gloo groups that a thread makes share what does what comes on their connections, which torch gives each.
 
-    Where processors are few, its waking up is what a collective mostly waits for: with a group for each of two models
-    under FSDP2, whose collectives alternate, a step of training took 8 % longer (torch 2.13, two ranks on two cores).
+    Where processors are few, that thread's waking up is what a collective mostly waits for: with a group for each of
+    two models under FSDP2, whose collectives alternate, a step of training took 8 % longer (torch 2.13, two ranks on
+    two cores). Groups that are made at the same moment have different ones: whose a connection is shows by that.
     """
     # Torch passes no options on to gloo: so the class that it calls is another one meanwhile.
-    global _users
     with _lock:
-        _users += 1
-        if _users == 1 and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:  # not in every torch
+        device = next((each for each in _devices if not each.is_taken), None)
+        if device is None:
+            _devices.append(device := Device())
+        device.is_taken = True
+        if not _torchs and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:  # not in every torch
             _torchs.append(gloo)
             c10d.ProcessGroupGloo = _sharing()
+    outer, _own.device = getattr(_own, "device", None), device
     try:
-        yield
+        yield device
     finally:
+        _own.device = outer
         with _lock:
-            _users -= 1
-            if _users == 0 and _torchs:
+            device.is_taken = False
+            if _torchs and not any(each.is_taken for each in _devices):
                 c10d.ProcessGroupGloo = _torchs.pop()
 
 
@@ -50,7 +92,8 @@ def _sharing() -> Any:
 
     class Sharing(gloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> None:
-            options = _options(gloo, timeout, more)
+            device: Device | None = getattr(_own, "device", None)
+            options = None if device is None else _options(gloo, device, timeout, more)
             if options is None:  # a torch that makes them in another way: they have threads of their own
                 super().__init__(store, rank, size, timeout, **more)
             else:
@@ -59,7 +102,7 @@ def _sharing() -> Any:
     return Sharing
 
 
-def _options(gloo: Any, timeout: datetime.timedelta, more: dict[str, Any]) -> Any:
+def _options(gloo: Any, device: Device, timeout: datetime.timedelta, more: dict[str, Any]) -> Any:
     """As torch's own constructor makes them of its arguments; None where that isn't known."""
     try:
         options = gloo._Options()
@@ -68,39 +111,20 @@ def _options(gloo: Any, timeout: datetime.timedelta, more: dict[str, Any]) -> An
             if value != getattr(options, name):
                 setattr(options, name, value)
         # Last: what else goes wrong leaves a group to devices of its own.
-        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        options._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         options._threads = 2 * len(options._devices)
     except AttributeError:
         return None
     return options
 
 
-@functools.cache
-def _devices(interfaces: str) -> list[Any]:
-    """Those of this process. Each has a thread."""
+def _made(interfaces: str) -> list[Any]:
     import torch.distributed as dist
 
     gloo: Any = dist.ProcessGroupGloo
-    before = _polls()
     if not interfaces:
-        made = [gloo.create_default_device()]
-    else:
-        made = [gloo.create_device(interface=each) for each in interfaces.split(",")]
-    _loops.update(_polls() - before)  # for good, as the devices are
-    return made
-
-
-def sockets() -> Iterator[tuple[int, int]]:
-    """Descriptor and inode of each socket that gloo in this process waits for: its connections, and where it listens.
-
-    A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
-    """
-    # What a process has connected besides, it knows nothing of: stores' clients, say, whose groups are cut some day.
-    for loop in sorted(_loops) or _polls():
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{loop}") as told:
-            for line in told:
-                if (found := _WATCHED.match(line)) is not None:
-                    yield int(found[1]), int(found[2], 16)
+        return [gloo.create_default_device()]
+    return [gloo.create_device(interface=each) for each in interfaces.split(",")]
 
 
 def _polls() -> set[int]:

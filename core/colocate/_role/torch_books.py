@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from colocate._role.gloo_devices import on_one_device, sockets
+from colocate._role.gloo_devices import Device, on_a_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,13 +67,15 @@ def _record_sockets() -> None:
         return
 
     def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
-        before = {inode for _, inode in sockets()} if group_size > 1 else set()
-        with on_one_device(c10d):
+        if group_size == 1:
+            return make(group_size, *args, **kwargs)
+        with on_a_device(c10d) as device:
+            before = {inode for _, inode in device.sockets()}
             group, store = make(group_size, *args, **kwargs)
-        # NCCL has sockets too, and is cut by its own means.
-        if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
-            with _books:
-                _sockets[name] = _since(before)
+            # NCCL has sockets too, and is cut by its own means.
+            if (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
+                with _books:
+                    _sockets[name] = connections(device, before)
         return group, store
 
     recording.records_sockets = True  # type: ignore[attr-defined]
@@ -315,9 +317,9 @@ def _is_gloo(backend: Any) -> bool:
     return isinstance(backend, ProcessGroupGloo)
 
 
-def _since(before: set[int]) -> list[socket.socket]:
-    """Duplicates of gloo's connections that weren't there before, by their inodes."""
-    new = (_duplicate(fd, inode) for fd, inode in sockets() if inode not in before)
+def connections(device: Device, before: Collection[int]) -> list[socket.socket]:
+    """Duplicates of a device's connections that weren't there before, by their inodes."""
+    new = (_duplicate(fd, inode) for fd, inode in device.sockets() if inode not in before)
     return [connection for connection in new if connection is not None]
 
 

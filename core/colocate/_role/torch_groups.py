@@ -14,7 +14,7 @@ import attrs
 
 from colocate import wire
 from colocate._role.torch_books import forget
-from colocate._role.torch_meetings import all_have, can_not
+from colocate._role.torch_meetings import NotMade, all_have
 from colocate._system.jobs import message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ConfigError
@@ -67,13 +67,10 @@ class Plan:
         """Make it, together with all its ranks, which meet through a store, and have it when all of them have.
 
         Raises:
-            ConnectionError: Another rank could not.
+            NotMade: Another rank could not.
+            Exception: This one can not: once that is known here, the others, which wait for it, are to be told.
         """
-        try:
-            group = self._connect(store)
-        except BaseException:
-            can_not(store, self.board)
-            raise
+        group = self._connect(store)
         # Who went on, and cut it, would end the making of others, and those wait for each other without end.
         try:
             made = len(self.slots) == 1 or all_have(store, self.board, self.index, len(self.slots), self.timeout_s)
@@ -84,7 +81,7 @@ class Plan:
         if not made:
             del group
             forget(self.name)
-            raise ConnectionError(f"another rank could not make the process group {self.name!r}, or was late")
+            raise NotMade(f"another rank could not make the process group {self.name!r}, or was late")
         return group
 
     def _connect(self, store: Any) -> ProcessGroup:

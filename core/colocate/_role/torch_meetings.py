@@ -10,6 +10,11 @@ import contextlib
 import datetime
 from typing import Any
 
+
+class NotMade(ConnectionError):
+    """Another rank could not make a process group that this one was to make with it, or was late."""
+
+
 YES, NO = "yes", "no"
 _NEVER = datetime.timedelta(days=20)  # torch counts milliseconds, in 32 bits
 

@@ -16,6 +16,7 @@ from colocate._protocol.consequence import Consequence
 from colocate._protocol.questions import Meet
 from colocate._role import torch_books, torch_groups
 from colocate._role.torch_groups import Plan
+from colocate._role.torch_meetings import can_not
 from colocate._system.jobs import message_of
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.collective_waits import bury
@@ -71,11 +72,7 @@ class DefaultGroup:
 
     def have(self) -> None:
         """Have it made, unless it is there."""
-        made = self.join().made
-        if made.done():
-            made.result()
-        else:
-            self._making.wait_for(made)
+        self._making.wait_for(self.join().made)
 
     def share(self) -> None:
         """Have that of the process, whose threads the slots are."""
@@ -141,6 +138,7 @@ class DefaultGroup:
     def _join(self, default: _Default, former: _Default | None) -> None:
         board = f"{self._group}/{self.generation}/{default.epoch}/default"
         plan = Plan(self.name, board, range(self.slots), self._slot, True, False, self._device, self.timeout_s)
+        store = None
         try:
             if former is not None:
                 former.made.exception()  # it is over
@@ -164,6 +162,8 @@ class DefaultGroup:
             if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for this slot
                 self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
             default.made.set_exception(error)
+            if store is not None:
+                can_not(store, board)
         else:
             default.made.set_result(None)
 

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 import attrs
 
-from colocate._protocol.consequence import Consequence
+from colocate._protocol.consequence import Consequence, Unmade
 from colocate._protocol.message import Message
-from colocate.errors import ConfigError
+from colocate._role.torch_meetings import NotMade
+
+_OF_PEERS = RuntimeError, NotMade, Consequence  # a lost connection is a RuntimeError of torch's
 
 
 class Worker(Protocol):
@@ -59,6 +61,9 @@ class Together(Protocol):
 
     def make(self) -> None:
         """Make it with them, on the same one, and keep it."""
+
+    def can_not(self) -> None:
+        """Say that this rank couldn't make it, on the same one."""
 
     def leave(self) -> bool:
         """Say, on another thread, that this rank doesn't make it, unless all of them do; whether they have."""
@@ -152,14 +157,16 @@ class Making:
         wait = _Wait(self._worker.asking() or 0, over, leave)
         with self._lock:
             self._waiting.add(wait)
+        over.add_done_callback(lambda over: self._tell(wait, over.exception()))
         if (reason := self._worker.why_not()) is not None:
             with self._lock:
                 self._call_back(wait, reason)
         elif begin is not None:
             begin()
-        over.add_done_callback(lambda over: self._tell(wait, over.exception()))
         try:
             reason = wait.left.result()
+        except NotMade as error:
+            raise Unmade(str(error)) from None
         finally:
             with self._lock:
                 self._waiting.remove(wait)
@@ -169,11 +176,12 @@ class Making:
     def _make(self, group: Together, over: Future[None]) -> None:
         try:
             if not group.join():
-                raise Consequence(f"another rank doesn't make the process group {group.name!r}")
+                raise Unmade(f"another rank doesn't make the process group {group.name!r}")
             with self.half_made(group.name):
                 group.make()
         except Exception as error:
             self._is_over(group, over, error)
+            group.can_not()  # not before: a peer that is told fails, and with that this rank would be called back
         else:
             self._is_over(group, over, None)
 
@@ -199,7 +207,7 @@ class Making:
                 wait.left.set_result(None)
                 return
             wait.left.set_exception(error)
-            if not isinstance(error, ConfigError):
+            if isinstance(error, _OF_PEERS):
                 self._failed_in = wait.asked
 
     def end_waits(self, seq: int, reason: str) -> None:

@@ -25,7 +25,7 @@ from colocate._protocol.to_worker import Operations
 from colocate._role import torch_books, torch_groups, torch_works
 from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
-from colocate._role.torch_meetings import all_make, withdraw
+from colocate._role.torch_meetings import all_make, can_not, withdraw
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, GROUPS_CONNECT_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate.gpus import backend_for
 from colocate.worker.collective_waits import bury, guard, is_transferring
@@ -74,6 +74,10 @@ class _Together:
 
     def make(self) -> None:
         self.kept[self.key] = _Made(self.plan.make(self.store))  # nothing else may refer to it
+
+    def can_not(self) -> None:
+        if self.store is not None:
+            can_not(self.store, self.board)
 
     def leave(self) -> bool:
         return withdraw(torch_groups.connect_store(self.address, GROUPS_CONNECT_WITHIN_S), self.board)
