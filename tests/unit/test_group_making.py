@@ -200,6 +200,39 @@ def test_whose_sockets() -> None:
     assert done.stdout == "known\n", done.stderr
 
 
+def test_a_group_of_one_rank_beside_others() -> None:
+    """It has a class that torch takes for its own, whoever makes a group at the same moment."""
+    pytest.importorskip("torch")
+    code = """
+        import threading
+        from torch.distributed import distributed_c10d as c10d
+        from colocate._role import torch_books
+        from colocate._role.gloo_devices import on_a_device
+        from colocate._role.torch_groups import Plan, hash_store
+
+        torch_books.record()
+        over = threading.Event()
+
+        def toggle():
+            while not over.wait(0.0005):
+                with on_a_device(c10d):
+                    over.wait(0.0005)
+
+        thread = threading.Thread(target=toggle)
+        thread.start()
+        try:
+            for number in range(200):
+                Plan(f"g/{number}", f"{number}", [0], 0, False, False, "cpu", 60.0).make(hash_store())
+                torch_books.forget(f"g/{number}")
+        finally:
+            over.set()
+            thread.join()
+        print("made")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "made\n", done.stderr
+
+
 class Asking:
     """A worker whose running call asks for groups."""
 
@@ -362,11 +395,54 @@ def test_nothing_is_begun_after_a_failure() -> None:
     making = Making(worker)
     worker.refuses = "a call has failed"
     begun: list[None] = []
-    lane = Lane(making, Group(lambda: begun.append(None), lambda: False))
+    lane = Lane(making, Group(lambda: begun.append(None), lambda: True))
     lane.join(PATIENCE_S)
     assert str(lane.error) == "a call has failed"
     assert not begun
+    comes_back = back(making)
+    comes_back.join(PATIENCE_S)
+    assert not comes_back.is_alive()
+
+
+def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may have no more: whoever asks is told, and a rank that is called back is back."""
+    making, end = Making(Asking()), threading.Event()
+    group = Group(_nothing, join=partial(end.wait, PATIENCE_S))
+    waiting = Lane(making, group)
+    wait_until(lambda: making._waiting, "it waits")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            making.have(Group(_nothing, board="board 2"))
+        making.end_waits(SEQ, "a call has failed")
+    waiting.join(PATIENCE_S)
+    assert str(waiting.error) == "a call has failed"
     making.back()
+    end.set()
+
+
+def test_who_asks_again_for_one_that_failed() -> None:
+    """No other rank makes it any more, before all have been back: the reason is told again."""
+    making = Making(Asking())
+    tried: list[None] = []
+
+    def make() -> None:
+        tried.append(None)
+        raise OSError("no sockets any more")
+
+    for _ in range(2):
+        lane = Lane(making, Group(make))
+        lane.join(PATIENCE_S)
+        assert str(lane.error) == "no sockets any more"
+    assert len(tried) == 1
+    making.back()
+    lane = Lane(making, Group(_nothing))
+    lane.join(PATIENCE_S)
+    assert lane.error is None
 
 
 def test_it_is_there() -> None:

@@ -67,13 +67,11 @@ def _record_sockets() -> None:
         return
 
     def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
-        if group_size == 1:
-            return make(group_size, *args, **kwargs)
         with on_a_device(c10d) as device:
-            before = {inode for _, inode in device.sockets()}
+            before = {inode for _, inode in device.sockets()} if group_size > 1 else set()
             group, store = make(group_size, *args, **kwargs)
             # NCCL has sockets too, and is cut by its own means.
-            if (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
+            if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
                 with _books:
                     _sockets[name] = connections(device, before)
         return group, store

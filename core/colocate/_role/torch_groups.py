@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=GROUPS_CONNECT_WITHIN_S)
+_splits_lock = threading.Lock()
+_unsplit: list[None] = []  # threads that make groups
+_bound: list[Any] = []  # the default group's device, meanwhile
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
 _lasting: set[tuple[int, str]] = set()
@@ -118,16 +121,20 @@ class Plan:
 def _no_split(c10d: Any) -> Any:
     """Have a group's NCCL communicator be made by its own ranks: one split off needs all ranks of the default group."""
     # Nothing here refers to the default group while the other is made, which may take until after it was dropped.
-    bound = c10d._get_default_group().bound_device_id
-    if bound is None:
-        yield
-        return
-    c10d._get_default_group().bound_device_id = None
+    with _splits_lock:
+        if (bound := c10d._get_default_group().bound_device_id) is not None:
+            _bound[:] = [bound]
+            c10d._get_default_group().bound_device_id = None
+        _unsplit.append(None)
     try:
         yield
     finally:
-        if c10d.is_initialized():
-            c10d._get_default_group().bound_device_id = bound
+        with _splits_lock:
+            _unsplit.pop()
+            if not _unsplit and _bound:
+                bound = _bound.pop()
+                if c10d.is_initialized():
+                    c10d._get_default_group().bound_device_id = bound
 
 
 # -- stores

@@ -16,7 +16,7 @@ from colocate._protocol.consequence import Consequence
 from colocate._protocol.questions import Meet
 from colocate._role import torch_books, torch_groups
 from colocate._role.torch_groups import Plan
-from colocate._role.torch_meetings import can_not
+from colocate._role.torch_meetings import NotMade, can_not
 from colocate._system.jobs import message_of
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.collective_waits import bury
@@ -159,9 +159,10 @@ class DefaultGroup:
                 # Whoever asks next tries again, where the others can't have gone on meanwhile.
                 if self._now is default and (self.slots == 1 or isinstance(error, Consequence)):
                     self._now = None
-            if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for this slot
-                self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
             default.made.set_exception(error)
+            # Not before: a slot that is told fails, and with that this one would be called back.
+            if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for it
+                self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
             if store is not None:
                 can_not(store, board)
         else:
@@ -172,7 +173,12 @@ class DefaultGroup:
         if self._slot == 0 and default.address is None:
             default.store, default.address = torch_groups.serve_store(self._host)
         mine = default.address if self._slot == 0 else None
-        host, port = self._worker.ask(Meet(board, self.slots, mine, True, None), apart=True)
+        try:
+            host, port = self._worker.ask(Meet(board, self.slots, mine, True, None), apart=True)
+        except Consequence:
+            raise
+        except ColocateError as error:  # a slot that can't take part
+            raise NotMade(str(error)) from None
         default.address = host, port
         return torch_groups.connect_store(default.address, self.timeout_s)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
@@ -99,6 +99,7 @@ class Making:
         self._waiting: set[_Wait] = set()
         self._left: list[Future[None]] = []
         self._gives_up: Future[None] = Future()
+        self._failed: dict[str, Exception] = {}  # by board, on which no other rank makes one any more either
         self._failed_in: int | None = None  # the last call in which one couldn't be made
 
     @contextlib.contextmanager
@@ -131,23 +132,23 @@ class Making:
         with self._lock:
             if group.is_there():  # what has made it is over just now
                 return
+            if (error := self._failed.get(group.board)) is not None:  # the role has gone on all the same
+                raise error
             begins = group.board not in self._running
             over = self._running.setdefault(group.board, Future())
-        # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
-        begin = partial(_on_a_thread, partial(self._make, group, over)) if begins else None
-        self.wait_for(over, begin, partial(_on_a_thread, partial(self._leave, group, over)))
+        self.wait_for(over, partial(self._begin, group, over) if begins else None, partial(self._leave, group, over))
 
     def wait_for(
         self,
         over: Future[None],
-        begin: Callable[[], object] | None = None,
+        begin: Callable[[str | None], object] | None = None,
         leave: Callable[[], object] | None = None,
     ) -> None:
         """Wait for what is made. On the lane, or a thread of a role's.
 
         Args:
             over: Ends with it.
-            begin: Begins that, unless nothing is begun any more.
+            begin: Begins that, unless nothing is begun any more: then it is told why.
             leave: What is begun when the lane leaves, which the rank isn't back before the end of.
 
         Raises:
@@ -158,12 +159,12 @@ class Making:
         with self._lock:
             self._waiting.add(wait)
         over.add_done_callback(lambda over: self._tell(wait, over.exception()))
-        if (reason := self._worker.why_not()) is not None:
-            with self._lock:
-                self._call_back(wait, reason)
-        elif begin is not None:
-            begin()
         try:
+            reason = self._worker.why_not()
+            if begin is not None:
+                begin(reason)
+            elif reason is not None:
+                self._call_back([wait], reason)
             reason = wait.left.result()
         except NotMade as error:
             raise Unmade(str(error)) from None
@@ -172,6 +173,22 @@ class Making:
                 self._waiting.remove(wait)
         if reason is not None:
             raise Consequence(reason)
+
+    def _begin(self, group: Together, over: Future[None], why_not: str | None) -> None:
+        if why_not is not None:
+            self._is_over(group, over, Consequence(why_not))
+            return
+        # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
+        self._on_a_thread(group, over, self._make)
+
+    def _leave(self, group: Together, over: Future[None]) -> None:
+        self._on_a_thread(group, over, self._withdraw)
+
+    def _on_a_thread(self, group: Together, over: Future[None], what: Callable[[Together, Future[None]], None]) -> None:
+        try:
+            threading.Thread(target=what, args=(group, over), name="colocate-process-group", daemon=True).start()
+        except RuntimeError as error:  # the process may have no more of them
+            self._is_over(group, over, error)
 
     def _make(self, group: Together, over: Future[None]) -> None:
         try:
@@ -185,7 +202,7 @@ class Making:
         else:
             self._is_over(group, over, None)
 
-    def _leave(self, group: Together, over: Future[None]) -> None:
+    def _withdraw(self, group: Together, over: Future[None]) -> None:
         try:
             made = group.leave()
         except RuntimeError as error:  # the store is gone, and so is who waits there
@@ -198,6 +215,8 @@ class Making:
         with self._lock:
             if self._running.get(group.board) is over:
                 del self._running[group.board]
+                if error is not None and not isinstance(error, Consequence):
+                    self._failed[group.board] = error
         with contextlib.suppress(InvalidStateError):  # it was left, and is known never to be made
             over.set_exception(error) if error is not None else over.set_result(None)
 
@@ -213,16 +232,20 @@ class Making:
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
         with self._lock:
-            for wait in self._waiting:
-                if wait.asked >= seq:
-                    self._call_back(wait, reason)
+            waiting = [wait for wait in self._waiting if wait.asked >= seq]
+        self._call_back(waiting, reason)
 
-    def _call_back(self, wait: _Wait, reason: str) -> None:
-        with contextlib.suppress(InvalidStateError):  # it isn't waited for any more
-            wait.left.set_result(reason)
-            if wait.leave is not None:
-                self._left.append(wait.over)
-                wait.leave()
+    def _call_back(self, waiting: Iterable[_Wait], reason: str) -> None:
+        leaving: list[Callable[[], object]] = []
+        with self._lock:
+            for wait in waiting:
+                with contextlib.suppress(InvalidStateError):  # it isn't waited for any more
+                    wait.left.set_result(reason)
+                    if wait.leave is not None:
+                        self._left.append(wait.over)
+                        leaving.append(wait.leave)
+        for leave in leaving:
+            leave()
 
     def back(self) -> None:
         """The lane runs nothing: wait until what it has left, if anything, is there or won't be, or the worker ends."""
@@ -231,6 +254,8 @@ class Making:
             futures.wait([over, self._gives_up], return_when=futures.FIRST_COMPLETED)
             if over.done():
                 self._left.remove(over)
+        with self._lock:
+            self._failed.clear()
 
     def give_up(self) -> None:
         """The worker ends, from any thread: a peer that has died may be waited for without end."""
@@ -240,7 +265,3 @@ class Making:
     def close(self, within_s: float) -> None:
         """The lane has ended: wait so long for what it has left."""
         futures.wait(self._left, within_s)
-
-
-def _on_a_thread(what: Callable[[], object]) -> None:
-    threading.Thread(target=what, name="colocate-process-group", daemon=True).start()

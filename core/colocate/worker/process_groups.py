@@ -74,10 +74,12 @@ class _Together:
 
     def make(self) -> None:
         self.kept[self.key] = _Made(self.plan.make(self.store))  # nothing else may refer to it
+        self.store = None
 
     def can_not(self) -> None:
         if self.store is not None:
             can_not(self.store, self.board)
+            self.store = None
 
     def leave(self) -> bool:
         return withdraw(torch_groups.connect_store(self.address, GROUPS_CONNECT_WITHIN_S), self.board)
