@@ -1,10 +1,13 @@
 """Plugins by name, from distributions that pip has installed; messages as a user reads them."""
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -36,6 +39,20 @@ def test_a_job_is_found_by_name(with_distributions: Put) -> None:
     found = find_job("acme.tally")
     assert (found.distribution, found.version) == ("acme", "1.0.0")
     assert found.load().__name__ == "tally"
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(143)
+
+
+class Handler:
+    """Of signals."""
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """As a method, or as the object."""
+        raise SystemExit(143)
+
+    __call__ = handle
 
 
 def test_listing_imports_no_plugin(with_distributions: Put) -> None:
@@ -204,6 +221,22 @@ class TestMessages:
         assert message(find_role("broken.ends:Reward").load).startswith(
             "role 'broken.ends:Reward': module broken.ends can't be imported: SystemExit: the licence file is missing"
         )
+
+    @pytest.mark.parametrize("kind", ["function", "partial", "method", "object"])
+    def test_a_signal_while_a_module_is_imported(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the user's handler raises is no fault of the plugin's."""
+        (tmp_path / f"signalled_{kind}.py").write_text("import signal\nsignal.raise_signal(signal.SIGUSR1)\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        handler = Handler()
+        handlers = {"function": _end, "partial": partial(_end), "method": handler.handle, "object": handler}
+        before = signal.signal(signal.SIGUSR1, handlers[kind])
+        try:
+            with pytest.raises(SystemExit, match="143"):
+                find_role(f"signalled_{kind}:Reward").load()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
 
     def test_a_file_in_place_of_a_module(self) -> None:
         for file in ("./acme/reward.py", "acme/reward", "acme/reward.py"):

@@ -91,6 +91,50 @@ def test_an_optimizer_alone() -> None:
     assert counted(Holder(opt=optimizer))["parameters"] == bytes_of(model.parameters())
 
 
+class Moments:
+    """An optimizer's state may be an object."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.first = torch.zeros_like(like)
+
+
+def test_state_in_objects() -> None:
+    """It is the optimizer's, also if the role has it elsewhere."""
+    model = nn.Linear(8, 16, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = Moments(model.weight)
+    optimizer.state[model.weight]["moments"] = state
+    optimizer.state[model.weight]["last"] = deque([torch.zeros(3)])
+    optimizer.param_groups[0]["scale"] = Moments(torch.zeros(5))
+    for more in ({}, {"flat": [state.first]}):
+        assert counted(Holder(net=model, optimizer=optimizer, **more)) == {
+            "parameters": 8 * 16 * FLOAT,
+            "optimizer": (8 * 16 + 3 + 5) * FLOAT,
+        }
+
+
+class Accelerated(torch.optim.Optimizer):
+    """Asks the one that it wraps, by code of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:
+        """That one's."""
+        raise AssertionError("nobody's code is called")
+
+    state = param_groups
+
+
+def test_an_optimizer_that_wraps_another() -> None:
+    """That one's state is found."""
+    model, optimizer = trained()
+    assert counted(Holder(net=model, optimizer=Accelerated(optimizer))) == counted(
+        Holder(net=model, optimizer=optimizer)
+    )
+
+
 def test_objects_of_torch() -> None:
     """What they have besides is what the optimizer's state, or a module's buffers, would be."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

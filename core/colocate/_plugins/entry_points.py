@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Collection, Mapping
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import attrs
@@ -26,6 +29,21 @@ hookimpl = pluggy.HookimplMarker("colocate")
 ENTRY_GROUPS = ("colocate.executors", "colocate.roles", "colocate.observers")
 RAISED = (Exception, SystemExit)
 """What plugin code may raise while it is imported or asked: a module that ends the interpreter is broken, too."""
+
+
+def let_through(error: BaseException) -> None:
+    """Raise it again if a handler of a signal has raised it, which runs between any two steps of the main thread."""
+    codes = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
+    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+        raise error
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    plain = getattr(handler, "__func__", handler)
+    found = getattr(plain, "__code__", None) or getattr(vars(type(plain)).get("__call__"), "__code__", None)
+    return found if isinstance(found, CodeType) else None
 
 
 @attrs.define(eq=False)
@@ -90,6 +108,7 @@ class PluginGroup:
         try:
             return found[0].function()
         except RAISED as error:
+            let_through(error)
             raise broken(f"{self._plugin(entry)}:", f"its hook {hook}() raised", error, entry) from error
 
     def _implementations(self, entry: EntryPoint, hook: str) -> list[pluggy.HookImpl]:
@@ -103,6 +122,7 @@ class PluginGroup:
         try:
             plugin: object = entry.load()
         except RAISED as error:
+            let_through(error)
             what = self._plugin(entry)
             if not _place(error):  # it is the entry point itself that leads nowhere
                 what += f", entry point {entry.name} = {entry.value},"
@@ -229,6 +249,7 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
     try:
         found: Any = importlib.import_module(module_name)
     except RAISED as error:
+        let_through(error)
         raise broken(f"{what}: module {module_name}", "can't be imported", error, entry) from error
     for name in path.split("."):
         try:

@@ -22,6 +22,7 @@ from colocate._plugins.entry_points import (
     hookimpl,
     hookspec,
     import_reference,
+    let_through,
     listed,
     needed_by_extra,
     origin,
@@ -256,6 +257,7 @@ class FoundObserver(_FoundCallable):
         try:
             return factory(**options)
         except RAISED as error:
+            let_through(error)
             raise broken(f"{self._what('observer')}:", "could not be made", error, self._entry) from error
 
 

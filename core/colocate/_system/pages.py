@@ -68,7 +68,7 @@ _LEAST_COPIED_BYTES = 2 * LARGE_PAGE  # then there is a whole one in it, whereve
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of the same
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 _T = TypeVar("_T")
@@ -232,7 +232,10 @@ class Spill:
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
-                raise OSError(error.errno, self._lack(areas, str(error.strerror))) from error
+                why = str(error.strerror)
+                if error.errno == errno.EFBIG:
+                    why += ", as the limit of this process has it (ulimit -f)"
+                raise OSError(error.errno, self._lack(areas, why)) from error
 
     def _lack(self, areas: Iterable[Area], why: str) -> str:
         size = size_text(sum(area.stop - area.start for area in areas))

@@ -236,17 +236,35 @@ class _Search:
         self._attached(by_id.values())
 
     def _optimizers(self, optimizers: list[Any]) -> None:
-        self.optimizers += optimizers
+        states: list[Any] = []
+        options: list[Any] = []
         for optimizer in optimizers:
-            values: list[Any] = []
-            for group in list(optimizer.param_groups):
+            own = dict(vars(optimizer))
+            # One that wraps another one may have none of these, or properties that ask that one.
+            groups, state = own.pop("param_groups", None), own.pop("state", None)
+            own.pop("defaults", None)
+            self._all(own.values())
+            if groups is None:
+                continue
+            self.optimizers.append(optimizer)
+            for group in list(groups):
                 self._note_parameters(list(group["params"]))
-                values += [value for name, value in list(group.items()) if name != "params"]
-            for state in list(optimizer.state.values()):
-                values += state.values() if isinstance(state, dict) else [state]
-            self.note(Purpose.OPTIMIZER, values)
-            own = list(vars(optimizer).items())
-            self._all([value for name, value in own if name not in ("state", "param_groups", "defaults")])
+                options += [value for name, value in list(group.items()) if name != "params"]
+            for each in list((state or {}).values()):
+                states += each.values() if isinstance(each, dict) else [each]
+        self._of_optimizers(states)
+        self._of_optimizers(options)
+
+    def _of_optimizers(self, values: list[Any]) -> None:
+        self.note(Purpose.OPTIMIZER, values)
+        others = {kind for kind in set(map(type, values)) - PLAIN if not has_memory(kind)}
+        if not others:
+            return
+        # By itself: what lies in such objects is the optimizer's state, though the role may have it elsewhere, too.
+        search = _Search([*self._apart, *self.optimizers])
+        search.through(*[value for value in values if type(value) in others])
+        for found in search._noted.values():
+            self.note(Purpose.OPTIMIZER, found)
 
     def _tensors(self, tensors: list[Any]) -> None:
         # Torch's own check is made in Python: nothing to do for each plain tensor.

@@ -26,6 +26,10 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._running)
 
+    def has_others(self) -> bool:
+        """Whether role code has made some itself, which run whenever a call awaits something. Between calls."""
+        return len(asyncio.all_tasks(self._loop)) > len(self._running)
+
     def begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it up to its first await: async calls start in order."""
         task = self._running[number] = self._loop.create_task(coroutine)

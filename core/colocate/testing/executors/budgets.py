@@ -18,7 +18,7 @@ from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStart
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.sleepers import Dozing, Sharing, Watching
+from colocate.testing.probes.sleepers import Dozing, Lingering, Sharing, Watching
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
@@ -462,6 +462,18 @@ class Budgets(ExecutorCase):
         group.role("two", Dozing).look()
         (slot,) = group.memory().slots
         assert sum(role.total for role in slot.roles) <= 9 * _MIB
+
+    def test_a_task_that_a_role_has_left(self, spawn: Spawn) -> None:
+        """It runs while other roles' calls await something: nothing of its role moves just then."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Lingering, 8) for name in ("one", "two", "three")}
+        group = spawn(roles, slots=1, residency="swap", device_memory="17MiB")
+        one, two, three = (group.role(name, Lingering) for name in roles)
+        for _ in range(6):
+            one.leave_a_task(200)
+            for other in (two, three, two):
+                other.write_soon()
+        assert [each.lost() for each in (one, two, three)] == [[[]]] * 3
 
     def test_a_wake_without_room_where_roles_take_turns(self, spawn: Spawn) -> None:
         """All ranks or none, as ever: residents have the room, and don't sleep."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -216,6 +217,43 @@ class Engine(Role):
     @method
     def call(self) -> None:
         """Nothing."""
+
+
+class Lingering(Role):
+    """Leaves a task on the lane, which writes whenever another call awaits something."""
+
+    def __init__(self, mib: int) -> None:
+        import torch
+
+        self.held = torch.zeros(mib << 18)
+        self.written = 0
+
+    @method
+    async def leave_a_task(self, times: int) -> None:
+        """That writes so often."""
+
+        async def write() -> None:
+            for _ in range(times):
+                self._write()
+                await asyncio.sleep(0)
+
+        self.task = asyncio.get_running_loop().create_task(write())
+
+    @method
+    async def write_soon(self) -> None:
+        """Write, and wait a little."""
+        self._write()
+        await asyncio.sleep(0.02)
+
+    def _write(self) -> None:
+        self.held.add_(1)
+        self.written += 1
+
+    @method
+    def lost(self) -> list[float]:
+        """How many times of what it has written are lost, wherever that isn't 0."""
+        missing = (self.written - self.held).tolist()
+        return sorted(set(missing) - {0.0})
 
 
 class Watching(Dozing):
