@@ -109,6 +109,7 @@ def unkept_budget() -> None:
     from colocate.worker.residency import Residency
 
     _replace(Residency, "_make_room", lambda self, name, coming: None)
+    _replace(Residency, "_clear", lambda self, name: None)
     _replace(Residency, "check", lambda self, role, what, more=None: None)
 
 
