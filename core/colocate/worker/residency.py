@@ -362,6 +362,8 @@ class Residency:
         needed = coming + self._accounts.budgets.activations.get(name, 0)
         if not self._accounts.has_outgrown(shares, name, turns.limit, needed):
             what = f"waking role {name!r} needs {size_text(coming)}"
+            if stay := sorted(self._in_use() - {name}):
+                what += f" beside {', '.join(stay)}, in use with it or asked for by ctx.sibling"
             raise self._accounts.exceeded(shares, turns.limit, what, needed)
 
     def _look_ahead(self, name: str) -> None:

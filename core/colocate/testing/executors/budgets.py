@@ -448,6 +448,18 @@ class Budgets(ExecutorCase):
             assert other.digest() == before
         assert actor.asleep() == [[], []]
 
+    def test_siblings_for_which_there_is_no_room(self, spawn: Spawn) -> None:
+        """The error says why they don't make room for each other."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn({**roles, "other": colocate.role(Sharing)}, slots=1, residency="swap", device_memory="7MiB")
+        other = group.role("other", Sharing)
+        other.share("one")
+        stays = r"waking role 'two' needs .* beside one, other, in use with it or asked for by ctx.sibling"
+        with pytest.raises(RoleError, match=stays):
+            other.share("two")
+        other.digest()  # who was refused isn't asked for
+
     def test_what_a_function_reaches_stays_awake(self, spawn: Spawn) -> None:
         """As long as it runs; and what a role has come to hold in a call that failed counts."""
         pytest.importorskip("torch")
