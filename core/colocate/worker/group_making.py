@@ -19,6 +19,7 @@ import attrs
 from colocate._protocol.consequence import Consequence, Unmade
 from colocate._protocol.message import Message
 from colocate._role.torch_meetings import NotMade
+from colocate._system.jobs import error_text
 
 _OF_PEERS = RuntimeError, NotMade, Consequence  # a lost connection is a RuntimeError of torch's
 
@@ -99,7 +100,7 @@ class Making:
         self._waiting: set[_Wait] = set()
         self._left: list[Future[None]] = []
         self._gives_up: Future[None] = Future()
-        self._failed: dict[str, Exception] = {}  # by board, on which no other rank makes one any more either
+        self._failed: dict[str, str] = {}  # why, by board, on which no other rank makes one any more either
         self._failed_in: int | None = None  # the last call in which one couldn't be made
 
     @contextlib.contextmanager
@@ -132,8 +133,8 @@ class Making:
         with self._lock:
             if group.is_there():  # what has made it is over just now
                 return
-            if (error := self._failed.get(group.board)) is not None:  # the role has gone on all the same
-                raise error
+            if (why := self._failed.get(group.board)) is not None:  # and the role has gone on all the same
+                raise ConnectionError(f"process group {group.name!r} could not be made before: {why}")
             begins = group.board not in self._running
             over = self._running.setdefault(group.board, Future())
         self.wait_for(over, partial(self._begin, group, over) if begins else None, partial(self._leave, group, over))
@@ -216,7 +217,7 @@ class Making:
             if self._running.get(group.board) is over:
                 del self._running[group.board]
                 if error is not None and not isinstance(error, Consequence):
-                    self._failed[group.board] = error
+                    self._failed[group.board] = error_text(error)
         with contextlib.suppress(InvalidStateError):  # it was left, and is known never to be made
             over.set_exception(error) if error is not None else over.set_result(None)
 
