@@ -9,7 +9,9 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -107,6 +109,17 @@ def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> N
         assert all(each.result(PATIENCE_S) == made for each in leaving)
         seen.add(made)
     assert seen == {True, False}
+
+
+def test_two_groups_at_once_on_a_device() -> None:
+    """The default group isn't bound to the device as long as any is made: NCCL would split that one's communicator."""
+    group = SimpleNamespace(bound_device_id="cuda:0")
+    c10d = SimpleNamespace(_get_default_group=lambda: group, is_initialized=lambda: True)
+    with ExitStack() as later:
+        with torch_groups._no_split(c10d):
+            later.enter_context(torch_groups._no_split(c10d))
+        assert group.bound_device_id is None
+    assert group.bound_device_id == "cuda:0"
 
 
 SERVER = """
