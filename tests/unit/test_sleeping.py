@@ -67,7 +67,7 @@ class Worker:
 
     spill_dir = None
     in_process = False
-    lane: Any = types.SimpleNamespace(resumed=0)
+    lane: Any = types.SimpleNamespace(resumed=0, tasks=None)
 
     def __init__(self, boot: Boot) -> None:
         self.boot = boot
@@ -745,11 +745,11 @@ def test_nothing_moves_beside_a_call_of_its_role(
         assert prefetch.is_under_way
 
 
-@pytest.mark.parametrize("how", ["as usual", "on a stream", "with a driver"])
+@pytest.mark.parametrize("how", ["as usual", "on a stream", "with a driver", "beside a task"])
 def test_nothing_moves_beside_who_may_use_it(
-    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], how: str
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes would come to where a stream of the role's own may be at work; a driver may write into what goes."""
+    """A stream of its own may be at work where something comes; a driver, or a task, may write into what goes."""
     looked: list[None] = []
 
     def shares() -> None:
@@ -764,6 +764,8 @@ def test_nothing_moves_beside_who_may_use_it(
     worker.roles["one"].settings = Settings(stream="its own" if how == "on a stream" else None)
     if how == "with a driver":  # in the same process, and with the host's memory
         worker.in_process, worker.boot = True, attrs.evolve(worker.boot, device="cpu")
+    left = types.SimpleNamespace(has_others=lambda: how == "beside a task")
+    monkeypatch.setattr(worker, "lane", types.SimpleNamespace(tasks=left))
     with contextlib.suppress(ColocateError):
         residency._look_ahead("one")
     assert bool(looked) is (how == "as usual")
