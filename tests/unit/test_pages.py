@@ -344,7 +344,14 @@ def test_a_fork_before_it_goes(file: Spill) -> None:
     assert (child.finds() == numbers(1)[:: PAGE // 2]).all()
 
 
-def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "says", "words"),
+    [
+        (errno.ENOSPC, "No space left on device", "No space"),
+        (errno.EFBIG, "File too large", r"File too large, as the limit of this process has it \(ulimit -f\): "),
+    ],
+)
+def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch, number: int, says: str, words: str) -> None:
     """Nothing has changed, and it can be done later."""
     arrays = [numbers(seed) for seed in range(2)]
     copies = [array.copy() for array in arrays]
@@ -353,14 +360,14 @@ def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> No
 
     def full(fd: int, offset: int, size: int) -> None:
         if filled:
-            raise OSError(28, "No space left on device")
+            raise OSError(number, says)
         filled.append(fd)
         allocate(fd, offset, size)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         where = r"B are to sleep in /var/tmp \(spill_dir\), on whose disk .*B are free"
-        with pytest.raises(OSError, match=rf"No space.*{where}"):
+        with pytest.raises(OSError, match=rf"{words}.*{where}"):
             put_away(file, *arrays)
     assert filled
     assert file.room() == 0
