@@ -405,11 +405,15 @@ def test_modules_with_attributes_of_their_own() -> None:
     late = nn.Linear(2, 2, bias=False)
     late.cache = [torch.zeros(7)]
     assert counted(Holder(all=[Early(), Never(), late])) == {"parameters": 8 * FLOAT, "tensors": 15 * FLOAT}
+    many = [nn.Identity() for _ in range(250)]
+    for number, module in enumerate(many):
+        setattr(module, f"cache_{number}", [torch.zeros(1)])
+    assert counted(Holder(all=many)) == {"tensors": 250 * FLOAT}
 
 
 def test_while_it_changes() -> None:
     """Another thread goes on with it: nothing is torn, nothing raises."""
-    holder = Holder(cache={}, items=[])
+    holder = Holder(cache={}, items=[], net=nn.Identity())
     over = threading.Event()
 
     def change() -> None:
@@ -420,6 +424,8 @@ def test_while_it_changes() -> None:
             holder.cache.pop((number + 25) % 50, None)
             holder.items[:] = [torch.zeros(1)] * (number % 30)
             setattr(holder, f"x{number % 10}", number)
+            setattr(holder.net, f"x{number % 30}", [torch.zeros(1)])
+            holder.net.__dict__.pop(f"x{(number + 15) % 30}", None)
 
     thread = threading.Thread(target=change)
     thread.start()

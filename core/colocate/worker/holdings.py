@@ -132,7 +132,7 @@ class _Search:
         self.leaves: list[Any] = []
         self.optimizers: list[Any] = []
         self._torch: Any = imported("torch")
-        self._usual = () if self._torch is None else _usual(self._torch)
+        self._usual = frozenset[str]() if self._torch is None else _usual(self._torch)
 
     def through(self, *roots: object) -> bool:
         """Look at objects and all that they lead to; whether it came to an end."""
@@ -211,15 +211,11 @@ class _Search:
         for name, found in (("_parameters", parameters), ("_buffers", buffers), ("_modules", self._next)):
             for held in [held for own in owns if (held := own.get(name))]:
                 found += held.values()
-        more: list[Any] = []
-        usual, count = self._usual, len(self._usual)
-        for own in owns:
-            names, values = tuple(own), tuple(own.values())
-            if names[:count] == usual:  # nearly always they come first
-                more += values[count:]
-            else:
-                more += [value for name, value in zip(names, values, strict=False) if name not in usual]
-        self._all(more)
+        # By name: those of a kind have nearly always the same few that not every module has. A hundred at a time, in
+        # case each of them has its own.
+        for some in [owns[i : i + 100] for i in range(0, len(owns), 100)]:
+            for name in set[str]().union(*some) - self._usual:
+                self._all([own.get(name) for own in some])
         self._note_parameters(parameters)
         self._seen.update(map(id, buffers))
         self.note(Purpose.BUFFERS, buffers)
@@ -256,8 +252,10 @@ class _Search:
         self._of_optimizers(options)
 
     def _of_optimizers(self, values: list[Any]) -> None:
-        self.note(Purpose.OPTIMIZER, values)
-        others = {kind for kind in set(map(type, values)) - PLAIN if not has_memory(kind)}
+        kinds = set(map(type, values))
+        tensors = set(filter(has_memory, kinds - PLAIN))
+        self.note(Purpose.OPTIMIZER, values if kinds == tensors else [each for each in values if type(each) in tensors])
+        others = kinds - PLAIN - tensors
         if not others:
             return
         # By itself: what lies in such objects is the optimizer's state, though the role may have it elsewhere, too.
@@ -297,9 +295,9 @@ class _Search:
 
 
 @functools.cache
-def _usual(torch: Any) -> tuple[str, ...]:
+def _usual(torch: Any) -> frozenset[str]:
     """What every module has: its parameters, hooks and the like."""
-    return tuple(vars(torch.nn.Module()))
+    return frozenset(vars(torch.nn.Module()))
 
 
 def _with_arrays(items: Iterable[Any]) -> list[Any]:

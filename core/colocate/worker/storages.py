@@ -77,17 +77,16 @@ class Storages(dict[str, dict[int, int]]):
     def add_plain(self, items: list[Any], device: str) -> None:
         """Note those of tensors of a device, which have one each."""
         try:
-            storages = [item.untyped_storage() for item in items]
-            sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            sizes = {(storage := item.untyped_storage()).data_ptr(): storage.nbytes() for item in items}
         except RuntimeError:  # of one that somebody has kept of what `torch.func` had transformed
             if len(items) > 1:
                 for item in items:
                     Storages.add_plain(self, [item], device)
             return
         if len(sizes) < len(items):  # they share some, or have it from an array of which each has a part
-            for storage in storages:
-                address, nbytes = storage.data_ptr(), storage.nbytes()
-                sizes[address] = max(nbytes, sizes[address])
+            for item in items:
+                address, nbytes = (storage := item.untyped_storage()).data_ptr(), storage.nbytes()
+                sizes[address] = max(nbytes, sizes.get(address, 0))
         if 0 in sizes.values():
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
         if sizes:
