@@ -82,7 +82,7 @@ ROLES = """
 
     class Looks(Role):
         def __init__(self) -> None:
-            self.total = float(torch.ones(3).sum())
+            self.total = float(torch.rand(3).sum())
 
         @method
         def use(self) -> None: ...

@@ -30,7 +30,6 @@ from colocate.worker.holdings import Holdings, held_by, optimizers_of
 from colocate.worker.storages import Storages
 from colocate.worker.swapping import Room, State, Use, cost
 
-_LACKING = ("fused", "capturable")  # ways of an optimizer to make a step for which there must be a device
 _ON_META = " on the meta device"
 KINDS = tuple(purpose.word for purpose in Purpose if purpose is not Purpose.RESIDENTS)
 
@@ -194,11 +193,13 @@ def plan(config: Config) -> list[GroupPlan]:
         ConfigError: torch isn't installed.
     """
     try:
-        torch = need_torch("colocate plan")
+        need_torch("colocate plan")
     except ImportError as error:
         raise ConfigError(str(error)) from error
+    from colocate._job.meta_device import meta_device
+
     slots = {name: config.pools[group.pool].slots for name, group in config.groups.items()}
-    with planned_world(max(slots.values(), default=1)), torch.device("meta"):
+    with planned_world(max(slots.values(), default=1)), meta_device():
         made = {name: _construct(name, group, slots[name], config) for name, group in config.groups.items()}
         found = []
         for name, group in config.groups.items():
@@ -235,7 +236,9 @@ class _Made:
         except SystemExit as ended:  # the command goes on for the other roles
             self.unknown = f"{what} called sys.exit({ended.code!r})"
         except Exception as error:
-            self.unknown = f"{what} raised{where}: {error_text(error)}"
+            from colocate._job.meta_device import advice
+
+            self.unknown = f"{what} raised{where}: {error_text(error)}{advice(error)}"
         finally:
             reset_current(token)
 
@@ -260,10 +263,12 @@ class _Made:
                 it, is_not, was_not = ("it", "isn't", "wasn't") if len(unknown) == 1 else ("they", "aren't", "weren't")
                 self.unknown += f" ({listed(unknown)} {is_not} known, so {it} {was_not} given)"
         if self.instance is not None:
+            from colocate._job.meta_device import step
+
             others = [each for each in roles.values() if each is not self.instance]
             with self._running("a step of its optimizer", _ON_META):
                 for optimizer in optimizers_of(self.instance, others):
-                    _step(optimizer)
+                    step(optimizer)
 
     def declared(self) -> list[Any]:
         """What it says that it holds besides."""
@@ -347,21 +352,3 @@ class _Planned(Storages):
             self.setdefault("meta", {})[storage._cdata] = storage.nbytes()
         else:
             super().add_tensor(item, torch)
-
-
-def _step(optimizer: Any) -> None:
-    """Make a step without gradients worth having, and without what the meta device lacks: its state is as large."""
-    import torch
-
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-    lacking = [(group, name, group[name]) for group in optimizer.param_groups for name in _LACKING if group.get(name)]
-    for group, name, _ in lacking:
-        group[name] = False
-    try:
-        optimizer.step()
-    finally:
-        for group, name, value in lacking:
-            group[name] = value

@@ -1,0 +1,153 @@
+"""Shapes without values, and the values that are known all the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate._job.meta_device import advice, meta_device, step
+
+_STARTS = {
+    "numbers": lambda: torch.tensor([3.0, 1.0, 2.0]),
+    "range": lambda: torch.arange(3, device=torch.get_default_device()).float(),
+    "line": lambda: torch.linspace(0, 1, 3),
+    "unknown": lambda: torch.rand(3),
+}
+_OPERATIONS: dict[str, Any] = {
+    "add": lambda a, b: a + b,
+    "less": lambda a, b: (a < b).float(),
+    "add in place": lambda a, b: a.add_(b),
+    "and of a part": lambda a, b: a[:1].mul_(b[1:2]),
+    "set": lambda a, b: a.__setitem__(slice(1, 2), b[:1]),
+    "random": lambda a, b: a.clone().uniform_(),
+    "random in place": lambda a, b: a.uniform_(),
+    "of values": lambda a, b: a * float(b.sum()),
+    "by index": lambda a, b: a[b.argsort()],
+    "parts": lambda a, b: torch.stack(a.unbind()).flip(0),
+    "view": lambda a, b: a.view(3),
+    "data": lambda a, b: a.data,
+    "detached": lambda a, b: a.detach(),
+    "parameter": lambda a, b: torch.nn.Parameter(a, requires_grad=False),
+    "other data": lambda a, b: setattr(a, "data", b.clone()),
+    "copy": lambda a, b: copy.deepcopy(a),
+    "copied": lambda a, b: a.copy_(b),
+    "array": lambda a, b: torch.tensor(a.numpy()),
+    "out": lambda a, b: torch.neg(a, out=b),
+}
+
+
+def values(start: list[str], steps: list[tuple[str, int, int]]) -> list[Any]:
+    """What small programs come to; None for what isn't known."""
+    held = [_STARTS[each]() for each in start]
+    for name, first, second in steps:
+        try:
+            made = _OPERATIONS[name](held[first % len(held)], held[second % len(held)])
+        except (RuntimeError, TypeError):
+            made = torch.rand(3)
+        held += [made] if made is not None and made.shape == (3,) else []
+    found: list[Any] = []
+    for each in held:
+        try:
+            found.append(each.tolist())
+        except RuntimeError:
+            found.append(None)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(_STARTS)), min_size=1, max_size=3),
+    st.lists(st.tuples(st.sampled_from(sorted(_OPERATIONS)), st.integers(0, 9), st.integers(0, 9)), max_size=8),
+)
+def test_values_that_are_told_are_right(start: list[str], steps: list[tuple[str, int, int]]) -> None:
+    """Whatever was written into tensors, or into what they share memory with."""
+    before = torch.get_rng_state()
+    with meta_device():
+        told = values(start, steps)
+    assert torch.equal(torch.get_rng_state(), before)
+    real = values(start, steps)
+    assert len(told) == len(real)
+    for ours, its in zip(told, real, strict=True):
+        assert ours is None or ours == its
+    if "unknown" not in start and not steps:
+        assert None not in told
+
+
+def test_numbers_of_a_program_are_known() -> None:
+    """As constructors ask for them."""
+    with meta_device():
+        rates = [each.item() for each in torch.linspace(0, 0.3, 4)]
+        sizes = [torch.zeros(int(each)).numel() for each in torch.tensor([1, 2, 3])]
+        count = torch.tensor(0)
+        count += 5
+        places = torch.tensor([1.0, 0.0, 2.0]).nonzero()
+        array = torch.arange(3).numpy()
+        assert (int(count), places.is_meta) == (5, True)
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert sizes == [1, 2, 3]
+    assert array.tolist() == [0, 1, 2]
+
+
+def test_others_are_not() -> None:
+    """What is random, what is inferred from it, what is large, what is for inference."""
+    with meta_device(), torch.inference_mode():
+        inferred = torch.zeros(2)
+    with meta_device():
+        known, weight = torch.zeros(2), torch.empty(2)
+        known += weight
+        for each in (weight, known, torch.rand(2), torch.zeros(5000), inferred):
+            with pytest.raises(RuntimeError, match="meta tensor") as caught:
+                each.sum().item()
+            assert "nothing has values there" in advice(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(1e-3)),
+        lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        torch.optim.NAdam,
+        torch.optim.Adafactor,
+        torch.optim.Rprop,
+    ],
+)
+def test_steps(make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """They make as much as on the host, also where they ask for values."""
+
+    def state(device: str) -> list[dict[str, int]]:
+        net = torch.nn.Linear(8, 4, device=device)
+        optimizer = make(net.parameters())
+        if device == "cpu":
+            for parameter in net.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        else:
+            step(optimizer)
+        held = [optimizer.state[each] for each in net.parameters()]
+        return [{name: value.nbytes for name, value in each.items() if torch.is_tensor(value)} for each in held]
+
+    with meta_device():
+        planned = state("meta")
+    assert planned == state("cpu")
+
+
+def test_a_step_that_needs_a_closure() -> None:
+    """It is refused: what it keeps depends on that."""
+    with meta_device():
+        optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(2))])
+        with pytest.raises(TypeError, match="a step of LBFGS needs a closure"):
+            step(optimizer)
+
+
+def test_advice_about_generators() -> None:
+    """There is none for that device."""
+    with meta_device(), pytest.raises(RuntimeError) as caught:
+        torch.Generator(device="meta")
+    assert "self.ctx.generator" in advice(caught.value)
+    assert advice(ValueError("something else")) == ""
