@@ -375,7 +375,7 @@ class Residency:
             return
         if self._is_drivers:
             return
-        # A task that a role has left there may write into its memory whenever something is awaited.
+        # What a role has left there may write into its memory whenever something is awaited.
         if (tasks := self._site.lane.tasks) is not None and tasks.has_others():
             return
         # What it lets go of meanwhile torch gives to others who compute on the usual stream, as what has come to it was

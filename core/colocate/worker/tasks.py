@@ -27,8 +27,11 @@ class Tasks:
         return len(self._running)
 
     def has_others(self) -> bool:
-        """Whether role code has made some itself, which run whenever a call awaits something. Between calls."""
-        return len(asyncio.all_tasks(self._loop)) > len(self._running)
+        """Whether role code has made some itself, or callbacks: they run whenever a call awaits something.
+
+        Between calls.
+        """
+        return len(asyncio.all_tasks(self._loop)) > len(self._running) or any(map(_is_of_a_role, _handles(self._loop)))
 
     def begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it up to its first await: async calls start in order."""
@@ -79,6 +82,18 @@ class Tasks:
         finally:
             woken.cancel()
         await asyncio.wait([woken])
+
+
+def _handles(loop: asyncio.AbstractEventLoop) -> list[asyncio.Handle]:
+    """What it will call, as far as it is known: asyncio's own loops have no other way to tell."""
+    return [*getattr(loop, "_ready", ()), *getattr(loop, "_scheduled", ())]
+
+
+def _is_of_a_role(handle: Any) -> bool:
+    """Whether something is called that isn't asyncio's, which ends what tasks wait for."""
+    callback = handle._callback  # None once it is cancelled
+    made_in = getattr(callback, "__module__", None) or type(callback).__module__
+    return callback is not None and made_in.partition(".")[0] not in ("asyncio", "_asyncio")
 
 
 def _frames_of(awaited: Any) -> list[FrameType]:

@@ -475,14 +475,15 @@ class Budgets(ExecutorCase):
         (slot,) = group.memory().slots
         assert sum(role.total for role in slot.roles) <= 9 * _MIB
 
-    def test_a_task_that_a_role_has_left(self, spawn: Spawn) -> None:
+    @pytest.mark.parametrize("what", ["a_task", "callbacks"])
+    def test_what_a_role_has_left_on_the_lane(self, spawn: Spawn, what: str) -> None:
         """It runs while other roles' calls await something: nothing of its role moves just then."""
         pytest.importorskip("torch")
         roles = {name: colocate.role(Lingering, 8) for name in ("one", "two", "three")}
         group = spawn(roles, slots=1, residency="swap", device_memory="17MiB")
         one, two, three = (group.role(name, Lingering) for name in roles)
         for _ in range(6):
-            one.leave_a_task(200)
+            getattr(one, f"leave_{what}")(200)
             for other in (two, three, two):
                 other.write_soon()
         assert [each.lost() for each in (one, two, three)] == [[[]]] * 3

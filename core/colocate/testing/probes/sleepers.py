@@ -220,7 +220,7 @@ class Engine(Role):
 
 
 class Lingering(Role):
-    """Leaves a task on the lane, which writes whenever another call awaits something."""
+    """Leaves something on the lane that writes whenever another call awaits something."""
 
     def __init__(self, mib: int) -> None:
         import torch
@@ -238,6 +238,17 @@ class Lingering(Role):
                 await asyncio.sleep(0)
 
         self.task = asyncio.get_running_loop().create_task(write())
+
+    @method
+    async def leave_callbacks(self, times: int) -> None:
+        """One after the other, each of which writes."""
+
+        def write(left: int) -> None:
+            self._write()
+            if left > 1:
+                asyncio.get_running_loop().call_later(0, write, left - 1)
+
+        asyncio.get_running_loop().call_later(0, write, times)
 
     @method
     async def write_soon(self) -> None:
