@@ -12,7 +12,7 @@ import colocate
 from colocate import ColocatedGroup, Role, method
 from colocate.errors import RoleError, WorkerDied
 from colocate.gpus import in_use
-from colocate.testing.executors.budgets import STEP
+from colocate.testing.executors.turns import STEP
 from colocate.testing.probes.sleepers import Dozing
 from colocate.worker import device as devices
 from colocate.worker.device import Device

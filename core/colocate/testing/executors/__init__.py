@@ -54,6 +54,7 @@ from colocate.testing.executors.templates import Templates
 from colocate.testing.executors.tensors import Memory, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
 from colocate.testing.executors.transfers import Transfers
+from colocate.testing.executors.turns import TakingTurns
 from colocate.testing.executors.unfinished import SleepingAmidSteps
 from colocate.testing.executors.watching import Watching
 
@@ -71,6 +72,7 @@ class ExecutorSuite(
     Sleeping,
     SleepingAmidSteps,
     Budgets,
+    TakingTurns,
     Transfers,
     Devices,
     TorchSettings,
@@ -148,6 +150,7 @@ __all__ = [
     "Spawn",
     "Startup",
     "Successors",
+    "TakingTurns",
     "Templates",
     "TensorResidents",
     "TorchSettings",

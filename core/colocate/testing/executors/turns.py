@@ -1,0 +1,409 @@
+"""Roles that take turns: they keep within a budget that hasn't room for all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Context, RoleSpec, Runtime
+from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStartError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.sleepers import Dozing, Lingering, Sharing, Watching
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+_MIB = 2**20
+STEP = ["one", "two", "one", "three"]
+
+
+class TakingTurns(ExecutorCase):
+    """Roles that sleep for each other, where a budget has no room for all of them."""
+
+    @pytest.fixture
+    def turns(self, spawn: Spawn) -> ColocatedGroup:
+        """Three models that train, of 4, 8 and 4 MiB when they have, where 10 MiB are to be used."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
+        return spawn(roles, residency="swap", device_memory="10MiB")
+
+    def test_roles_take_turns(self, turns: ColocatedGroup, spawn: Spawn) -> None:
+        """They compute what they do without, and are within the budget whenever one looks."""
+        free = spawn(
+            {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
+        )
+        for name in ["one", "two", "three", "two"] * 5:
+            assert turns.role(name, Dozing).train() == free.role(name, Dozing).train()
+            for slot in turns.memory().slots:
+                assert sum(role.total for role in slot.roles) <= 10 * _MIB
+        asleep = [role.asleep for slot in turns.memory().slots for role in slot.roles]
+        assert sum(asleep) >= 2 * 6 * _MIB
+        for name in ("one", "two", "three"):
+            assert turns.role(name, Dozing).digest() == free.role(name, Dozing).digest()
+
+    def test_turns_in_a_pipeline(self, turns: ColocatedGroup) -> None:
+        """Its calls wake whom they need, one after the other."""
+        with turns.pipeline():
+            calls = [turns.role(name, Dozing).train.submit() for name in ["one", "two", "three"] * 4]
+        assert all(len(call.result(PATIENCE_S)) == 2 for call in calls)
+        assert any(role.asleep for slot in turns.memory().slots for role in slot.roles)
+
+    def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
+        """Observers hear of each sleep and wake, with its bytes."""
+        records: list[colocate.MoveRecord] = []
+
+        class Mover:
+            def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
+                records.append(record)
+
+        runtime.observe(Mover())
+        for name in ("one", "two", "three", "one", "two", "three"):
+            turns.role(name, Dozing).train()
+        kinds = {(kind, rank) for kind in ("sleep", "wake") for rank in (0, 1)}
+        wait_until(lambda: {(record.kind, record.rank) for record in records} == kinds, "both ranks have told of both")
+        assert all(record.nbytes > 0 and record.end >= record.start for record in records)
+        assert {record.group for record in records} == {turns.name}
+        reasons = {(record.kind, record.role, record.why) for record in records}
+        assert {each for each in reasons if each[0] == "wake"} <= {
+            *(("wake", name, f"needed by {name}.train") for name in ("one", "two", "three")),
+            *(("wake", name, "its turn is next") for name in ("one", "two", "three")),
+        }
+        assert {why for kind, _, why in reasons if kind == "sleep"} <= {
+            f"room for role '{name}'" for name in ("one", "two", "three")
+        }
+
+    @pytest.fixture
+    def four(self, spawn: Spawn, runtime: Runtime) -> tuple[ColocatedGroup, list[colocate.MoveRecord]]:
+        """Three models of 4 MiB, where there is room for two, after a few steps; and what has moved since then."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        records: list[colocate.MoveRecord] = []
+
+        class Mover:
+            def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
+                records.append(record)
+
+        runtime.observe(Mover())
+        for name in STEP * 3:
+            group.role(name, Dozing).train()
+        told = threading.Event()
+        runtime._node.services.dispatcher.soon(told.set)  # all that has moved was told before the last step was
+        assert told.wait(PATIENCE_S)
+        records.clear()
+        return group, records
+
+    @needs(OwnProcess)  # beside a driver that has the same memory none does
+    def test_the_next_role_comes_while_one_runs(
+        self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]], spawn: Spawn
+    ) -> None:
+        """Where another one than that makes room for it; nothing else is different, and no more is copied."""
+        group, records = four
+        free = spawn({name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}, slots=1)
+        for name in STEP * 3:
+            free.role(name, Dozing).train()
+        for _ in range(2):
+            for name, following in zip(STEP, [*STEP[1:], STEP[0]], strict=True):
+                expected = free.role(name, Dozing).train()
+                if name != "one":
+                    assert group.role(name, Dozing).train() == expected
+                    continue
+                with Gate() as gate:
+                    call = group.role(name, Dozing).train_at.submit(gate.address)
+                    gate.wait_for(1)
+                    wait_until(partial(_is_awake, records, following), "the next one is there")
+                    (slot,) = group.memory().slots
+                    assert sum(role.total for role in slot.roles) <= 9 * _MIB
+                    assert {role.role for role in slot.roles if not role.asleep} == {name, following}
+                    records.clear()
+                assert call.result(PATIENCE_S) == expected
+        assert _moved(records) == []  # two and three were there already when they were called
+        for name in ("one", "two", "three"):
+            assert group.role(name, Dozing).digest() == free.role(name, Dozing).digest()
+
+    def test_another_role_than_expected(self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]]) -> None:
+        """What has come for nothing makes room again; so does what a function reaches, or is woken by name."""
+        group, _ = four
+        one, two, three = (group.role(name, Dozing) for name in ("one", "two", "three"))
+        before = three.digest()
+        one.train()  # two comes, and three goes
+        assert three.digest() == before
+        one.train()
+        assert group.run(_reach, "three") == [[0]]
+        one.train()
+        group.sleep("two")
+        assert group.wake("two") > 0
+        assert two.train()
+        (slot,) = group.memory().slots
+        assert sum(role.total for role in slot.roles) <= 9 * _MIB
+
+    def test_turns_of_roles_that_have_parts_of_one_array(self, spawn: Spawn) -> None:
+        """It goes when nobody is awake who has one, though its memory counts with one of them."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Dozing, 1) for name in ("one", "other", "third")}
+        group = spawn(roles, residency="swap", device_memory="8MiB")
+        group.run(_lend_a_part)
+        for times in range(1, 4):
+            group.role("third", Dozing).refill(4)
+            assert group.run(_write_part) == [1.0 + times] * 2
+            assert group.run(_least_of_table) == [(1.0, 1.0 + times)] * 2
+
+    def test_what_is_small_counts_before_it_wakes(self, spawn: Spawn) -> None:
+        """Pieces of less than some pages stay where they are; they count like all others, also as they come back."""
+        torch = pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 1)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="7MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        for role in (one, two):
+            role.remember(*[torch.ones(2**11) for _ in range(384)])
+        with Gate() as gate:
+            call = one.train_at.submit(gate.address)
+            gate.wait_for(1)
+            (slot,) = group.memory().slots
+            assert sum(role.total for role in slot.roles) <= 7 * _MIB
+            gate.open()
+            assert call.result(PATIENCE_S)
+        assert two.asleep() == [["weights", "grads", "optimizer", "cache"]]
+
+    def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
+        """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Watching, "one", 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="40MiB")
+        one, two = group.role("one", Dozing), group.role("two", Watching)
+        all_of_it = ["weights", "grads", "optimizer", "cache"]
+        for _ in range(2):
+            one.train()
+            two.train()
+        assert two.has_seen() == [[all_of_it, all_of_it, []]]
+
+    @needs(OwnProcess)
+    def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
+        """Of four roles only one is ever in memory, from their constructors on."""
+        pytest.importorskip("torch")
+        names = "one", "two", "three", "four"
+        mib = 36  # `malloc` keeps pieces of up to 32 MiB for the next time, as it happens, and gives larger ones back
+        most = []
+        for these in (names[:1], names):
+            roles = {name: colocate.role(Dozing, mib) for name in these}  # of twice that each: weights, and a cache
+            group = spawn(roles, slots=1, residency="swap", device_memory=f"{2 * mib + 16}MiB")
+            # All that they have: of parts two would fit, and the next one's would come ahead of its turn.
+            found = [group.role(name, Dozing).digest() for name in these * 2]
+            assert found[: len(these)] == found[len(these) :]
+            most += group.run(most_in_memory)
+            group.close()
+        assert most[1] - most[0] < mib * _MIB
+
+    def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
+        """A method that needs only the weights has the rest of its role sleep on."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="12MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        assert one.look() == two.look()  # for the first time all others make room
+        one.train()
+        two.train()
+        assert one.asleep() == [["weights", "grads", "optimizer", "cache"]]
+        one.look()
+        assert one.asleep() == [["grads", "optimizer", "cache"]]
+        assert two.asleep() == [[]]
+
+    def test_what_comes_while_a_role_sleeps(self, spawn: Spawn) -> None:
+        """A method that needs only the weights leaves a cache: it makes room, too, and so does what was a resident."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        two.train()
+        one.refill(4)
+        assert one.asleep() == [["grads", "optimizer", "cache"]]
+        assert two.train()
+        two.let_go()
+        kept = one.caches.keep()
+        kept.wait()
+        with pytest.raises(MemoryBudgetError, match=r"after two\.train, .* one 4 MiB"):
+            two.train()
+        kept.free()
+        assert two.train()
+
+    def test_turns_of_siblings(self, spawn: Spawn) -> None:
+        """A role that has asked for another one has that awake whenever it runs."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {"actor": colocate.role(Dozing, 1), "other": colocate.role(Sharing)}
+        roles["large"] = colocate.role(Dozing, 2)
+        group = spawn(roles, residency="swap", device_memory="10MiB")
+        actor, other, large = group.role("actor", Dozing), group.role("other", Sharing), group.role("large", Dozing)
+        other.share("actor")
+        before = other.digest()
+        for _ in range(3):
+            large.train.options(ranks=[0])()
+            assert other.digest() == before
+        assert actor.asleep() == [[], []]
+
+    def test_siblings_for_which_there_is_no_room(self, spawn: Spawn) -> None:
+        """The error says why they don't make room for each other."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn({**roles, "other": colocate.role(Sharing)}, slots=1, residency="swap", device_memory="7MiB")
+        other = group.role("other", Sharing)
+        other.share("one")
+        stays = r"waking role 'two' needs .* beside one, other, in use with it or asked for by ctx.sibling"
+        with pytest.raises(RoleError, match=stays):
+            other.share("two")
+        other.digest()  # who was refused isn't asked for
+
+    def test_what_a_function_reaches_stays_awake(self, spawn: Spawn) -> None:
+        """As long as it runs; and what a role has come to hold in a call that failed counts."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Dozing, 2) for name in ("one", "two", "three")}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        assert group.run(_reach, "one", "two") == [[0, 0]]
+        with pytest.raises(RoleError, match="waking role 'three' needs"):
+            group.run(_reach, "one", "two", "three")
+        one = group.role("one", Dozing)
+        with pytest.raises(RoleError, match="a bad batch"):
+            one.grow_and_fail(3)
+        group.role("two", Dozing).look()
+        (slot,) = group.memory().slots
+        assert sum(role.total for role in slot.roles) <= 9 * _MIB
+
+    @pytest.mark.parametrize("what", ["a_task", "callbacks"])
+    def test_what_a_role_has_left_on_the_lane(self, spawn: Spawn, what: str) -> None:
+        """It runs while other roles' calls await something: nothing of its role moves just then."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Lingering, 8) for name in ("one", "two", "three")}
+        group = spawn(roles, slots=1, residency="swap", device_memory="17MiB")
+        one, two, three = (group.role(name, Lingering) for name in roles)
+        for _ in range(6):
+            getattr(one, f"leave_{what}")(200)
+            for other in (two, three, two):
+                other.write_soon()
+        assert [each.lost() for each in (one, two, three)] == [[[]]] * 3
+
+    def test_a_wake_without_room_where_roles_take_turns(self, spawn: Spawn) -> None:
+        """All ranks or none, as ever: residents have the room, and don't sleep."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 3), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, residency="swap", device_memory="9MiB")
+        group.sleep("one")
+        kept = group.role("two", Dozing).make.keep(9 * _MIB // 8)
+        kept.wait()
+        with pytest.raises(MemoryBudgetError, match=r"'one' .*could not be woken, and is as it was"):
+            group.wake("one")
+        kept.free()
+        assert group.wake("one")
+
+    def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:
+        """The error names it, and not the role that needs its room; that can run when it has some."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        assert one.look()
+        one.fail_hook(0, RuntimeError("not now"))
+        with pytest.raises(MemoryBudgetError, match="'one' could not make room for role 'two': RuntimeError: not now"):
+            two.train()
+        one.fail_hook(0, None)
+        assert two.train()
+
+    def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
+        """It alone is too much: its start says so; what it has come to hold later, its call."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 4)}
+        with pytest.raises(RoleStartError, match="after the constructor of role 'two', 8 MiB"):
+            spawn(roles, residency="swap", device_memory="7MiB")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, residency="swap", device_memory="7MiB")
+        with pytest.raises(MemoryBudgetError, match=r"after two\.train, 8 MiB"):
+            group.role("two", Dozing).train()
+        assert group.role("one", Dozing).train()
+
+    def test_checkpoint_of_roles_that_take_turns(self, turns: ColocatedGroup, tmp_path: Any) -> None:
+        """Each is awake as it is saved."""
+        for name in ("one", "two", "three"):
+            turns.role(name, Dozing).train()
+        turns.checkpoint(tmp_path / "saved")  # `Dozing.save` asserts it
+
+    @needs(OwnProcess)
+    def test_discard_of_a_role_that_takes_turns(self, spawn: Spawn) -> None:
+        """Whether it sleeps already makes no difference to what is there afterwards."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        for role in (one, two):
+            role.train()
+        assert one.asleep() != [[]] * 2
+        before = one.parts()  # it is its turn, so the other one sleeps
+        for name, role in (("one", one), ("two", two)):
+            group.sleep(name, discard=["grads"])
+            assert [{*part} for part in role.parts()] == [{"weights", "optimizer", "cache"}] * 2
+        assert [part["optimizer"] for part in one.parts()] == [part["optimizer"] for part in before]
+
+    @needs(OwnProcess)
+    def test_restart_of_roles_that_take_turns(self, runtime: Runtime) -> None:
+        """The next generation keeps within the budget, too."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        with runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn(roles, residency="swap", device_memory="9MiB", on_failure="restart")
+            one, two = group.role("one", Dozing), group.role("two", Dozing)
+            before = one.train(), two.train()
+            with pytest.raises(ConfigError, match="take turns"):
+                group.sleep("one", on_call="fail")
+            os.kill(group.run(_pid)[0], signal.SIGKILL)
+            wait_until(lambda: group.generation == 1, "it is made anew")
+            group.wait_ready(PATIENCE_S)
+            assert (one.train(), two.train()) == before
+            assert one.asleep() != [[]]
+
+
+def _reach(ctx: Context, *names: str) -> list[int]:
+    """How much of some roles sleeps, when all have been reached."""
+    from colocate.testing.probes.sleepers import asleep
+
+    reached = [ctx.sibling(name, Dozing) for name in names]
+    return [len(asleep(each.ctx)) for each in reached]
+
+
+def _moved(records: list[colocate.MoveRecord]) -> list[tuple[str, str]]:
+    return [(record.kind, record.role) for record in records]
+
+
+def _is_awake(records: list[colocate.MoveRecord], role: str) -> bool:
+    return ("wake", role) in _moved(records)
+
+
+def _pid(ctx: Context) -> int:
+    return os.getpid()
+
+
+def _lend_a_part(ctx: Context) -> None:
+    import numpy as np
+    import torch
+
+    table = np.ones(_MIB, np.float32)
+    ctx.sibling("one", Dozing).cache[:] = [table]  # type: ignore[list-item]
+    ctx.sibling("other", Dozing).cache[:] = [torch.from_numpy(table[2**10 :])]
+
+
+def _write_part(ctx: Context) -> float:
+    return float(ctx.sibling("other", Dozing).cache[0].add_(1).min())
+
+
+def _least_of_table(ctx: Context) -> tuple[float, float]:
+    table = ctx.sibling("one", Dozing).cache[0]
+    return float(table[: 2**10].min()), float(table[2**10 :].min())
+
+
+def most_in_memory(ctx: Context) -> int:
+    """The most of this process's memory that was ever in use, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
