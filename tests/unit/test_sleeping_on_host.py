@@ -143,6 +143,27 @@ def test_how_it_comes_back(site: Any, writes: bool, of_file: int) -> None:
         sleeper.close()
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_malloc_holds_makes_room(site: Any, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """It is given back where memory that wakes would have none otherwise."""
+    role = add(site, Model())
+    sleeper = Sleeper(site)
+    sleeper.sleep("model", TAGS, (), 1)
+    free, given_back = 4 * PIECE, []
+    sleeper.free = lambda: free + sum(given_back)
+    monkeypatch.setattr("colocate.worker.sleeping.trim", lambda: given_back.append(2 * PIECE))
+    try:
+        for _ in range(2):
+            if alone:
+                sleeper.wake_alone(role)
+            else:
+                assert sleeper.wake("model", TAGS, 1, {}).refusal is None
+            assert given_back == [2 * PIECE]
+            sleeper.sleep_alone("model")
+    finally:
+        sleeper.close()
+
+
 def test_discard(site: Any) -> None:
     """What nobody needs takes no room on the disk, and is zeros to its last byte, small pieces too."""
     model = Model()

@@ -185,7 +185,7 @@ class Sleeper:
             return Outcome(self._agree(members, None))
         coming = self.asleep.coming(name, asleep)
         self._beside = beside.get(self._site.boot.node, 1)
-        share = self._share()
+        share = self._share(coming.on_host)
 
         def begin() -> Callable[[], int]:
             self.refuse_more(name, coming.on_device, True, True)
@@ -260,6 +260,8 @@ class Sleeper:
             return 0
         assert role.name is not None
         coming = self.asleep.coming(role.name, asleep)
+        if coming.on_host:
+            self._share(coming.on_host)
         with coming.held():
             self.bring_back(coming, writes)
         self.have_come(coming, writes)
@@ -287,8 +289,14 @@ class Sleeper:
         sizes = {address: size for some in pieces for address, size in some.items() if address not in self.asleep.away}
         return in_files(sizes, owns)
 
-    def _share(self) -> int:
-        """What of the host's free memory is this rank's, where others may want as much just now."""
+    def _share(self, wanted: int = 0) -> int:
+        """What of the host's free memory is this rank's, where others may want as much just now.
+
+        Where that is less than is wanted, what `malloc` holds and nobody uses is given back first.
+        """
+        if (share := self.free() // self._beside) >= wanted:
+            return share
+        trim()
         return self.free() // self._beside
 
     def close(self) -> None:
