@@ -32,12 +32,13 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import attrs
 
+from colocate._system.by_threads import by_threads
 from colocate._system.libc import check, foreign_allocator, libc
 from colocate._system.mappings import (
     PAGE,
@@ -58,7 +59,7 @@ from colocate._system.sizes import size_text
 from colocate._system.spill_files import LARGE_PAGE, Copy, SpillFile, file_system
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    pass
 
 _PIECE_BYTES = 8 * LARGE_PAGE
 _READ_BYTES = 4 * LARGE_PAGE
@@ -71,7 +72,6 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of the same
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
-_T = TypeVar("_T")
 
 # Workers that are threads of one process may have the same memory, and a file each: who looks what lies where, and goes
 # by that, does so before another one puts something else there.
@@ -116,6 +116,7 @@ class Spill:
             raise ValueError(f"{directory} is a {kind}: what is put there stays in memory")
         if (allocator := foreign_allocator()) is not None:
             raise ValueError(f"memory comes from {allocator}, which may take pages that were put away for empty ones")
+        free_memory()  # imports what it asks: when that is wanted, there may be no memory left to do so
         self.directory = directory
         self.files: list[SpillFile] = []
         self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
@@ -149,7 +150,7 @@ class Spill:
         """
         files: list[SpillFile] = []
         try:
-            for _ in range(_most_threads()):
+            for _ in range(min(_THREADS, len(os.sched_getaffinity(0)))):
                 files.append(SpillFile(self.directory))
         except OSError:
             for file in files:
@@ -270,8 +271,7 @@ class Spill:
                         file.write(place.of(area))
 
         try:
-            for each in _by_threads(write, sorted({place.file for place in known + new})):
-                each.result()
+            by_threads(write, sorted({place.file for place in known + new}), _THREADS)
         except OSError:
             with contextlib.suppress(OSError):  # the room is free later, then
                 self._free_unused(mappings)
@@ -337,11 +337,10 @@ class Spill:
                 for piece in _pieces(area, _READ_BYTES)
             ]
             # The kernel clears the memory first, which takes as long as to copy into it: both on several CPUs.
-            for each in _by_threads(lambda part: part[0].read(self.files[part[1].file], part[1]), parts):
-                each.result()
+            by_threads(lambda part: part[0].read(self.files[part[1].file], part[1]), parts, _THREADS)
             # Whoever has written into it while it was away has pages there that aren't in the file.
-            done = _by_threads(lambda copy: next(written_in(copy.area), None) is None, copies)
-            moved = {copy for copy, each in zip(copies, done, strict=True) if each.result()}
+            are_whole = by_threads(lambda copy: next(written_in(copy.area), None) is None, copies, _THREADS)
+            moved = {copy for copy, is_whole in zip(copies, are_whole, strict=True) if is_whole}
             for copy in moved:
                 copy.move()
         self._back = joined([*self._back, *(place for copy, place in parts if copy in moved)])
@@ -443,20 +442,6 @@ class Written:
             self._spill.has_put_away(self.places)
             for place in self.places:
                 self.files[place.file].replace(place)
-
-
-def _most_threads() -> int:
-    return min(_THREADS, len(os.sched_getaffinity(0)))
-
-
-def _by_threads(do: Callable[[_T], object], items: Sequence[_T]) -> list[Future[object]]:
-    """Do something for each, by several threads; all is over then."""
-    if not items:
-        return []
-    from concurrent.futures import ThreadPoolExecutor  # takes a while, and few workers put anything away
-
-    with ThreadPoolExecutor(min(_most_threads(), len(items)), "colocate-pages") as pool:
-        return [pool.submit(do, item) for item in items]
 
 
 def _batches(areas: Iterable[Area]) -> Iterator[list[Area]]:

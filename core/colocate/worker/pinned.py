@@ -9,16 +9,15 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import attrs
 
 from colocate._definitions.cuda_driver import DriverError, driver
+from colocate._system.by_threads import by_threads
 from colocate._system.imported import imported
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
@@ -228,8 +227,7 @@ def _memory(nbytes: int) -> tuple[_Pages, Any]:
 def _touch(memory: Any) -> None:
     """Have all pages be there."""
     parts = memory.split(_TOUCHED_BYTES)  # torch itself has several threads for larger ones
-    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "colocate-pages") as threads:
-        list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
+    by_threads(lambda part: part[:: mmap.PAGESIZE].zero_(), parts, _THREADS)
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,0 +1,61 @@
+"""Something that is done for several things by several threads."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from typing import Any
+
+import pytest
+
+from colocate._system import by_threads as module
+from colocate._system.by_threads import by_threads
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.fixture(params=["as many as are wanted", "that die as they begin", "that can't be started"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What becomes of other threads."""
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(8))
+    if request.param != "as many as are wanted":
+        dies = request.param == "that die as they begin"
+        monkeypatch.setattr(_thread, "start_new_thread", (lambda *_: 0) if dies else refuse)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_all_is_done(threads: str, count: int) -> None:
+    """In order."""
+    assert by_threads(lambda item: item * 2, range(count), 4) == [item * 2 for item in range(count)]
+
+
+def test_errors(threads: str) -> None:
+    """The first is raised, when all is over."""
+    done: list[int] = []
+
+    def do(item: int) -> None:
+        done.append(item)
+        if item % 2:
+            raise ValueError(item)
+
+    with pytest.raises(ValueError, match=r"^1$"):
+        by_threads(do, range(10), 4)
+    assert sorted(done) == list(range(10))
+
+
+def test_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be, and are processors; the caller's thread is one of them."""
+    for processors, most, threads in ((8, 3, 3), (2, 3, 2), (1, 3, 1)):
+        monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid, processors=processors: range(processors))
+        met, seen = threading.Barrier(threads), set()
+
+        def do(item: int, met: threading.Barrier = met, seen: set[int] = seen) -> None:
+            seen.add(threading.get_ident())
+            met.wait(30)
+
+        by_threads(do, range(threads * 2), most)
+        assert len(seen) == threads
+        assert threading.get_ident() in seen
