@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from colocate._protocol.ledger import Purpose
 from colocate.worker import holdings
@@ -144,6 +145,11 @@ def test_objects_of_torch() -> None:
     normal = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     assert counted(Holder(loader=loader, prior=[normal])) == {"buffers": (6 + 12 + 3 + 3) * FLOAT}
+    points = torch.quasirandom.SobolEngine(3)
+    assert set(counted(Holder(points=points))) == {"buffers"}
+    hook = PowerSGDState(None, 2)
+    hook.error_dict[0] = torch.ones(5)
+    assert counted(Holder(hook=hook)) == {"optimizer": 5 * FLOAT}
     model, optimizer = trained()
     alone = counted(Holder(model=model, optimizer=optimizer))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
@@ -344,7 +350,26 @@ def test_an_exported_model() -> None:
     model = nn.Linear(30, 30)
     exported = torch.export.export(model, (example := torch.zeros(2, 30),))
     del example
-    assert counted(Holder(exported=exported)) == {"parameters": bytes_of(model.parameters()), "tensors": 60 * FLOAT}
+    assert counted(Holder(exported=exported)) == {"parameters": bytes_of(model.parameters()), "buffers": 60 * FLOAT}
+
+
+class Tabled(nn.Module):
+    """Has a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.table
+
+
+def test_what_programs_are_made_with() -> None:
+    """Their constants are part of them, whatever they were called in the module."""
+    model = Tabled()
+    assert counted(Holder(model=model)) == {"tensors": 16 * FLOAT}
+    for program in (torch.export.export(model, (torch.zeros(2, 4),)).module(), torch.fx.symbolic_trace(model)):
+        assert counted(Holder(program=program)).pop("buffers") == 16 * FLOAT
 
 
 class Loading(dict[str, Any]):

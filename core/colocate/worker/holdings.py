@@ -211,11 +211,15 @@ class _Search:
         for name, found in (("_parameters", parameters), ("_buffers", buffers), ("_modules", self._next)):
             for held in [held for own in owns if (held := own.get(name))]:
                 found += held.values()
+        purpose = _purpose_in(type(modules[0]))
         # By name: those of a kind have nearly always the same few that not every module has. A hundred at a time, in
         # case each of them has its own.
         for some in [owns[i : i + 100] for i in range(0, len(owns), 100)]:
             for name in set[str]().union(*some) - self._usual:
-                self._all([own.get(name) for own in some])
+                held = [own.get(name) for own in some]
+                if purpose is not None:
+                    self.note(purpose, held)
+                self._all(held)
         self._note_parameters(parameters)
         self._seen.update(map(id, buffers))
         self.note(Purpose.BUFFERS, buffers)
@@ -353,20 +357,25 @@ def _accumulates_in(kind: type) -> str | None:
     return _ACCUMULATED.get(kind.__name__) if kind.__module__.startswith("torch.distributed.fsdp.") else None
 
 
-# What objects of torch's own have beside modules and optimizers is no cache: contents that must not be lost.
-_PURPOSES = {
-    "torch.amp.": Purpose.OPTIMIZER,  # the scale of a GradScaler
-    "torch.cuda.amp.": Purpose.OPTIMIZER,
-    "torch.optim.": Purpose.OPTIMIZER,  # what schedulers count
-    "torch.utils.data.": Purpose.BUFFERS,  # data sets
-    "torch.distributions.": Purpose.BUFFERS,
-}
+# What objects of torch's own have is no cache: contents that must not be lost. State of training, or constants.
+_OF_TRAINING = (
+    "torch.amp.",  # the scale of a GradScaler
+    "torch.cuda.amp.",
+    "torch.optim.",  # what schedulers count
+    "torch.distributed.algorithms.",  # what hooks of communication owe
+)
+_OF_PROGRAMS = ("torch.export.", "torch.fx.")  # modules that were made of others, with their constants as attributes
 
 
 @by_type
 def _purpose_in(kind: type) -> Purpose | None:
     """What tensors in attributes of objects of a type are for, where the type says so."""
-    return next((purpose for name, purpose in _PURPOSES.items() if kind.__module__.startswith(name)), None)
+    name = kind.__module__
+    if _look_at(kind) is _Search._modules:
+        return Purpose.BUFFERS if name.startswith(_OF_PROGRAMS) else None
+    if name.startswith(_OF_TRAINING):
+        return Purpose.OPTIMIZER
+    return Purpose.BUFFERS if name.startswith("torch.") else None
 
 
 _NOT_INTO = (
