@@ -29,6 +29,7 @@ KNOWN = {
     "_definitions.device_copies": "a device, for copies that it was given",
     "_role.call": "calls, by whoever has made them",
     "_system.off_main": "what is done off the main thread, and the flag that is waited for",
+    "_system.by_threads": "other threads, for what they have begun",
     "_system.jobs": "jobs, by the threads that run them; and the end of such a thread",
     "_owned.lifecycle": "the state of a runtime, pool or group",
     "_crew.stages": "how far workers have come",

@@ -131,12 +131,13 @@ def _on_host(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu"}
     before = torch.get_rng_state()
-    with torch.device("cpu"), torch.no_grad():
-        made = func(*args, **kwargs)
-    if torch.equal(torch.get_rng_state(), before):
-        return made
-    torch.set_rng_state(before)
-    return None
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            made = func(*args, **kwargs)
+    finally:
+        if is_random := not torch.equal(torch.get_rng_state(), before):
+            torch.set_rng_state(before)
+    return None if is_random else made
 
 
 class _Ones(TorchFunctionMode):
