@@ -34,7 +34,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -58,9 +57,6 @@ from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate._system.spill_files import LARGE_PAGE, Copy, SpillFile, file_system
 
-if TYPE_CHECKING:
-    pass
-
 _PIECE_BYTES = 8 * LARGE_PAGE
 _READ_BYTES = 4 * LARGE_PAGE
 _BATCH_BYTES = 256 * LARGE_PAGE
@@ -71,7 +67,6 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of the same
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
-
 
 # Workers that are threads of one process may have the same memory, and a file each: who looks what lies where, and goes
 # by that, does so before another one puts something else there.
