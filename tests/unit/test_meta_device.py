@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._device import _device_constructors
 
 from colocate._job.meta_device import advice, meta_device, step
 
@@ -67,8 +68,10 @@ def values(start: list[str], steps: list[tuple[str, int, int]]) -> list[Any]:
 )
 def test_values_that_are_told_are_right(start: list[str], steps: list[tuple[str, int, int]]) -> None:
     """Whatever was written into tensors, or into what they share memory with."""
+    before = torch.get_rng_state()
     with meta_device():
         told = values(start, steps)
+    assert torch.equal(torch.get_rng_state(), before)
     real = values(start, steps)
     assert len(told) == len(real)
     for ours, its in zip(told, real, strict=True):
@@ -90,6 +93,24 @@ def test_numbers_of_a_program_are_known() -> None:
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
     assert sizes == [1, 2, 3]
     assert array.tolist() == [0, 1, 2]
+
+
+def test_makers_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch finds them by identity, once in a process, whatever is in their place then."""
+    _device_constructors.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "linspace", lambda: None)
+        with torch.device("meta"):
+            torch.ones(1)
+    try:
+        with torch.device("meta"):
+            assert not torch.linspace(0, 1, 3).is_meta  # else torch has mended it, and nothing is to be done
+        with meta_device():
+            assert torch.linspace(0, 1, 3).is_meta
+            with torch.device("cpu"):
+                assert torch.ones(3).device.type == "cpu"
+    finally:
+        _device_constructors.cache_clear()
 
 
 def test_others_are_not() -> None:

@@ -75,6 +75,10 @@ class _Known(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _MAKERS and kwargs.get("device") is None:
+            # As torch's own mode does, but for what somebody had in the place of one of them when that first looked:
+            # `from_pretrained` has another `linspace` for as long as it makes a model.
+            kwargs = {**kwargs, "device": "meta"}
         there = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.is_meta]
         unknown = [each for each in there if self._twin(each) is None]
         with_values: Any = tree_map_only(torch.Tensor, self._twin_or_itself, (args, kwargs))
