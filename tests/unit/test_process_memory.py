@@ -302,3 +302,27 @@ def test_what_nobody_has_touched(tmp_path: Path) -> None:
         told(memory.look(process_memory.InFiles(0, 0), 0, 0, [], {})["objects"] - before)
     """
     assert run(tmp_path, script) == [0]
+
+
+def test_what_was_freed_and_never_written(tmp_path: Path) -> None:
+    """It isn't in memory: at the heap's end that is known always, elsewhere to forks of a process that has looked."""
+    script = """
+        import ctypes
+        from colocate._system.malloc import held_back_by_now, look_at_free
+        library = ctypes.CDLL(None)
+        library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        library.free.argtypes = [ctypes.c_void_p]
+        for setting in (-1, -3):  # all is from the heap, and stays there
+            assert library.mallopt(setting, 1 << 30)
+        held_back_by_now()
+        before = held_back_by_now()
+        at_the_end = library.malloc(MIB)
+        library.free(at_the_end)
+        told(held_back_by_now() - before)
+        inside, behind = library.malloc(MIB), library.malloc(MIB)
+        library.free(inside)
+        told(held_back_by_now() - before)
+        look_at_free()
+        told(held_back_by_now() - before)
+    """
+    assert run(tmp_path, script) == [0, 1, 0]

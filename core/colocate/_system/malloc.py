@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import functools
 import os
@@ -49,6 +50,7 @@ def in_use() -> InUse:
 
 
 _has_trimmed = False
+_absent = 0  # of what was free when somebody looked, this wasn't in memory
 
 
 def trim() -> None:
@@ -60,11 +62,25 @@ def trim() -> None:
         function(ctypes.c_size_t(0))
 
 
+def look_at_free() -> None:
+    """Let `held_back_by_now` know, here and in forks of this process, what was freed and isn't in memory."""
+    global _absent
+    _absent = 0
+    _absent = max(0, held_back_by_now() - Heap().held_back({}))
+
+
 def held_back_by_now() -> int:
-    """About what was freed and is in memory still: nobody looks at pages before some were given back."""
+    """About what was freed and is in memory still: nobody looks at all pages again before some were given back."""
     if _has_trimmed:
         return Heap().held_back({})
-    return 0 if (told := _told()) is None else int(told.fordblks)
+    if (told := _told()) is None:
+        return 0
+    # What was asked for and freed without being written, as what was to be received may be, is at the end mostly.
+    end = libc().sbrk(0)
+    absent = 0
+    with contextlib.suppress(OSError):
+        absent = max(0, told.keepcost - present_in(Area(end - told.keepcost, end)))
+    return max(0, int(told.fordblks) - absent - _absent)
 
 
 class Heap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import attrs
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Runtime
+from colocate import ColocatedGroup, Context, Runtime
 from colocate._api.memory import memory_of_each
 from colocate._system.deadline import Deadline
 from colocate._system.sizes import size_text
@@ -122,9 +123,18 @@ class Ledgers(ExecutorCase):
             assert _gradients(group) == [0] * 2
 
     @needs(OwnProcess)
-    def test_memory_adds_up(self, spawn: Spawn) -> None:
-        """At rest nearly all of what a process has more than an empty one has an owner, whatever the model's size."""
+    @pytest.mark.parametrize("imported", [False, True])
+    def test_memory_adds_up(self, spawn: Spawn, imported: bool) -> None:
+        """At rest nearly all of what a process has more than an empty one has an owner, whatever the model's size.
+
+        Also where workers have all of it imported as they begin, because others before them have imported it.
+        """
         pytest.importorskip("torch")
+        if imported:
+            pytest.importorskip("tensordict")
+            before = spawn({"echo": colocate.role(Echo)}, slots=1)
+            before.run(_import, "tensordict")
+            before.close()
         code = []
         for mib in _SIZES_MIB:
             group = spawn({"training": colocate.role(Training, mib)}, slots=1)
@@ -139,7 +149,7 @@ class Ledgers(ExecutorCase):
             assert slot.unowned["objects"] <= _OBJECTS_MIB * _MIB + _UNEXPLAINED * above, slot.unowned
             code.append(slot.unowned["code"])
             group.close()
-        # It has imported the same, and what it holds isn't taken for that.
+        # They have imported the same, and what they hold isn't taken for that.
         assert 0 < max(code) <= min(code) + _SIZES_MIB[-1] * _MIB / 8
 
     @needs(OwnProcess)
@@ -214,3 +224,7 @@ def _beside(view: Watched) -> Iterator[None]:
 def _gradients(group: ColocatedGroup) -> list[int]:
     """The bytes of those that the first role has, by slot."""
     return [slot.roles[0].device.get("gradients", 0) for slot in group.memory(PATIENCE_S).slots]
+
+
+def _import(ctx: Context, name: str) -> None:
+    importlib.import_module(name)
