@@ -2,16 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import colocate
+from colocate._calls.order import CallOrder
+from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._protocol.to_worker import Unwanted
+from colocate._owned.dispatcher import Dispatcher
+from colocate._protocol.consequence import Unmade
+from colocate._protocol.from_worker import Failed, Failure, Held
+from colocate._protocol.to_worker import Hold, Resume, Unwanted
+from colocate.errors import ColocateError, RoleError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Log
 from colocate.testing.waiting import PATIENCE_S
+
+
+class Sent:
+    """A group of two workers that notes what it sends them; no time passes."""
+
+    name, grace, closed_by, base = "two", PATIENCE_S, None, 0
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.seen: list[tuple[list[int], tuple[Any, ...]]] = []
+        self.services = SimpleNamespace(timers=self, dispatcher=dispatcher)
+
+    def send(self, slots: list[int], head: tuple[Any, ...], body: Any = None) -> None:
+        self.seen.append((slots, head))
+
+    def after(self, seconds: float, then: Callable[[], object]) -> SimpleNamespace:
+        return SimpleNamespace(cancel=lambda: None)
+
+    def live(self) -> list[int]:
+        return [0, 1]
+
+    def node(self, slot: int) -> str:
+        return f"node{slot}"
+
+
+@pytest.fixture
+def link() -> Iterator[Sent]:
+    dispatcher = Dispatcher("test")
+    yield Sent(dispatcher)
+    dispatcher.close()
+
+
+@pytest.fixture
+def order(link: Sent) -> Any:
+    return CallOrder(link)  # type: ignore[arg-type]
+
+
+def entered(order: Any, name: str = "method") -> PendingCall:
+    """A call that both workers have been sent."""
+    call = PendingCall(f"role.{name}", "role", name, [0, 1])
+    with order.lock:
+        order.enter(call)
+    return call
+
+
+def fails(order: Any, call: PendingCall, slot: int, kind: type[BaseException] | str) -> None:
+    """It has raised there, after a connection had been lost."""
+    name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    failure = Failure(name, f"of {slot}", "", False, True, "role", None)
+    order.failed(slot, Failed(call.seq, failure, {}, 0, False, 0.0, 1.0), None)
+
+
+def back(order: Any, link: Sent) -> None:
+    """Both workers are."""
+    number = next(message.number for _, message in link.seen if isinstance(message, Hold))
+    for slot in link.live():
+        order.held(slot, Held(number, 0, {}, []))
+    assert isinstance(link.seen[-1][1], Resume)
 
 
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +104,38 @@ def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
         last.open()
         assert later.exception(PATIENCE_S) is not None
     assert len(told) == 1
+
+
+def test_a_hold_of_the_generation_before(order: Any, link: Sent) -> None:
+    """The new generation's workers are told of their own first failure: nothing was begun with them."""
+    order.begin_anew()  # as a rank does that fails when all has been failed
+    with order.lock:
+        order.renew()
+    call = entered(order)
+    del link.seen[:]
+    order.break_off(call, ColocateError("on purpose"))
+    assert link.seen == [([0, 1], Hold(1, call.seq, True))]
+    assert isinstance(call.exception(PATIENCE_S), ColocateError)
+
+
+@pytest.mark.parametrize("kinds", [(Unmade, "builtins.RuntimeError"), ("builtins.RuntimeError", Unmade)])
+def test_what_says_more_is_told(order: Any, link: Sent, kinds: tuple[Any, Any]) -> None:
+    """Of ranks that have failed since a connection was lost, it is one whose role has raised, whoever was first."""
+    call = entered(order)
+    for slot, kind in enumerate(kinds):
+        fails(order, call, slot, kind)
+        assert not call.done()
+    back(order, link)
+    error = call.exception(PATIENCE_S)
+    assert isinstance(error, RoleError)
+    slot = kinds.index("builtins.RuntimeError")
+    assert (error.rank, error.node) == (slot, f"node{slot}")
+
+
+def test_what_is_suspected_of_another_call(order: Any, link: Sent) -> None:
+    """It follows from what was suspected first, also where its role has raised."""
+    first, second = entered(order, "first"), entered(order, "second")
+    fails(order, first, 0, Unmade)
+    fails(order, second, 1, "builtins.RuntimeError")
+    back(order, link)
+    assert second.exception(PATIENCE_S).__cause__ is first.exception()  # type: ignore[union-attr]

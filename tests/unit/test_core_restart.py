@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
 from colocate._api import slots
-from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._owned.dispatcher import Dispatcher
-from colocate._protocol.to_worker import Hold
 from colocate._views import checkpoint
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation
@@ -115,39 +111,6 @@ def test_a_tag_is_something_to_write_down(group: ColocatedGroup, tmp_path: Path)
 
 
 # -- the generation before
-
-
-class Sent:
-    """A group of two workers that notes what it sends them."""
-
-    name, grace, closed_by, base = "two", PATIENCE_S, None, 0
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.seen: list[tuple[list[int], tuple[Any, ...]]] = []
-        self.services = SimpleNamespace(timers=dispatcher, dispatcher=dispatcher)
-
-    def send(self, slots: list[int], head: tuple[Any, ...], body: Any = None) -> None:
-        self.seen.append((slots, head))
-
-    def live(self) -> list[int]:
-        return [0, 1]
-
-
-def test_a_hold_of_the_generation_before() -> None:
-    """The new generation's workers are told of their own first failure: nothing was begun with them."""
-    dispatcher = Dispatcher("test")
-    link = Sent(dispatcher)
-    order: Any = CallOrder(link)  # type: ignore[arg-type]
-    order.begin_anew()  # as a rank does that fails when all has been failed
-    with order.lock:
-        order.renew()
-        call = PendingCall("a call", "role", "method", [0, 1])
-        order.enter(call)
-    del link.seen[:]
-    order.break_off(call, ColocateError("on purpose"))
-    assert link.seen == [([0, 1], Hold(1, call.seq, True))]
-    assert isinstance(call.exception(PATIENCE_S), ColocateError)
-    dispatcher.close()
 
 
 @BOTH
