@@ -99,17 +99,24 @@ class Connection:
             await self._introduce()
             return await question()
 
-        if self._client.status == "connecting":  # again
-            raise EngineError(f"the connection to the Dask scheduler at {self.address} is lost: is it still there?")
-        if self._client.status != "running":
-            again = "" if self._closed else ". The next reservation connects again, if it is there"
-            raise EngineError(f"the connection to the Dask scheduler at {self.address} is {self._client.status}{again}")
+        if (lost := self._lost()) is not None:
+            raise EngineError(lost)
         try:
             return self._loop.run(ask(), within_s)
-        except TimeoutError as error:
-            raise EngineError(f"the Dask scheduler at {self.address} didn't answer in time") from error
+        except TimeoutError as error:  # also where it was lost meanwhile, and Dask has tried to connect again
+            raise EngineError(self._lost() or f"the Dask scheduler at {self.address} didn't answer in time") from error
         except OSError as error:
             raise EngineError(f"the Dask scheduler at {self.address} is gone: {error}") from error
+
+    def _lost(self) -> str | None:
+        """What to say of the connection where it isn't there, as far as Dask's client has noticed."""
+        status = self._client.status
+        if status == "running":
+            return None
+        if status == "connecting":  # again
+            return f"the connection to the Dask scheduler at {self.address} is lost: is it still there?"
+        again = "" if self._closed else ". The next reservation connects again, if it is there"
+        return f"the connection to the Dask scheduler at {self.address} is {status}{again}"
 
     def renew(self) -> None:
         """Connect anew, if the scheduler has been away for so long that Dask's client has given it up.

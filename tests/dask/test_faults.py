@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from tests.dask.conftest import running, script
 
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
-from colocate.errors import ColocateError, WorkerDied
+from colocate.errors import ColocateError, EngineError, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
+from colocate_dask import far
 
 STOPPED_IS_LONG = pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
@@ -199,3 +201,20 @@ def test_nanny(cluster: tuple[str, psutil.Process], tmp_path: Path) -> None:
         workers.wait()
         workers.close()
         runtime.reserve(2, cpus=1, timeout=PATIENCE_S).close()
+
+
+def test_scheduler_that_is_lost_meanwhile(cluster: tuple[str, psutil.Process]) -> None:
+    """Whoever asks before Dask's client has noticed is told of the loss all the same, not only that nothing came."""
+    address, scheduler = cluster
+    with colocate.connect("dask", address=address) as runtime:
+        connection: Any = runtime._node.services.executor._connection
+
+        async def ask() -> Any:
+            scheduler.kill()
+            scheduler.wait()
+            with contextlib.suppress(OSError):  # of a connection that was there; for the next there is nobody
+                await connection._client.run_on_scheduler(far.describe)
+            return await connection._client.run_on_scheduler(far.describe)
+
+        with pytest.raises(EngineError, match=rf"the Dask scheduler at {address} is (lost|gone)"):
+            connection._asked(ask, 3)
