@@ -48,6 +48,7 @@ from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.settings import TorchSettings
 from colocate.testing.executors.signals import Signals
 from colocate.testing.executors.sleeping import Sleeping
+from colocate.testing.executors.sleeping_beside import SleepingBeside
 from colocate.testing.executors.startup import Startup
 from colocate.testing.executors.successors import Successors
 from colocate.testing.executors.templates import Templates
@@ -70,6 +71,7 @@ class ExecutorSuite(
     Memory,
     Ledgers,
     Sleeping,
+    SleepingBeside,
     SleepingAmidSteps,
     Budgets,
     TakingTurns,
@@ -124,6 +126,7 @@ __all__ = [
     "Deaths",
     "Definitions",
     "Detaching",
+    "Devices",
     "Dispatching",
     "Drivers",
     "Endings",
@@ -147,6 +150,9 @@ __all__ = [
     "Restarting",
     "Serialization",
     "Signals",
+    "Sleeping",
+    "SleepingAmidSteps",
+    "SleepingBeside",
     "Spawn",
     "Startup",
     "Successors",
