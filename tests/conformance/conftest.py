@@ -16,7 +16,7 @@ BY_VALUE = (
 # What processes of this machine can't break where threads don't, but for these tests, and those of every engine.
 ON_THREADS = (
     *("borrows", "budgets", "checkpoints", "closing", "converging", "devices", "ownership", "restarting"),
-    *("sleeping", "startup", "turns"),
+    *("sleeping", "sleeping_beside", "startup", "turns"),
 )
 ON_PROCESSES = {
     *("test_borrowed", "test_a_checkpoint_is_whole_or_not_there", "test_several_at_once"),

@@ -16,13 +16,19 @@ def refuse(*_: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.fixture(params=["as many as are wanted", "that die as they begin", "that can't be started"])
+def lack(*_: Any) -> None:
+    raise MemoryError
+
+
+_INSTEAD = {"that die as they begin": lambda *_: 0, "that can't be started": refuse, "for which nothing is left": lack}
+
+
+@pytest.fixture(params=["as many as are wanted", *_INSTEAD])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What becomes of other threads."""
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(8))
-    if request.param != "as many as are wanted":
-        dies = request.param == "that die as they begin"
-        monkeypatch.setattr(_thread, "start_new_thread", (lambda *_: 0) if dies else refuse)
+    if request.param in _INSTEAD:
+        monkeypatch.setattr(_thread, "start_new_thread", _INSTEAD[request.param])
     return str(request.param)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import types
 import weakref
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from colocate._protocol.ledger import Purpose
 from colocate.worker import holdings
@@ -437,8 +439,9 @@ def test_modules_with_attributes_of_their_own() -> None:
 
 
 def test_while_it_changes() -> None:
-    """Another thread goes on with it: nothing is torn, nothing raises."""
-    holder = Holder(cache={}, items=[], net=nn.Identity())
+    """Another thread goes on with it: nothing is torn, nothing raises. So it is of what objects of torch's own have."""
+    holder = Holder(cache={}, items=[], net=nn.Identity(), of_torch=WeakTensorKeyDictionary())
+    keys = [torch.zeros(1) for _ in range(200)]
     over = threading.Event()
 
     def change() -> None:
@@ -451,13 +454,18 @@ def test_while_it_changes() -> None:
             setattr(holder, f"x{number % 10}", number)
             setattr(holder.net, f"x{number % 30}", [torch.zeros(1)])
             holder.net.__dict__.pop(f"x{(number + 15) % 30}", None)
+            holder.of_torch[keys[number % 200]] = [torch.zeros(1)]
+            holder.of_torch.pop(keys[(number + 100) % 200], None)
 
     thread = threading.Thread(target=change)
+    before = sys.getswitchinterval()
     thread.start()
     try:
+        sys.setswitchinterval(1e-5)
         for _ in range(300):
             held_by(holder)
     finally:
+        sys.setswitchinterval(before)
         over.set()
         thread.join()
 

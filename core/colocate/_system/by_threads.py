@@ -40,7 +40,7 @@ def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_
             except BaseException as error:  # the caller raises it
                 future.set_exception(error)
 
-    with contextlib.suppress(RuntimeError):  # none can be started
+    with contextlib.suppress(RuntimeError, MemoryError):  # none can be started
         for _ in range(min(most, len(os.sched_getaffinity(0)), len(items)) - 1):
             _thread.start_new_thread(work, ())
     work()

@@ -158,6 +158,20 @@ class _Search:
         """Note the memory of values."""
         self._noted[purpose] += values
 
+    def _note_in(self, purpose: Purpose, values: Iterable[Any]) -> None:
+        """Note the memory of values, and of what lies in containers among them."""
+        left, seen = [list(values)], set[int]()
+        while left:
+            for kind, items in _by_kind(left.pop()).items():
+                look = _look_at(kind)
+                if look in (_Search._tensors, _Search._memories):
+                    self.note(purpose, items)
+                elif look in (_Search._dicts, _Search._containers):
+                    new = [each for each in items if id(each) not in seen]
+                    seen.update(map(id, new))
+                    # Each is copied in one step, as in `_all`.
+                    left += map(list, map(dict.values, new) if look is _Search._dicts else new)
+
     def _new(self, items: Iterable[Any]) -> dict[type, list[Any]]:
         """What wasn't seen yet, each once, by type."""
         by_id = dict(zip(map(id, items), items, strict=True))
@@ -201,7 +215,7 @@ class _Search:
         for item in items:
             held = _attributes(item)
             if purpose is not None:
-                self.note(purpose, held)
+                self._note_in(purpose, held)
             self._all(held)
 
     def _modules(self, modules: list[Any]) -> None:
@@ -218,7 +232,7 @@ class _Search:
             for name in set[str]().union(*some) - self._usual:
                 held = [own.get(name) for own in some]
                 if purpose is not None:
-                    self.note(purpose, held)
+                    self._note_in(purpose, held)
                 self._all(held)
         self._note_parameters(parameters)
         self._seen.update(map(id, buffers))
@@ -302,6 +316,15 @@ class _Search:
 def _usual(torch: Any) -> frozenset[str]:
     """What every module has: its parameters, hooks and the like."""
     return frozenset(vars(torch.nn.Module()))
+
+
+def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
+    """Items by type, but plain ones."""
+    found: dict[type, list[Any]] = {}
+    for item in items:
+        if (kind := type(item)) not in PLAIN:
+            found.setdefault(kind, []).append(item)
+    return found
 
 
 def _with_arrays(items: Iterable[Any]) -> list[Any]:
