@@ -86,7 +86,9 @@ class Tasks:
 
 def _handles(loop: asyncio.AbstractEventLoop) -> list[asyncio.Handle]:
     """What it will call, as far as it is known: asyncio's own loops have no other way to tell."""
-    return [*getattr(loop, "_ready", ()), *getattr(loop, "_scheduled", ())]
+    selector = getattr(loop, "_selector", None)
+    watched = [] if selector is None else [each for key in selector.get_map().values() for each in key.data]
+    return [*getattr(loop, "_ready", ()), *getattr(loop, "_scheduled", ()), *filter(None, watched)]
 
 
 def _is_of_a_role(handle: Any) -> bool:

@@ -274,7 +274,7 @@ class TakingTurns(ExecutorCase):
         (slot,) = group.memory().slots
         assert sum(role.total for role in slot.roles) <= 9 * _MIB
 
-    @pytest.mark.parametrize("what", ["a_task", "callbacks"])
+    @pytest.mark.parametrize("what", ["a_task", "callbacks", "a_reader"])
     def test_what_a_role_has_left_on_the_lane(self, spawn: Spawn, what: str) -> None:
         """It runs while other roles' calls await something: nothing of its role moves just then."""
         pytest.importorskip("torch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -249,6 +250,24 @@ class Lingering(Role):
                 asyncio.get_running_loop().call_later(0, write, left - 1)
 
         asyncio.get_running_loop().call_later(0, write, times)
+
+    @method
+    async def leave_a_reader(self, times: int) -> None:
+        """Of a socket that can be read, which writes so often."""
+        loop = asyncio.get_running_loop()
+        one, other = socket.socketpair()
+        left = iter(range(times))
+
+        def write() -> None:
+            self._write()
+            if next(left, None) is None:
+                loop.remove_reader(one)
+                one.close()
+                other.close()
+
+        one.setblocking(False)
+        other.send(b"something")
+        loop.add_reader(one, write)
 
     @method
     async def write_soon(self) -> None:
