@@ -180,13 +180,7 @@ class _Search:
         for key in known:
             del by_id[key]
         self._seen.update(by_id)
-        found: dict[type, list[Any]] = {}
-        for item in by_id.values():
-            if (kind := type(item)) in found:
-                found[kind].append(item)
-            elif not _is_barren(kind):
-                found[kind] = [item]
-        return found
+        return _by_kind(by_id.values())
 
     def _all(self, items: Iterable[Any]) -> None:
         copied = list(items)  # in one step: other threads go on with theirs
@@ -319,11 +313,13 @@ def _usual(torch: Any) -> frozenset[str]:
 
 
 def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
-    """Items by type, but plain ones."""
+    """Items by type, but those in which nothing is to be found."""
     found: dict[type, list[Any]] = {}
     for item in items:
-        if (kind := type(item)) not in PLAIN:
-            found.setdefault(kind, []).append(item)
+        if (kind := type(item)) in found:
+            found[kind].append(item)
+        elif not _is_barren(kind):
+            found[kind] = [item]
     return found
 
 
