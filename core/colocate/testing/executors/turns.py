@@ -285,6 +285,7 @@ class TakingTurns(ExecutorCase):
             getattr(one, f"leave_{what}")(200)
             for other in (two, three, two):
                 other.write_soon()
+        one.wait_for_readers()
         assert [each.lost() for each in (one, two, three)] == [[[]]] * 3
 
     def test_a_wake_without_room_where_roles_take_turns(self, spawn: Spawn) -> None:

@@ -227,7 +227,7 @@ class Lingering(Role):
         import torch
 
         self.held = torch.zeros(mib << 18)
-        self.written = 0
+        self.written = self._readers = 0
 
     @method
     async def leave_a_task(self, times: int) -> None:
@@ -264,10 +264,18 @@ class Lingering(Role):
                 loop.remove_reader(one)
                 one.close()
                 other.close()
+                self._readers -= 1
 
+        self._readers += 1
         one.setblocking(False)
         other.send(b"something")
         loop.add_reader(one, write)
+
+    @method
+    async def wait_for_readers(self) -> None:
+        """Until none is left, which would be left open."""
+        while self._readers:
+            await asyncio.sleep(0)
 
     @method
     async def write_soon(self) -> None:
