@@ -23,8 +23,8 @@ from tests.dask.conftest import running
 from tests.dask.test_errors import make_certificates, own_address
 
 import colocate
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.plain import Echo
-from colocate.testing.probes.tensors import Collective
 
 LOOPBACK, MACHINE, EVERYWHERE = "loopback", "the node's address", "all addresses"
 _COMMANDS = (

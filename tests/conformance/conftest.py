@@ -11,7 +11,7 @@ import pytest
 # What there is to prove of values that travel by value.
 BY_VALUE = (
     *("borrows", "calls", "checkpoints", "definitions", "dispatch", "failures", "functions", "kept_failures"),
-    *("meshes", "mixing", "pipelines", "residents", "tensors"),
+    *("meshes", "mixing", "pipelines", "residents", "serialization", "tensors"),
 )
 # What processes of this machine can't break where threads don't, but for these tests, and those of every engine.
 ON_THREADS = (

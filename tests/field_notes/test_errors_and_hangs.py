@@ -16,9 +16,9 @@ from colocate.errors import CallTimeout, PlacementError, RoleError, RoleStartErr
 from colocate.executor import Node, Request
 from colocate.placement import Ledger
 from colocate.testing.gate import Gate
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import FailsToStart, Faulty
 from colocate.testing.probes.plain import Echo
-from colocate.testing.probes.tensors import Collective
 from colocate.testing.waiting import PATIENCE_S
 
 ROLES: dict[str, Any] = {"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}

@@ -23,6 +23,7 @@ from colocate.testing.executors.checkpoints import Checkpoints
 from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.converging import Converging
+from colocate.testing.executors.cut_process_groups import CutProcessGroups
 from colocate.testing.executors.deaths import Deaths
 from colocate.testing.executors.definitions import Definitions
 from colocate.testing.executors.detaching import Detaching
@@ -30,7 +31,7 @@ from colocate.testing.executors.devices import Devices
 from colocate.testing.executors.dispatch import Dispatching
 from colocate.testing.executors.drivers import Drivers
 from colocate.testing.executors.endings import Endings
-from colocate.testing.executors.failures import Failures, Serialization
+from colocate.testing.executors.failures import Failures
 from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.functions import Functions
 from colocate.testing.executors.kept_failures import KeptFailures
@@ -45,6 +46,7 @@ from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.restarting import Restarting
+from colocate.testing.executors.serialization import Serialization
 from colocate.testing.executors.settings import TorchSettings
 from colocate.testing.executors.signals import Signals
 from colocate.testing.executors.sleeping import Sleeping
@@ -100,6 +102,7 @@ class ExecutorSuite(
     Converging,
     Placement,
     ProcessGroups,
+    CutProcessGroups,
     Renewals,
     Drivers,
     Endings,
@@ -123,6 +126,7 @@ __all__ = [
     "Closing",
     "Contexts",
     "Converging",
+    "CutProcessGroups",
     "Deaths",
     "Definitions",
     "Detaching",

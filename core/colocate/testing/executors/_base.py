@@ -13,11 +13,12 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
 from colocate.testing import leaks
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.meshes import Meshes
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Axes, Own, Rows
-from colocate.testing.probes.tensors import Collective, Tensors
+from colocate.testing.probes.tensors import Tensors
 from colocate.testing.runtimes import make_first_worker
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -164,6 +165,16 @@ class ExecutorCase:
     def square(self, no_leaks: None, shared_square: Shared) -> ColocatedGroup:
         """A group of four slots, dp=2 by tp=2, that the test leaves as it was."""
         return shared_square.get()
+
+    @pytest.fixture
+    def ring(self, square: ColocatedGroup) -> ColocatedGroup:
+        """As `square`, for collectives; torch is needed."""
+        pytest.importorskip("torch")
+        with leaks.shared():  # in workers that share the driver's process these groups are the driver's descriptors
+            for axis in (None, "tp"):
+                square.role("solo", Collective).facts(axis)
+            square.role("solo", Collective).mesh()
+        return square
 
     @pytest.fixture(scope="class")
     @classmethod

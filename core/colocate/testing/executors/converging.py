@@ -21,9 +21,9 @@ from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Address, Gate, pass_gate
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo, Log
-from colocate.testing.probes.tensors import Collective
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 ROLES: dict[str, RoleSpec[Any]] = {

@@ -10,9 +10,9 @@ from colocate.errors import ConfigError, DispatchError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors._traffic import Traffic
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.meshes import Meshes
 from colocate.testing.probes.rows import Axes, Rows
-from colocate.testing.probes.tensors import Collective
 
 # Ranks of the square: train is (pp, dp) = (0, 0) (0, 1) (1, 0) (1, 1), infer is (dp, tp) in the same order.
 

@@ -15,7 +15,7 @@ from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.tensors import Collective
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.trainers import (
     EVERYWHERE,
     RATE,

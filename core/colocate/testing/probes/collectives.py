@@ -1,0 +1,273 @@
+"""Roles in process groups, rightly and wrongly. Each needs torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any, cast
+
+from colocate import PerRank, Role, method, needs
+from colocate._role import torch_groups
+from colocate.testing.gate import Address, pass_gate, pass_gate_async
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Collective(Role):
+    """Uses process groups, rightly and wrongly."""
+
+    def __init__(self) -> None:
+        self.kept: ProcessGroup | None = None
+
+    @method
+    def sum(self, value: float, axis: str | None = None) -> float:
+        """The sum over the ranks."""
+        return self._sum(value, self.ctx.process_group(axis))
+
+    @method(dispatch=PerRank("value"))
+    def sum_each(self, value: float, axis: str | None = None) -> float:
+        """The sum over the ranks of a number for each."""
+        return self._sum(value, self.ctx.process_group(axis))
+
+    @method
+    def sum_without_end(self, elements: int) -> None:
+        """Sums over the ranks until somebody has enough of it."""
+        import torch
+        import torch.distributed as dist
+
+        group, values = self.ctx.process_group(), torch.ones(elements, device=self.ctx.device)
+        while True:
+            dist.all_reduce(values, group=group)
+
+    @method
+    def facts(self, axis: str | None = None) -> tuple[int, int]:
+        """Rank and size in the group, as torch tells them."""
+        group = self.ctx.process_group(axis)
+        return group.rank(), group.size()
+
+    @method
+    def same_twice(self) -> bool:
+        """Between two holds it is one group."""
+        return self.ctx.process_group() is self.ctx.process_group()
+
+    @method
+    def in_default(self, asks: bool = True) -> tuple[int, int, list[int]]:
+        """This rank and the size of torch's default group, and the ranks there of the role's; zeros without one."""
+        import torch.distributed as dist
+
+        group = self.ctx.process_group() if asks else None
+        if not dist.is_initialized():
+            return 0, 0, []
+        return dist.get_rank(), dist.get_world_size(), [] if group is None else dist.get_process_group_ranks(group)
+
+    @method
+    def sum_in_default(self) -> float:
+        """The sum of the slots' numbers, over torch's default group."""
+        return self._sum(float(self.ctx.slot), None)
+
+    @method
+    def sum_in_own(self, failing: int | None = None, gate: Address | None = None) -> float:
+        """The sum over the slots, in a group that the role makes by torch's own means."""
+        import torch.distributed as dist
+
+        if self.kept is None:
+            self.kept = cast("ProcessGroup", dist.new_group())
+        return self._sum_unless(failing, self.kept, gate)
+
+    @method
+    def pass_on(self, failing: int | None = None) -> float:
+        """Rank 0 sends to rank 1."""
+        import torch
+        import torch.distributed as dist
+
+        group, value = self.ctx.process_group(), torch.tensor([float(self.ctx.rank)])
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the transfer")
+        if self.ctx.rank == 0:
+            dist.send(value, group=group, group_dst=1)
+        else:
+            dist.recv(value, group=group, group_src=0)
+        return float(value)
+
+    @method
+    def mesh(self, name: str | None = None) -> dict[str, tuple[int, int]]:
+        """The torch mesh: along each axis this rank and the sum of the slots' numbers."""
+        mesh = self.ctx.device_mesh(name)
+        assert mesh is self.ctx.device_mesh(name)
+        axes = mesh.mesh_dim_names or ()
+        return {
+            axis: (mesh.get_local_rank(axis), round(self._sum(self.ctx.slot, mesh.get_group(axis)))) for axis in axes
+        }
+
+    @method
+    def sum_unless(self, value: float, failing: int | None) -> float:
+        """One rank raises before the collective in which the others wait."""
+        group = self.ctx.process_group()
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the collective")
+        return self._sum(value, group)
+
+    @method(dispatch=PerRank("gate"))
+    def sum_at(self, gate: Address | None, value: float, failing: int) -> float:
+        """As `sum_unless`, where each rank first waits at its gate, if it has one."""
+        group = self.ctx.process_group()
+        if gate is not None:
+            pass_gate(gate)
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the collective")
+        return self._sum(value, group)
+
+    @method(dispatch=PerRank("gate"))
+    def fail_before_group(self, gate: Address | None, failing: int) -> float:
+        """One rank raises before it asks for the group that the others are about to make."""
+        if gate is not None:
+            pass_gate(gate)
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the group was made")
+        return self._sum(1.0, self.ctx.process_group())
+
+    @method(dispatch=PerRank("gate"))
+    def sum_or_die(self, gate: Address | None, value: float) -> float:
+        """Each rank with a gate waits there and dies, while the others wait for it."""
+        group = self.ctx.process_group()
+        if gate is not None:
+            pass_gate(gate)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._sum(value, group)
+
+    @method(dispatch=PerRank("gate"), concurrency=2)
+    async def fail_soon(self, gate: Address | None) -> None:
+        """A rank with a gate raises there, while other calls run beside this one."""
+        if gate is not None:
+            await pass_gate_async(gate)
+            raise ValueError(f"rank {self.ctx.rank} has failed")
+
+    @method(dispatch=PerRank("gate"), concurrency=2)
+    async def sum_soon(self, gate: Address | None) -> float:
+        """A rank with a gate asks for the group only then."""
+        if gate is not None:
+            await pass_gate_async(gate)
+        return self._sum(1.0, self.ctx.process_group())
+
+    @method(dispatch=PerRank("dies"))
+    def die_while_it_is_made(self, dies: bool) -> None:
+        """A rank dies when all are there to make the group."""
+        if dies:
+            torch_groups.Plan.make = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        self.ctx.process_group()
+
+    @method
+    def pass_gate_and_fail(self, gate: Address, fail: bool) -> None:
+        """Wait, then perhaps raise, without any group."""
+        pass_gate(gate)
+        if fail:
+            raise ValueError("told to raise")
+
+    @method
+    def keep_group(self) -> float:
+        """Keep the group for later calls."""
+        self.kept = self.ctx.process_group()
+        return self._sum(1.0, self.kept)
+
+    @method
+    def forget_group(self) -> None:
+        """Keep it no longer."""
+        self.kept = None
+
+    @method
+    def sum_kept(self, failing: int | None = None, gate: Address | None = None) -> float:
+        """The sum over the ranks in the group that was kept, in which a role that has no `renew` must not fail."""
+        return self._sum_unless(failing, self.kept, gate)
+
+    def _sum_unless(self, failing: int | None, group: ProcessGroup | None, gate: Address | None) -> float:
+        """All ranks come to the gate, if there is one: a rank that hasn't begun a failed call never does."""
+        if gate is not None:
+            pass_gate(gate)
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the collective")
+        return self._sum(1.0, group)
+
+    def _sum(self, value: float, group: ProcessGroup | None) -> float:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value], device=self.ctx.device)
+        dist.all_reduce(tensor, group=group)
+        return float(tensor)
+
+
+class Own(Role):
+    """Makes torch's default group itself."""
+
+    @method
+    def make(self) -> None:
+        """Of this process alone."""
+        import torch.distributed as dist
+
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+class Launched(Role):
+    """What a library finds in its constructor that was written for torchrun."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        import torch.distributed as dist
+
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        self.found = {name: int(os.environ[name]) for name in names}
+        self.by_torch = dist.get_rank(), dist.get_world_size()
+        if fails == self.ctx.rank:
+            dist.init_process_group("gloo")
+
+    @method
+    def facts(self) -> tuple[dict[str, int], tuple[int, int], bool]:
+        """The variables, what torch says, and whether they name the rendezvous."""
+        named = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return self.found, self.by_torch, named == (self.ctx.rendezvous.host, self.ctx.rendezvous.port)
+
+
+class Initializing(Role):
+    """Makes torch's default group in its constructor, by itself."""
+
+    def __init__(self, by_environment: bool = False) -> None:
+        import torch.distributed as dist
+
+        if by_environment:
+            dist.init_process_group("gloo")
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    @method
+    def nothing(self) -> None:
+        """A role has a method."""
+
+
+class Meeting(Role):
+    """Uses the rendezvous."""
+
+    def __init__(self) -> None:
+        self.found = self.ctx.rendezvous
+
+    @method(dispatch=PerRank("text"))
+    def put(self, text: str) -> None:
+        """Leave something there."""
+        self._store().set(f"text of {self.ctx.rank}", text)
+
+    @method
+    def take(self) -> list[str]:
+        """What all ranks have left, and where."""
+        store = self._store()
+        return [store.get(f"text of {rank}").decode() for rank in range(self.ctx.world_size)]
+
+    def _store(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.TCPStore(self.found.host, self.found.port, is_master=False)  # type: ignore[attr-defined]
+
+
+@needs("process_group")
+class Together(Collective):
+    """Says that it uses process groups."""
