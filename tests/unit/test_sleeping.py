@@ -142,7 +142,7 @@ def test_awake_on_this_rank_alone(worker: Worker) -> None:
     sleeper.wake_alone(role)
     assert equal(contents(model), before)
     assert sleeper.asleep.tags("model") == ()
-    assert sleeper._offload._copies.keys() == {model.cache.untyped_storage()._cdata}
+    assert sleeper.space.offload._copies.keys() == {model.cache.untyped_storage()._cdata}
     sleeper.wake_alone(role)  # what is awake stays so
 
 
@@ -219,7 +219,7 @@ def test_no_part_comes_back_alone(worker: Worker, monkeypatch: pytest.MonkeyPatc
     assert sleeper.in_files().pages > 0
     assert equal(contents(model), before)
     assert (model.array == 1).all()
-    sleeper.close()
+    sleeper.space.close()
 
 
 DISCARD = ("grads", "cache")
@@ -260,7 +260,7 @@ def test_discard(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert equal(zeros, [torch.zeros_like(each) for each in lost])
     assert objects == [id(each.grad) for each in model.net.parameters()]
     assert (sleeper.asleep.on_device(), sleeper.asleep.emptied) == ({}, set())
-    assert all(copy.host is not None for copy in sleeper._offload._copies.values())
+    assert all(copy.host is not None for copy in sleeper.space.offload._copies.values())
     model.train()
     model.cache += 1
     kept, lost = kept_and_lost(model)
@@ -280,7 +280,7 @@ def test_discard_of_what_sleeps(worker: Worker) -> None:
     assert sleeper.sleep("model", TAGS, ("grads",), 1).nbytes == sum(each.nbytes for each in [*kept[:2], lost[-1]])
     assert sleeper.sleep("model", TAGS, ("grads",), 1).nbytes == 0
     grads = {each.grad.untyped_storage()._cdata for each in model.net.parameters()}
-    assert all(sleeper._offload._copies[key].host is None for key in grads)
+    assert all(sleeper.space.offload._copies[key].host is None for key in grads)
     sleeper.wake("model", TAGS, 1, {})
     again, others = kept_and_lost(model)
     assert equal(again, kept)
@@ -415,7 +415,7 @@ def test_a_sibling_that_is_kept(worker: Worker) -> None:
         sleeper.wake_alone(worker.roles["model"])
         sleeper.check(hosted, train)
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_what_somebody_uses_stays(worker: Worker) -> None:
@@ -803,13 +803,13 @@ def test_a_turn_that_writes_nothing(
     """What is trained otherwise isn't copied after it, and is all the same where it has written."""
     sleeper, prefetch, before = two
     copied: list[int] = []
-    to_host = sleeper._offload._to_host
+    to_host = sleeper.space.offload._to_host
 
     def noted(view: Any) -> Any:
         copied.append(view.numel())
         return to_host(view)
 
-    monkeypatch.setattr(sleeper._offload, "_to_host", noted)
+    monkeypatch.setattr(sleeper.space.offload, "_to_host", noted)
     net = worker.roles["two"].instance.net
     for writes in (False, True, False):
         if ahead:

@@ -121,7 +121,7 @@ def test_what_is_still_written(site: Any, monkeypatch: pytest.MonkeyPatch, comes
     if comes:
         sleeper.wake("model", TAGS, 1, {})
         assert (model.cache == 7.0).all()
-        sleeper.close()
+        sleeper.space.close()
 
 
 @pytest.mark.parametrize(("writes", "of_file"), [(True, 2), (False, 5)])
@@ -140,7 +140,7 @@ def test_how_it_comes_back(site: Any, writes: bool, of_file: int) -> None:
             assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
         model.train()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -161,7 +161,7 @@ def test_what_malloc_holds_makes_room(site: Any, monkeypatch: pytest.MonkeyPatch
             assert given_back == [2 * PIECE]
             sleeper.sleep_alone("model")
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_discard(site: Any) -> None:
@@ -175,8 +175,8 @@ def test_discard(site: Any) -> None:
     sleeper = Sleeper(site)
     try:
         assert sleeper.sleep("model", TAGS, ("grads", "cache"), 1).nbytes == pytest.approx(5 * PIECE, rel=0.02)
-        assert sleeper._files is not None
-        assert sleeper._files.room() == pytest.approx(3 * PIECE, rel=0.02)
+        assert sleeper.space._files is not None
+        assert sleeper.space._files.room() == pytest.approx(3 * PIECE, rel=0.02)
         sleeper.free = lambda: 4 * PIECE
         refused = sleeper.wake("model", TAGS, 1, {})
         assert (refused.own, refused.fits) == (True, False)  # it may be written into, which takes memory then
@@ -191,7 +191,7 @@ def test_discard(site: Any) -> None:
         sleeper.wake_alone(role)
         assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -209,7 +209,7 @@ def test_discard_of_what_a_backward_pass_needs(site: Any, lost: bool) -> None:
             loss.backward()
         assert (weight.grad is None) == lost
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_discard_of_what_sleeps(site: Any) -> None:
@@ -221,16 +221,16 @@ def test_discard_of_what_sleeps(site: Any) -> None:
         for writes in (False, True):
             model.cache += 1
             sleeper.sleep_alone("model")
-            assert sleeper._files is not None
-            assert sleeper._files.room() == pytest.approx(5 * PIECE, rel=0.02)
+            assert sleeper.space._files is not None
+            assert sleeper.space._files.room() == pytest.approx(5 * PIECE, rel=0.02)
             assert sleeper.sleep("model", TAGS, ("cache",), 1).nbytes == 0
-            assert sleeper._files.room() == pytest.approx(4 * PIECE, rel=0.02)
+            assert sleeper.space._files.room() == pytest.approx(4 * PIECE, rel=0.02)
             assert sleeper.asleep.emptied == {model.cache.data_ptr()}
             sleeper.wake_alone(role, writes=writes)
             assert not model.cache.any()
             assert model.net.weight.grad.any()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_discard_of_what_has_slept(site: Any) -> None:
@@ -244,14 +244,14 @@ def test_discard_of_what_has_slept(site: Any) -> None:
         model.train()
         kept = [each.clone() for each in model.pieces()]
         sleeper.sleep("model", TAGS, ("grads", "cache"), 1)
-        assert sleeper._files is not None
-        assert sleeper._files.room() == pytest.approx(3 * PIECE, rel=0.02)
+        assert sleeper.space._files is not None
+        assert sleeper.space._files.room() == pytest.approx(3 * PIECE, rel=0.02)
         sleeper.wake_alone(role)
         weight, grad, state, frozen, cache = model.pieces()
         assert all(torch.equal(one, kept[at]) for at, one in ((0, weight), (2, state), (3, frozen)))
         assert not any(each.any() for each in (grad, cache))
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_discard_needs_no_disk(site: Any) -> None:
@@ -287,7 +287,7 @@ def test_a_place_for_what_will_sleep(
     sleeper = Sleeper(site)
     with pytest.raises(ConfigError, match=r"/dev/shm is a tmpfs.*spill_dir") if refused else nullcontext():
         sleeper.begin(in_turns)
-    sleeper.close()
+    sleeper.space.close()
 
 
 def test_discard_of_arrays(site: Any) -> None:
@@ -326,7 +326,7 @@ def test_discard_of_arrays(site: Any) -> None:
         assert (role.parts[:256] == np.arange(256)).all()
         assert shared.all()
     finally:
-        sleeper.close()
+        sleeper.space.close()
         del role.shared, shared
 
 
@@ -345,7 +345,7 @@ def test_discard_of_memory_that_weights_lie_in(site: Any) -> None:
         assert memory.all()
         assert not hosted.instance.other.any()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def made_of_others() -> dict[str, Any]:
@@ -382,7 +382,7 @@ def test_discard_of_tensors_that_are_made_of_others(site: Any) -> None:
         assert not role.jagged.values().any()
         assert role.trained.values().all()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_discard_of_what_numpy_has_seen(site: Any) -> None:
@@ -399,7 +399,7 @@ def test_discard_of_what_numpy_has_seen(site: Any) -> None:
         assert not model.net.weight.grad.any()
         assert model.cache.all()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 @pytest.mark.parametrize("kind", ["declared", "made of a part"])
@@ -419,7 +419,7 @@ def test_discard_of_what_requires_gradients(site: Any, kind: str) -> None:
         assert memory.all() == (kind == "made of a part")
         assert not role.other.any()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_discard_of_more_than_can_be_looked_at(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_discard_of_more_than_can_be_looked_at(site: Any, monkeypatch: pytest.Mo
         sleeper.wake_alone(role)
         assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_discard_without_room_in_the_tables(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +481,7 @@ def test_memory_that_is_let_go_of_while_it_sleeps(site: Any, kind: str) -> None:
         assert (other.cache == 7).all()
         assert role.kept.all()
     finally:
-        sleeper.close()
+        sleeper.space.close()
         other.cache = None
 
 
@@ -501,7 +501,7 @@ def test_what_somebody_has_a_part_of_stays(site: Any) -> None:
         assert (table[:SIDE] == 1).all()
         assert (table[SIDE:] == 2).all()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +515,7 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
         going = sleeper.going("model", TAGS)
         role.cache = None
         assert gone() is not None
-        sleeper.copy_out(going)()
+        sleeper.space.copy_out(going)()
         del going
         assert gone() is None
 
@@ -523,13 +523,13 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
         gone = weakref.ref(role.cache)
         sleeper.sleep_alone("model")
         coming = sleeper.asleep.coming("model", TAGS)
-        bring_back = sleeper.bring_back
+        bring_back = sleeper.space.bring_back
 
         def later(coming: Any, writes: bool) -> None:
             goes_on.wait()
             bring_back(coming, writes)
 
-        monkeypatch.setattr(sleeper, "bring_back", later)
+        monkeypatch.setattr(sleeper.space, "bring_back", later)
         prefetch = Prefetch(site, sleeper)
         prefetch.begin({}, "model", coming, writes=True)
         role.cache = None
@@ -541,7 +541,7 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
         goes_on.set()
         if prefetch is not None:
             prefetch.close()
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_memory_that_is_let_go_of_amid_a_wake_that_is_refused(site: Any) -> None:
@@ -560,7 +560,7 @@ def test_memory_that_is_let_go_of_amid_a_wake_that_is_refused(site: Any) -> None
         assert sleeper.wake("model", TAGS, 1, {}).refusal == "another rank has no room"
         assert sleeper.asleep.coming("model", TAGS).size == 0
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_memory_that_was_let_go_of_before_it_moves(site: Any) -> None:
@@ -576,7 +576,7 @@ def test_memory_that_was_let_go_of_before_it_moves(site: Any) -> None:
         coming.hold()
         assert coming.size == pytest.approx(PIECE, rel=0.02)
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_more_pieces_than_mappings(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +590,7 @@ def test_more_pieces_than_mappings(site: Any, monkeypatch: pytest.MonkeyPatch) -
         assert sleeper.asleep.kept_awake("model") == {moves.SMALL: 3 * size}
         assert sum(sleeper.asleep.away.values()) == PIECE
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 class Stubborn:
@@ -617,7 +617,7 @@ def test_a_turn_that_can_not_be_undone(site: Any, monkeypatch: pytest.MonkeyPatc
     def fail() -> int:
         raise OSError("no more")
 
-    monkeypatch.setattr(sleeper, "copy_out", lambda going, again: fail)
+    monkeypatch.setattr(sleeper.space, "copy_out", lambda going, again: fail)
     with pytest.raises(OSError, match="no more") as caught:
         sleeper.sleep_alone("model")
     assert caught.value.__notes__ == ["then its wake() raised RuntimeError: nothing comes back"]
@@ -637,14 +637,14 @@ def test_a_wake_that_is_refused_and_can_not_be_undone(site: Any, monkeypatch: py
         sleeper.sleep("model", TAGS, (), 1)
         with monkeypatch.context() as patch:
             patch.setattr(site, "ask", refuse)
-            patch.setattr(sleeper, "_put_back", full)
+            patch.setattr(sleeper.space, "put_back", full)
             outcome = sleeper.wake("model", TAGS, 1, {})
         assert outcome.refusal == "another rank has no room"
         assert "has no room where it was" in (outcome.left or "")
         assert sleeper.wake("model", TAGS, 1, {}).refusal is None
         assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def refuse(question: Any) -> None:
@@ -686,7 +686,7 @@ def test_memory_that_is_resized_while_it_sleeps(site: Any) -> None:
         assert hosted.instance.grown.all()
         assert hosted.instance.kept.all()
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 class Box:
@@ -718,7 +718,7 @@ def test_residents_of_any_kind(site: Any, kept: str, monkeypatch: pytest.MonkeyP
         site.roles.clear()
         assert Accounts(site, sleeper, Gradients(site)).look(None).owned["model"] == {("residents", "cpu"): PIECE}
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "other:0"])
@@ -746,7 +746,7 @@ def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
         sleeper.wake_alone(role, writes=True)
         ledger(site, sleeper, gradients)
     finally:
-        sleeper.close()
+        sleeper.space.close()
     assert [owned for owned, _, _ in asked] == [5 * PIECE, 0, 5 * PIECE]
     assert [pieces for _, pieces, _ in asked] == [5 * PIECE] * 3
     assert [away for _, _, away in asked] == [0, 5 * PIECE, 0]
@@ -776,7 +776,7 @@ def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
         sleeper.wake_alone(hosted)
         ledger(site, sleeper, lambda leaves: {})
     finally:
-        sleeper.close()
+        sleeper.space.close()
         del role.shared
     assert [files.pages / PIECE for files, _ in asked] == pytest.approx([1, 2, 1.5, 1, 2], abs=0.02)
     assert [files.absent / PIECE for files, _ in asked] == pytest.approx([1, 0, 0, 0, 0], abs=0.02)
@@ -798,7 +798,7 @@ def test_what_stays_and_is_let_go_of(site: Any) -> None:
         site.store.free([1])
         assert sleeper.asleep.kept_awake("model") == {"used by residents": PIECE}
     finally:
-        sleeper.close()
+        sleeper.space.close()
 
 
 def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -818,4 +818,4 @@ def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None
         sleeper.wake_alone(role)
         assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
     finally:
-        sleeper.close()
+        sleeper.space.close()

@@ -275,7 +275,7 @@ class WorkerHost(Site):
         self.lane.thread.join()
         self.groups.close()
         self.residency.close()
-        self.sleeper.close()
+        self.sleeper.space.close()
         self._transfer.close()
         self.peers.close()
         tell_imports()  # what values needed, too

@@ -71,7 +71,7 @@ def ledger(
         else process.look(
             sleeper.in_files(shares.on_host),
             owned,
-            sleeper.pinned,
+            sleeper.space.pinned,
             chain.from_iterable(each.items() for each in shares.on_host),
             sleeper.asleep.on_host,
         ),

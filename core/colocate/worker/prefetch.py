@@ -97,7 +97,7 @@ class Prefetch:
         for each in stayed:
             self._sleeper.asleep.remove(each, moves.going[each])
         if moves.has_come:
-            self._sleeper.have_come(moves.coming, moves.writes)
+            self._sleeper.space.have_come(moves.coming, moves.writes)
         else:
             self._sleeper.asleep.add(moves.name, moves.coming)
         return stayed
@@ -116,12 +116,12 @@ class Prefetch:
         try:
             for name, going in moves.going.items():
                 start = time.time()
-                self._sleeper.copy_out(going, gives_back=False)()
+                self._sleeper.space.copy_out(going, gives_back=False)()
                 moves.gone.add(name)
                 told = name, True, going.size, start, time.time(), True, room, True, False
                 self._site.say(from_worker.Moved(*told, self._sleeper.asleep.kept_awake(name)))
             start = time.time()
-            self._sleeper.bring_back(moves.coming, moves.writes)
+            self._sleeper.space.bring_back(moves.coming, moves.writes)
             moves.has_come = True
             size = moves.coming.size
             self._site.say(from_worker.Moved(moves.name, False, size, start, time.time(), False, turn, True))

@@ -1,14 +1,13 @@
 """Memory of roles that sleeps: a role's tensors go from the worker's memory to a file, a device's to the host's.
 
 Both are done by all ranks of the role or by none: each does what may fail, then they meet at the driver, and only when
-all are ready it is made so. How is in `_system/pages.py` and `offload.py`.
+all are ready it is made so. Where it goes, and how, is in `swap_space.py`.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
 
 import attrs
@@ -18,10 +17,8 @@ from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system import shared_spill
 from colocate._system.jobs import error_text
 from colocate._system.malloc import trim
-from colocate._system.pages import Spill
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, ConfigError, SleepingError
@@ -32,8 +29,8 @@ from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
 from colocate.worker.movable import Movable
 from colocate.worker.moves import Coming, Going
-from colocate.worker.offload import Offload
 from colocate.worker.process_memory import InFiles, in_files
+from colocate.worker.swap_space import SwapSpace
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -62,6 +59,7 @@ class Sleeper:
 
     Attributes:
         asleep: What sleeps.
+        space: Where that is.
         free: How much of the host's memory is free.
         refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host, that
             sleeps or wakes.
@@ -69,11 +67,10 @@ class Sleeper:
 
     def __init__(self, site: Worker) -> None:
         self._site = site
-        self._files: Spill | None = None
-        self._offload = Offload(site.boot.device, lambda: self._share())
+        self.space = SwapSpace(site, lambda: self._share())
         self._beside = 1  # how many workers of the group lie here, which may sleep or wake at once
         self.asleep = Asleep(site.boot.device)
-        self._movable = Movable(site, self._offload, self.asleep)
+        self._movable = Movable(site, self.space.offload, self.asleep)
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
@@ -88,7 +85,7 @@ class Sleeper:
         """
         if self._site.spill_dir is not None or (in_turns and self._site.boot.device == "cpu"):
             try:
-                self._spill()
+                self.space.files()
             except ValueError as error:
                 named = "" if self._site.spill_dir is None else f"spill_dir={self._site.spill_dir!r}: "
                 raise ConfigError(f"{named}{error} (on node {self._site.boot.node})") from None
@@ -192,14 +189,14 @@ class Sleeper:
             self.refuse_more(name, coming.anew, False, True)
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
-            self.bring_back(coming, writes=True)
+            self.space.bring_back(coming, writes=True)
             return lambda: coming.size
 
         left: list[str] = []
 
         def undo() -> None:
             try:
-                self._put_back(coming)
+                self.space.put_back(coming)
             except OSError as error:  # it is there, and comes at no cost the next time
                 left.append(f"what had come back to {_rank(role)} has no room where it was ({error})")
 
@@ -208,7 +205,7 @@ class Sleeper:
         if left:
             outcome = attrs.evolve(outcome, left=left[0])
         if outcome.refusal is None:
-            self.have_come(coming, writes=True)
+            self.space.have_come(coming, writes=True)
             self.asleep.remove(name, coming)
             self._tell_woken(role, asleep)
         else:
@@ -263,8 +260,8 @@ class Sleeper:
         if coming.on_host:
             self._share(coming.on_host)
         with coming.held():
-            self.bring_back(coming, writes)
-        self.have_come(coming, writes)
+            self.space.bring_back(coming, writes)
+        self.space.have_come(coming, writes)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, asleep)
         return coming.size
@@ -274,20 +271,14 @@ class Sleeper:
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         return self.asleep.coming(name, asleep).on_device if asleep else 0
 
-    @property
-    def pinned(self) -> int:
-        """Bytes of the process's own memory that a device copies from and to as its own sleeps and wakes."""
-        return self._offload.pinned
-
     def in_files(self, pieces: Iterable[Mapping[int, int]] = ()) -> InFiles:
         """What of the process's memory is in files: in its own, to which memory goes, and in others.
 
         Args:
             pieces: What roles have, sizes by addresses; what sleeps of it isn't in memory at all.
         """
-        owns = None if self._files is None else self._files.owns
         sizes = {address: size for some in pieces for address, size in some.items() if address not in self.asleep.away}
-        return in_files(sizes, owns)
+        return in_files(sizes, self.space.owns)
 
     def _share(self, wanted: int = 0) -> int:
         """What of the host's free memory is this rank's, where others may want as much just now.
@@ -298,16 +289,6 @@ class Sleeper:
             return share
         trim()
         return self.free() // self._beside
-
-    def close(self) -> None:
-        """The worker ends."""
-        if self._files is not None:
-            if self._site.in_process:
-                shared_spill.give_back(self._files)
-            else:
-                self._files.close()
-            self._files = None
-        self._offload.close()
 
     # -- all ranks or none
 
@@ -367,13 +348,13 @@ class Sleeper:
         again: bool = False,
         only: Coming | None = None,
     ) -> tuple[Going, Callable[[], int]]:
-        """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
+        """What of a role is to sleep, copied to where it goes; and what ends it here: see `SwapSpace.copy_out`."""
         finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards
         try:
             going = self.going(name, tags, discard, only)
-            return going, self.copy_out(going, again=again)
+            return going, self.space.copy_out(going, again=again)
         except BaseException as error:
             self._undo(role, new, error)
             raise
@@ -406,8 +387,6 @@ class Sleeper:
             self.asleep.add_own(role.name, tags, error_text(error))
             raise
 
-    # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
-
     def going(self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Coming | None = None) -> Going:
         """What of a role is to sleep.
 
@@ -425,76 +404,6 @@ class Sleeper:
         going = self._movable.going(name, tags, discard, only)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
-
-    def copy_out(self, going: Going, gives_back: bool = True, again: bool = True) -> Callable[[], int]:
-        """Copy memory to where it goes; and what ends its being here, and tells the bytes that have gone.
-
-        Args:
-            going: The memory.
-            gives_back: Whether other processes get that of a device, too.
-            again: Whether the copies may serve again when it goes the next time, also those of what trains.
-
-        Raises:
-            OSError: There is no room where it would go.
-            MemoryError: Nor there.
-            ValueError: It can't be put away here.
-        """
-        written = self._spill().write(going.areas) if going.areas else None
-        if going.emptying.areas:
-            going.emptying.check(0 if written is None else len(written))
-        offloading = self._offload.write(going.storages, going.empty_storages, () if again else going.trained)
-
-        def end() -> int:
-            if written is not None:
-                written.put_away()
-            going.emptying.empty()
-            going.are_rewritten()
-            if going.emptying.areas and self._files is not None:
-                with suppress(OSError):  # the room is free later, then
-                    self._files.forget(going.emptying.areas)
-            return going.size - offloading.put_away(gives_back)
-
-        return end
-
-    def bring_back(self, coming: Coming, writes: bool) -> None:
-        """Have it be in memory.
-
-        Args:
-            coming: What comes, which is held.
-            writes: Whether the role is about to train; else its memory is put away again at no cost.
-
-        Raises:
-            OSError: It can't be read.
-            MemoryError: The device hasn't that much.
-        """
-        self._offload.bring_back(coming.storages)
-        try:
-            if self._files is not None:  # else no page has gone there
-                self._files.bring_back(coming.areas, coming.written() if writes else ())
-        except OSError:
-            self._put_back(coming)
-            raise
-
-    def _put_back(self, coming: Coming) -> None:
-        """It has just come, some of it at least, and sleeps still."""
-        self._offload.undo(coming.storages)
-        if self._files is not None:
-            self._files.write(coming.areas).put_away()
-
-    def have_come(self, coming: Coming, writes: bool) -> None:
-        """It is in memory for good: copies that will be out of date the next time aren't kept.
-
-        Args:
-            coming: What has come.
-            writes: Whether the role is about to train.
-        """
-        emptied = coming.emptied & coming.storages
-        self._offload.let_go(coming.trained | emptied if writes else emptied)
-
-    def _spill(self) -> Spill:
-        if self._files is None:
-            self._files = (shared_spill.take if self._site.in_process else Spill.somewhere)(self._site.spill_dir)
-        return self._files
 
 
 def _rank(role: HostedRole) -> str:
