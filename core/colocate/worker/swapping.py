@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, count
+from itertools import chain, combinations, count, islice, repeat
+from operator import itemgetter
 from typing import NamedTuple
 
 _FEW = 6
@@ -18,6 +19,7 @@ _AHEAD = 3
 """Steps that are looked ahead, at least: where the first begins is given, and the others are as all will be."""
 _USES_AHEAD = 32
 """Uses that are looked ahead, at least: what one step saves may be worth what it costs to come to that after many."""
+_SHORTEST = 2
 _LONGEST = 64
 """Turns of a step at most; what comes again after more isn't looked for."""
 
@@ -175,7 +177,11 @@ def _choices(use: Use, room: Room, state: State) -> Iterator[tuple[frozenset[str
 
 
 class Order:
-    """The order in which roles are called, as far as it is known."""
+    """The order in which roles are called, as far as it is known.
+
+    What has been gone through twice is a step. There may be several: what is done again and again inside of a step looks
+    like one, too. The one counts that explains most of what was called last.
+    """
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
         """Args: declared: The roles of a step."""
@@ -183,6 +189,8 @@ class Order:
         self._declared = bool(declared)
         self._place: int | None = None  # of the use that is on
         self._past: list[Use] = []
+        self._as_foreseen = 0  # how many of the last uses came as the step has them
+        self._repeated: list[int] = []  # and how many as those had come so many before, from the shortest step on
 
     @property
     def recent(self) -> list[str]:
@@ -198,9 +206,10 @@ class Order:
         self._past.append(Use(role, False))
         del self._past[: -2 * _LONGEST]
         expected = self._place is not None and self._step[(self._place + 1) % len(self._step)].role == role
+        self._as_foreseen = self._as_foreseen + 1 if expected else 0
         self._place = self._placed(role)
-        if not expected and not self._declared:
-            self._find()
+        if not self._declared:
+            self._find(role)
         return True
 
     def wrote(self, role: str) -> None:
@@ -228,14 +237,16 @@ class Order:
 
         return max(places, key=alike, default=None)
 
-    def _find(self) -> None:
-        """What has been gone through twice is a step."""
-        roles = [use.role for use in self._past]
-        for length in range(2, min(_LONGEST, len(roles) // 2) + 1):
-            if roles[-length:] == roles[-2 * length : -length]:
-                # It begins where it was found, so the use that is on is its last. How that was is known of the first.
-                self._step, self._place = self._past[-2 * length : -length], length - 1
-                return
+    def _find(self, role: str) -> None:
+        before = islice(reversed(self._past), _SHORTEST, _LONGEST + 1)
+        together = zip(before, chain(self._repeated, repeat(0)), strict=False)
+        self._repeated = [number + 1 if use.role == role else 0 for use, number in together]
+        twice = ((number, length) for length, number in enumerate(self._repeated, _SHORTEST) if number >= length)
+        number, length = max(twice, key=itemgetter(0), default=(0, 0))  # the shortest of those
+        if number > self._as_foreseen:
+            # It begins where it was found, so the use that is on is its last. How that was is known of the first.
+            self._step, self._place = self._past[-2 * length : -length], length - 1
+            self._as_foreseen = number
 
 
 def _apart(roles: Sequence[str]) -> list[str]:
