@@ -179,8 +179,8 @@ def _choices(use: Use, room: Room, state: State) -> Iterator[tuple[frozenset[str
 class Order:
     """The order in which roles are called, as far as it is known.
 
-    What has been gone through twice is a step. There may be several: what is done again and again inside of a step looks
-    like one, too. The one counts that explains most of what was called last.
+    What has been gone through twice is a step. There may be several: what is done again and again inside of a step
+    looks like one, too. The one counts that explains most of what was called last.
     """
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
