@@ -58,12 +58,10 @@ def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: 
 
 def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     """The causal language model of a hub id or a local folder, in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     # Without a word of that, transformers asks on the terminal whether a model's own code may run.
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    if device.type == "meta":  # where only its memory is planned: without its weights
-        return _ready(_empty(AutoModelForCausalLM, AutoConfig.from_pretrained(name, **options)), device)
     return _ready(AutoModelForCausalLM.from_pretrained(name, **options), device)
 
 

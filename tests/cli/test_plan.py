@@ -80,6 +80,27 @@ ROLES = """
         @method
         def use(self) -> None: ...
 
+    class Pretrained(Role):
+        def __init__(self, config: dict[str, int | bool]) -> None:
+            from transformers import AutoModelForCausalLM, LlamaConfig
+
+            config = LlamaConfig(**config)
+            config.save_pretrained("model")  # without its weights
+            self.model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32).to(self.ctx.device)
+            torch.save({"weight": torch.ones(2, 2, device="cpu")}, "head.pt")
+            self.head = nn.Linear(2, 2, bias=False, device=self.ctx.device)
+            self.head.load_state_dict(torch.load("head.pt", weights_only=True))
+
+        @method
+        def use(self) -> None: ...
+
+    class Cuda(Role):
+        def __init__(self) -> None:
+            self.net = torch.nn.Linear(2, 2).cuda()
+
+        @method
+        def use(self) -> None: ...
+
     class Looks(Role):
         def __init__(self) -> None:
             self.total = float(torch.rand(3).sum())
@@ -170,6 +191,30 @@ def test_what_a_role_gets_later(colocate: CommandLine) -> None:
         colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Later, slots")
     )
     assert kinds(group, "second") == {"tensors": 8}
+
+
+def test_models_of_a_hub(colocate: CommandLine) -> None:
+    """A constructor that has one by its name, as most have: its config is wanted, and no weights."""
+    pytest.importorskip("transformers")
+    sizes = (
+        "hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2, vocab_size: 4096, tie_word_embeddings: true"
+    )
+    options = f"config: {{{sizes}, num_attention_heads: 4}}"
+    group = planned(
+        colocate, CONFIG.replace("use: beside:Net, with: {mib: 8}", f"use: beside:Pretrained, with: {{{options}}}")
+    )
+    layer = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
+    (first,) = [each for each in group["roles"] if each["role"] == "first"]
+    assert first["kinds"]["parameters"] == 4 * (4096 * 256 + 2 * layer + 256 + 4)
+
+
+def test_a_device_by_its_name(colocate: CommandLine) -> None:
+    """The error has what to write instead."""
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("there is one")
+    config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Cuda, slots")
+    group = planned(colocate, config, status=1)
+    assert group["roles"][1]["unknown"].endswith("(put it on `self.ctx.device`, wherever that is)")
 
 
 def test_what_is_not_known(colocate: CommandLine) -> None:

@@ -35,6 +35,7 @@ _NO_VALUES = "meta tensor"  # what torch says then
 _ADVICE = {
     _NO_VALUES: "nothing has values there: ask for them in a method, or only of tensors that aren't `is_meta`",
     "META device": "it has no generator: take `self.ctx.generator`",
+    "compiled with CUDA": "put it on `self.ctx.device`, wherever that is",
 }
 
 

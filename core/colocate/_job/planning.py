@@ -197,9 +197,10 @@ def plan(config: Config) -> list[GroupPlan]:
     except ImportError as error:
         raise ConfigError(str(error)) from error
     from colocate._job.meta_device import meta_device
+    from colocate._job.without_weights import without_weights
 
     slots = {name: config.pools[group.pool].slots for name, group in config.groups.items()}
-    with planned_world(max(slots.values(), default=1)), meta_device():
+    with planned_world(max(slots.values(), default=1)), meta_device(), without_weights():
         made = {name: _construct(name, group, slots[name], config) for name, group in config.groups.items()}
         found = []
         for name, group in config.groups.items():

@@ -73,8 +73,9 @@ def _show(group: GroupPlan) -> None:
         _say(f"\nfused: {fused}; nothing is known of what they hold")
     else:
         _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(group.fused)}")
-    hold = f", which hold {least}{size_text(group.separate)} in all" if group.separate or not least else ""
-    _say(f"separate: {separate}{hold}, each with its own Python, torch and, on a GPU, context")
+    holds, in_all, each = ("holds", "", "") if group.processes == 1 else ("hold", " in all", "each ")
+    hold = f", which {holds} {least}{size_text(group.separate)}{in_all}" if group.separate or not least else ""
+    _say(f"separate: {separate}{hold}, {each}with its own Python, torch and, on a GPU, context")
     for turns in group.turns():
         _say(_of(turns, group))
     for role, limit in group.misfits():
