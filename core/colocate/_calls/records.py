@@ -69,7 +69,7 @@ class CallRecord:
 
     Attributes:
         group: Name of the group.
-        role: Name of the role.
+        role: Name of the role; empty for what a whole group does: a function, a checkpoint, a sleep or a wake.
         method: Name of the method.
         ranks: The ranks that it ran on, as far as they had answered when it ended: a failed one ends with its cause.
         submitted: When it was submitted, in seconds of time.time().
