@@ -234,6 +234,21 @@ def test_one_that_does_not_return(
     assert "assert self.go.wait(60)" in log  # its stack
 
 
+def test_one_that_does_not_return_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That was said at the run's end, and is no fault of the run: its runtime closes as ever, and at once."""
+    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
+    stuck = Stuck()
+    try:
+        with colocate.connect("local") as runtime, colocate.record(runtime, tmp_path / "sums", observe=[stuck]) as run:
+            run.log(0, loss=1.0)
+            assert stuck.inside.wait(60)
+        assert runtime.state == "closed"
+        assert stuck.told == ["started", "logged 0", "finished"]
+    finally:
+        stuck.go.set()
+        assert runtime._node.services.dispatcher.close()
+
+
 def test_a_callback_that_does_not_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -139,7 +139,8 @@ class Connection(Owned):
             except Exception as error:
                 errors.append(error)
             finally:
-                if not self.services.dispatcher.close():
+                given_up = self.services.dispatcher.is_given_up()
+                if not self.services.dispatcher.close(0 if given_up else None) and not given_up:
                     errors.append(
                         ColocateError(
                             f"a callback or an observer of this runtime goes on:\n{self.services.dispatcher.stack}"

@@ -183,6 +183,8 @@ class RunObservers:
         waiting = services.untold()
         given = self._given + waiting
         slow = next((each for each in self._told if each.hook is not None), None)
+        if slow is not None:  # it keeps the runtime's thread as long as it likes, and the run has ended well
+            services.dispatcher.is_given_up = lambda: slow.hook is not None
         in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"
         untold = [(each.name, _words(each.missing(given))) for each in self._told]
         lines = [f"the observer {name!r} hasn't been told of {words}" for name, words in untold if words]

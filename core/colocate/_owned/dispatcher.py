@@ -12,13 +12,18 @@ from colocate.worker.failure import stack_of_role_code
 
 
 class Dispatcher(JobThread):
-    """Runs users' callbacks and observers, one after the other, in the order in which they were given."""
+    """Runs users' callbacks and observers, one after the other, in the order in which they were given.
+
+    Attributes:
+        is_given_up: Tells whether it is kept by one that somebody has waited for in vain, and has said so.
+    """
 
     def __init__(self, name: str) -> None:
         """Args: name: Name of the thread."""
         super().__init__(name, _report)
         self._gathered: deque[Callable[[], object]] = deque()
         self._comes = False  # to what is gathered, soon
+        self.is_given_up: Callable[[], bool] = lambda: False
         self.start()
 
     def soon(self, job: Callable[[], object]) -> None:
