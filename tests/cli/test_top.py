@@ -71,6 +71,10 @@ class Waiting(library.Role):
     def wait(self, gate: Address) -> None:
         pass_gate(gate)
 
+    @library.method(dispatch=library.PerRank("gate"))
+    def wait_each(self, gate: Address) -> None:
+        pass_gate(gate)
+
 
 def test_since_when_a_call_runs() -> None:
     """Not since it was asked for: another one was ahead of it."""
@@ -159,6 +163,41 @@ def test_what_is_not_known_is_not_shown() -> None:
     slot = {"slot": 0, "node": "n", "device": "cpu", "pid": 1, "queue": 0, "call": None, "age": None, "roles": [role]}
     (row,) = rows({"groups": [{"group": "policy", "state": "starting", "slots": [slot]}]})
     assert list(row.values()) == ["policy (starting)", "0 n cpu", "actor", "", "", "26%", "0", "", ""]
+
+
+def test_a_rank_that_is_ahead() -> None:
+    """What it has done counts though the call isn't over: the other rank is the one that all wait for."""
+    recent = glance.Recent()
+    with library.connect() as runtime, Gate() as soon, Gate() as late, Gate() as second:
+        runtime.observe(recent)
+        group = runtime.reserve(2).spawn({"waiting": library.role(Waiting)}, name="policy")
+        waiting, submitted = group.role("waiting", Waiting), time.time()
+        with group.pipeline():
+            calls = [waiting.wait_each.submit([soon.address, late.address])]  # type: ignore[arg-type]
+            calls += [waiting.wait.submit(second.address) for _ in range(2)]
+        soon.wait_for(1)
+        late.wait_for(1)
+        begun = time.time()
+        wait_until(lambda: time.time() > begun + 0.5, "it has run for a while")
+        opened = time.time()
+        soon.open()
+        second.wait_for(1)  # rank 0 is in the next call
+        (told,) = glance.glance(runtime._node, recent)
+        now, (ahead, behind) = time.time(), told["slots"]
+        assert (ahead["call"], ahead["queue"], behind["call"], behind["queue"]) == (
+            "waiting.wait",
+            1,
+            "waiting.wait_each",
+            2,
+        )
+        assert 0 <= ahead["age"] <= now - opened + 0.001
+        assert opened - begun <= behind["age"] <= now - submitted + 0.001
+        for slot in (ahead, behind):
+            (role,) = slot["roles"]
+            assert (opened - begun) / RECENT_S - 0.001 <= role["busy"] <= (now - submitted) / RECENT_S + 0.001
+        late.open()
+        second.open()
+        library.wait(calls)
 
 
 def test_a_call_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

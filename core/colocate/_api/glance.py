@@ -35,20 +35,23 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
     """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
     now, crews = time.time(), list(connection.crews.values())
-    running = [
-        ((crew.name, call.role, crew.roles[call.role].slots.index(slot)), since)
+    more = [
+        ((crew.name, call.role, crew.roles[call.role].slots.index(slot)), start, end)
         for crew in crews
-        for slot, (call, since) in _running(crew, recent).items()
+        for call, slot, start, end in (
+            *_done(crew),
+            *((call, slot, since, now) for slot, (call, since) in _running(crew, recent).items()),
+        )
         if call.role in crew.roles
     ]
-    shares = recent.shares(now, running)
+    shares = recent.shares(now, more)
     return [_group(crew, shares, recent) for crew in crews]
 
 
 def _running(crew: Crew, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
     """What each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
     first: dict[int, PendingCall] = {}
-    ends = recent.ends()
+    ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(crew)}  # in order: the last one remains
     for call in list(crew.order.pending.values()):
         for slot in call.missing():
             first.setdefault(slot, call)
@@ -57,8 +60,14 @@ def _running(crew: Crew, recent: Recent) -> dict[int, tuple[PendingCall, float]]
         ranks = {name: info.slots.index(slot) for name, info in crew.roles.items() if slot in info.slots}
         ranks[""] = slot  # of functions, which run on all slots
         ended = (ends.get((crew.name, name, rank), 0.0) for name, rank in ranks.items())
-        found[slot] = call, max(call.submitted, *ended)
+        found[slot] = call, max(call.submitted, done.get(slot, 0.0), *ended)
     return found
+
+
+def _done(crew: Crew) -> list[tuple[PendingCall, int, float, float]]:
+    """What slots have run of calls that others of their slots run yet: observers aren't told of these so far."""
+    calls = list(crew.order.pending.values())
+    return [(call, call.targets[index], start, end) for call in calls for index, start, end in list(call.spans)]
 
 
 def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float], recent: Recent) -> dict[str, Any]:

@@ -35,19 +35,20 @@ class RecentSpans(Generic[Key]):
         with self._lock:
             return dict(self._ends)
 
-    def shares(self, now: float, running: Iterable[tuple[Key, float]] = ()) -> dict[Key, float]:
+    def shares(self, now: float, more: Iterable[tuple[Key, float, float]] = ()) -> dict[Key, float]:
         """The part of the last seconds that was spent, by whose it was; what overlaps counts once.
 
         Args:
             now: Seconds of time.time().
-            running: What hasn't ended: whose it is, and when it began.
+            more: What hasn't been added yet, or hasn't ended: whose it is, from when on and until when, as far as it
+                is known.
         """
         since = now - RECENT_S
         found: dict[Key, list[Interval]] = {}
         with self._lock:
             while self._spans and self._spans[0][2] < since:
                 self._spans.popleft()
-            spans = [*self._spans, *((key, start, now) for key, start in running)]
+            spans = [*self._spans, *(span for span in more if span[2] > since)]
         for key, start, end in spans:
             found.setdefault(key, []).append((max(start, since), end))
         return {key: length(each) / RECENT_S for key, each in found.items()}

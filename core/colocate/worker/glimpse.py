@@ -25,7 +25,7 @@ def glimpse(site: Site) -> dict[str, Any]:
         trouble = f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
     except Exception as error:  # CUDA's, say, which is out of order
         trouble = error_text(error)
-    running = [(work.message.role, work.began) for work in site.lane.started() if isinstance(work.message, Call)]
+    running = [(work.message.role, work.began, now) for work in site.lane.started() if isinstance(work.message, Call)]
     busy = {} if site.recent is None else site.recent.shares(now, running)
     roles = [
         {
