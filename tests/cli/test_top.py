@@ -140,9 +140,10 @@ def test_what_is_listed() -> None:
     """Sockets that listen, by their names."""
     head = "Num       RefCount Protocol Flags    Type St Inode Path\n"
     listed = "0000000000000000: 00000002 00000000 00010000 0001 01 11 @colocate-job/7/2/a.b-c\n"
+    listed += "0000000000000000: 00000002 00000000 00010000 0001 01 11 @colocate-job/7/3/my run@lr=0.1,x\n"
     connected = "0000000000000000: 00000003 00000000 00000000 0001 03 12 @colocate-job/7/2/a.b-c\n"
     other = "0000000000000000: 00000002 00000000 00010000 0001 01 13 @colocate-other/7/1/a\n"
-    assert list(_listed(head + listed + connected + other)) == [Job("a.b-c", 7, 2)]
+    assert list(_listed(head + listed + connected + other)) == [Job("a.b-c", 7, 2), Job("my run@lr=0.1,x", 7, 3)]
 
 
 def test_names_of_any_length() -> None:
@@ -231,16 +232,18 @@ def test_a_call_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slot["age"] >= 0
 
 
-def test_a_narrow_terminal() -> None:
-    """On 80 columns nothing is cut off, and a size is in one line."""
-    held = [("actor", 5_662_310, 0), ("critic", 0, 1_365_632), ("reference", 1_416_832, 0)]
+@pytest.mark.parametrize(("width", "name"), [(80, "reference"), (60, "reference"), (80, "r" * 50), (120, "r" * 108)])
+def test_a_narrow_terminal(width: int, name: str) -> None:
+    """Nothing is cut off, and a size is in one line, as is the name of a role that is no longer than they are."""
+    held = [("actor", 5_662_310, 0), ("critic", 0, 1_365_632), (name, 1_416_832, 0)]
     roles = [{"role": name, "rank": 0, "busy": 0.5, "bytes": here, "asleep": away} for name, here, away in held]
     slot = {"slot": 0, "node": "vm", "device": "cpu", "queue": 2, "call": "actor.update", "age": 1.5}
     group = {"group": "policy", "state": "ready", "slots": [{**slot, "roles": roles}]}
-    console = Console(width=80, file=io.StringIO())
-    console.print(_page({"job": "ppo", "node": "node-17", "pid": 7, "seconds": 3.0, "groups": [group]}, 80))
+    console = Console(width=width, file=io.StringIO())
+    console.print(_page({"job": "ppo", "node": "node-17", "pid": 7, "seconds": 3.0, "groups": [group]}, width))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "\u2026" not in shown
-    for whole in ("5.4 MiB", "1.3 MiB", "1.4 MiB", "reference", "actor.update", "1.5 s"):
+    for whole in ("5.4 MiB", "1.3 MiB", "1.4 MiB", "50%", "1.5 s", *(["reference"] if name == "reference" else [])):
         assert whole in shown
+    assert "".join(shown.split("critic")[1].split()).replace("0B1.3MiB50%", "").startswith(name[:12])

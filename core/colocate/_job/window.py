@@ -108,7 +108,7 @@ class _Window:
         self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(_address(job._replace(name=_short(job.name))))
+            self._socket.bind(_address(job._replace(name=short(job.name))))
             self._socket.listen(8)
         except OSError:
             self._socket.close()
@@ -155,7 +155,7 @@ def jobs() -> list[Job]:
 
 
 def _listed(sockets: str) -> Iterator[Job]:
-    for found in re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{_NAME}/(\d+)/(\d+)/([\w.-]+)$", sockets, re.MULTILINE):
+    for found in re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{_NAME}/(\d+)/(\d+)/(.+)$", sockets, re.MULTILINE):
         yield Job(found[3], int(found[1]), int(found[2]))
 
 
@@ -186,8 +186,9 @@ def look(job: Job) -> dict[str, Any] | None:
     return found
 
 
-def _short(name: str) -> str:
-    return name.encode()[:_LONGEST].decode(errors="ignore")
+def short(name: str) -> str:
+    """The name by which `jobs` lists a job of that name."""
+    return name.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
 
 
 def _address(job: Job) -> str:

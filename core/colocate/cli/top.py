@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import attrs
 from rich import box
+from rich.cells import chop_cells
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from colocate._job.cluster_window import look_at
 from colocate._job.screen import console, show_table
-from colocate._job.window import Job, jobs, look
+from colocate._job.window import Job, jobs, look, short
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import plural
 from colocate._system.off_main import off_main
@@ -30,6 +31,7 @@ from colocate.executor import Detachable, Executor, Watchable, Window
 _HERE = "on this machine"
 _NUMBERS = ("holds", "asleep", "busy", "queue", "for")
 _WIDE = 100
+_OF_A_ROLE = 12  # columns of its name, or a quarter of all: what is more goes on in the next line, so that numbers fit
 
 
 @attrs.frozen
@@ -62,7 +64,7 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
 
     def show() -> None:
         if not cluster.given:
-            _show(_chosen(name, [_here(job) for job in jobs()], _HERE), once, every, json)
+            _show(_chosen(name and short(name), [_here(job) for job in jobs()], _HERE), once, every, json)
             return
         call = " ".join(filter(None, ("top", name)))
         with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
@@ -170,6 +172,8 @@ def _page(told: Mapping[str, Any], width: int) -> Group:
     for name in found[0] if found else ():
         whole = name in (*_NUMBERS, "role")
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=whole, overflow="fold")
+    for row in found:
+        row["role"] = "\n".join(chop_cells(row["role"], max(_OF_A_ROLE, width // 4)))
     for row in found:
         table.add_row(*(Text(str(cell)) for cell in row.values()))
     return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))
