@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from colocate._system.sizes import parse_bytes, size_text
@@ -24,8 +26,17 @@ def test_a_size(size: str | int, nbytes: int) -> None:
     assert parse_bytes(size, "device_memory") == nbytes
 
 
-@pytest.mark.parametrize("size", ["", "much", "-1GiB", "1e9", "20G", "\uff11GiB", -1, True, 1 << 61, "2000000TiB"])
-def test_what_is_no_size(size: str | int) -> None:
+def test_a_number_of_numpys() -> None:
+    """As whoever has computed it has it."""
+    numpy = pytest.importorskip("numpy")
+    found = parse_bytes(numpy.int64(2 << 30), "device_memory")
+    assert (type(found), found) == (int, 2 << 30)
+
+
+@pytest.mark.parametrize(
+    "size", ["", "much", "-1GiB", "1e9", "20G", "0bananas", "\uff11GiB", -1, 4096.0, True, 1 << 61, "2000000TiB"]
+)
+def test_what_is_no_size(size: Any) -> None:
     with pytest.raises(ConfigError, match=r"^device_memory=.* is no size; write it like '20GiB', '512MB' or a number"):
         parse_bytes(size, "device_memory")
 

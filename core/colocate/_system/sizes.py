@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import re
+from typing import SupportsIndex
 
 from colocate._system.numbers import shown
 from colocate.errors import ConfigError
@@ -13,18 +16,21 @@ _LEAST_WITHOUT_UNIT = 1024
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(value: str | int, what: str) -> int:
-    """A number of bytes from "20GiB", "512MB" or a number.
+def parse_bytes(value: str | SupportsIndex, what: str) -> int:
+    """A number of bytes from "20GiB", "512MB" or a whole number, of NumPy's kinds, too.
 
     Raises:
         ConfigError: It isn't a size, or one so small that its unit was forgotten.
     """
     unit, size = "", -1.0
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value if 0 <= value <= _MOST else -1.0
-    elif isinstance(value, str) and (found := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)):
-        unit = found[2]
-        size = float(found[1]) * _UNITS.get(unit.upper(), -1)
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if found is not None and found[2].upper() in _UNITS:
+            unit = found[2]
+            size = float(found[1]) * _UNITS[unit.upper()]
+    elif not isinstance(value, bool):
+        with contextlib.suppress(TypeError):  # it is no whole number
+            size = operator.index(value)
     if not 0 <= size <= _MOST:
         raise ConfigError(f"{what}={shown(value)} is no size; write it like '20GiB', '512MB' or a number of bytes")
     if not unit and 0 < size < _LEAST_WITHOUT_UNIT:

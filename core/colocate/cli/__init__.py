@@ -188,7 +188,9 @@ def top(
     changes: Changes = None,
     no_import: NoImport = False,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
-    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
+    every: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", min=0.1, max=86400, help="How often to look.")
+    ] = 1.0,
     json: Json = False,
 ) -> None:
     """Watch a job of this machine, or of a cluster: what its roles hold, how busy they are, what runs and waits."""
