@@ -176,6 +176,21 @@ def test_failures(tmp_path: Path) -> None:
     assert {*later.raised, *(rank for rank, _ in later.unfinished)} == {0, 1}
 
 
+def test_of_a_group_that_is_gone(tmp_path: Path) -> None:
+    """What it has done lies where it was done, though it has gone before anybody is told of that."""
+    path, go_on = tmp_path / "trace.json", threading.Event()
+    with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
+        group = spawned(pool)
+        with runtime.trace(path):
+            runtime._node.services.dispatcher.soon(lambda: go_on.wait(20))
+            group.role("other", Worker).work()
+            group.close()
+            go_on.set()
+        assert runtime._node._gone == {}
+    (span,) = (event for event in events(path, "X") if event["name"] == "other.work")
+    assert rows(path)[span["pid"], span["tid"]].startswith("slot 1")
+
+
 def test_a_worker_that_dies(tmp_path: Path) -> None:
     """What it ran is in the trace until that was known, and so is what others ran meanwhile; what waited isn't."""
     path = tmp_path / "trace.json"

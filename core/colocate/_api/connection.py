@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 from colocate._api.slow import SlowCalls
 from colocate._calls.failures import thread_error
@@ -66,6 +67,7 @@ class Connection(Owned):
             printer=Printer(f"colocate-output-{runtime_id}"),
         )
         self.crews: dict[str, Crew] = {}
+        self._gone: dict[str, Crew] = {}  # those of which observers may still be told
         self.naming = threading.Lock()
         self._pool_numbers = itertools.count(1)
         self._pools_named: dict[str, Iterator[int]] = {}
@@ -102,11 +104,17 @@ class Connection(Owned):
     def forget(self, crew: Crew) -> None:
         """A group has gone: its name is free."""
         if self.crews.get(crew.name) is crew:
+            self._gone[crew.name] = crew
             self.crews.pop(crew.name, None)
+            self.services.dispatcher.soon(partial(self._nobody_is_told, crew))
+
+    def _nobody_is_told(self, crew: Crew) -> None:
+        if self._gone.get(crew.name) is crew:
+            self._gone.pop(crew.name)
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
-        """The slot of a rank of a role, as far as it is known: of a group that is gone, the rank."""
-        crew = self.crews.get(group)
+        """The slot of a rank of a role, as far as it is known: of a group that is long gone, the rank."""
+        crew = self.crews.get(group) or self._gone.get(group)
         info = None if crew is None else crew.roles.get(role)
         return rank if info is None else info.slots[rank]
 
