@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,66 @@ def test_one_that_does_not_return(
         assert words in warning
         assert words in log
     assert "assert self.go.wait(60)" in log  # its stack
+
+
+def test_the_end_of_the_process(tmp_path: Path) -> None:
+    """`sys.exit()` in the block is an end as good as any, as in a job; with another status it isn't."""
+    notes, failed = Notes(), Notes()
+    for name, observer, code in (("good", notes, None), ("bad", failed, 3)):
+        with (
+            pytest.raises(SystemExit),
+            colocate.connect("local") as runtime,
+            colocate.record(runtime, tmp_path / name, observe=[observer]),
+        ):
+            sys.exit(code)
+    assert notes.ended is not None
+    assert failed.ended is not None
+    assert notes.ended[1] is None
+    assert isinstance(failed.ended[1], SystemExit)
+    assert not (tmp_path / "good" / "error.txt").exists()
+    assert (tmp_path / "bad" / "error.txt").exists()
+    assert (tmp_path / "good" / "report.html").exists()
+
+
+@pytest.mark.parametrize("way", ["leaves", "raises", "exits"])
+def test_a_fork_in_the_block(tmp_path: Path, way: str) -> None:
+    """A child that comes to the end of the block is no end of the run: it writes and tells nothing."""
+
+    class Ends:
+        def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
+            with (tmp_path / "ends").open("a") as file:
+                file.write(f"{os.getpid()} {error}\n")
+
+    with colocate.connect("local") as runtime:
+        try:
+            with colocate.record(runtime, tmp_path / "sums", observe=[Ends()]) as run:
+                child = os.fork()
+                if not child and way == "raises":
+                    raise LookupError
+                if not child and way == "exits":
+                    sys.exit(0)
+                if child:
+                    os.waitpid(child, 0)
+        finally:
+            if not child:
+                os._exit(0)
+    assert (tmp_path / "ends").read_text() == f"{os.getpid()} None\n"
+    assert sorted(path.name for path in run.directory.iterdir()) == ["log.txt", "report.html"]
+
+
+def test_after_the_end(tmp_path: Path) -> None:
+    """What is logged then would be in no report, and observers have gone."""
+    with colocate.connect("local") as runtime:
+        with colocate.record(runtime, tmp_path / "sums") as run:
+            run.log(0, loss=1.0)
+        for late in (
+            lambda: run.log(1, loss=1.0),
+            lambda: run.show("numbers", []),
+            lambda: run.checkpoint(1).__enter__(),
+        ):
+            with pytest.raises(colocate.ClosedError, match="run 'sums' is over, and its report is written"):
+                late()
+    assert len((run.directory / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_one_that_does_not_return_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,13 +66,19 @@ class Begun:
     job: Callable[[Run], object] | None = None
     observers: RunObservers = attrs.field(init=False)
     started: bool = attrs.field(default=False, init=False)
+    _process: int = attrs.field(factory=os.getpid, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.observers = RunObservers(self.screen)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its process, and no child that was forked in its block: the run isn't over when that is."""
+        return os.getpid() == self._process
+
     def ends_at_once(self, error: BaseException) -> bool:
         """Whether it ends without a report: by a job's second Ctrl-C. In code of the user's the first one is told."""
-        return self.job is not None and isinstance(error, KeyboardInterrupt)
+        return not self.is_here or (self.job is not None and isinstance(error, KeyboardInterrupt))
 
 
 def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> AbstractContextManager[Begun]:
@@ -166,7 +173,7 @@ def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iter
             begun.observers.begin(RunInfo(begun.name, folder.path, begun.config, begun.step, environment()))
             yield begun
     except BaseException as error:
-        if begun.ends_at_once(error):
+        if begun.ends_at_once(error) or _is_good(error):
             raise
         text = told(error)
         log.write(text)
@@ -197,6 +204,7 @@ def _recording(
     started = time.time() - start_up
     resumed = None if begun.step is None else folder.checkpoints()[-1][1]
     run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics, begun.observers)
+    recorded = partial(_record, begun, run, calls, started, start_up)
     try:
         with (
             contextlib.closing(folder),
@@ -204,18 +212,19 @@ def _recording(
             runtime.trace(folder.free("trace", ".json")) if begun.trace else contextlib.nullcontext(),
             screen.running(name, folder.path, begun.step),
         ):
-            yield run
+            try:
+                yield run
+            finally:
+                run._is_over = True
     except BaseException as error:
-        if not begun.ends_at_once(error):
-            _failed(begun, lambda: _record(begun, run, calls, started, start_up), error)
+        if begun.is_here and _is_good(error):
+            _finish(begun, run, recorded)
+        elif not begun.ends_at_once(error):
+            _failed(begun, recorded, error)
         raise
     else:
-        run.record = _record(begun, run, calls, started, start_up)
-        screen.finished(run.record)
-        try:
-            screen.reported(_report(run.record))
-        finally:
-            begun.observers.end(run.record, None)
+        if begun.is_here:
+            _finish(begun, run, recorded)
     finally:
         for each in observers:
             runtime._node.services.observers.remove(each)
@@ -232,11 +241,25 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
         except GroupRestarted as restarted:
             run._restart(restarted)
         except SystemExit as ended:
-            if ended.code not in (None, 0):
+            if not _is_good(ended):
                 raise
             return
         else:
             return
+
+
+def _is_good(error: BaseException) -> bool:
+    """Whether that is the end of a run that has come to it."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _finish(begun: Begun, run: Run, record: Callable[[], RunRecord]) -> None:
+    run.record = record()
+    begun.screen.finished(run.record)
+    try:
+        begun.screen.reported(_report(run.record))
+    finally:
+        begun.observers.end(run.record, None)
 
 
 def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: float) -> RunRecord:

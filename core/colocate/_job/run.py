@@ -15,7 +15,7 @@ from colocate._job.observing import RunObservers
 from colocate._job.stopping import StopSignals
 from colocate._runs.record import LogRecord, Row, RunRecord
 from colocate._system.numbers import shown
-from colocate.errors import GroupRestarted
+from colocate.errors import ClosedError, GroupRestarted
 
 if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup
@@ -50,6 +50,7 @@ class Run:
     _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
     _phases: dict[str, float] = attrs.field(factory=dict, init=False)
+    _is_over: bool = attrs.field(default=False, init=False)
 
     def __repr__(self) -> str:
         return f"<run {self.name!r} in {self.directory}>"
@@ -70,7 +71,9 @@ class Run:
             TypeError: One of them isn't a number, or the step isn't a whole one.
             ValueError: One has the name `seconds`, which a line has for `timed`, or is too large for a float; or the
                 step is, for 64 bits.
+            ClosedError: The run is over.
         """
+        self._check("log")
         if "seconds" in scalars:
             raise ValueError("run.log: 'seconds' is where a line has those of run.timed; call the number otherwise")
         step = _whole("run.log", step)
@@ -91,7 +94,12 @@ class Run:
         self._screen.total(steps)
 
     def show(self, title: str, rows: Iterable[Row]) -> None:
-        """Keep a table for the end of the run and its report; the same title replaces."""
+        """Keep a table for the end of the run and its report; the same title replaces.
+
+        Raises:
+            ClosedError: The run is over.
+        """
+        self._check("show")
         self._tables[title] = [dict(row) for row in rows]
 
     @contextlib.contextmanager
@@ -121,6 +129,13 @@ class Run:
         step, self.resumed = complete[-1]
         self._back_to(step)
         return step
+
+    def _check(self, method: str) -> None:
+        if self._is_over:
+            raise ClosedError(
+                f"run.{method}: run {self.name!r} is over, and its report is written; use it inside of its block",
+                closed_by="the end of its block",
+            )
 
     def _back_to(self, step: int) -> None:
         self._metrics[:] = self._folder.rewind(step)
@@ -158,7 +173,9 @@ class Run:
         Raises:
             TypeError: It isn't a whole number.
             ValueError: It is less than that, or too large for 64 bits.
+            ClosedError: The run is over.
         """
+        self._check("checkpoint")
         step = _whole("run.checkpoint", step)
         if step < 0:
             raise ValueError(f"run.checkpoint: step={step} is less than 0")
