@@ -236,6 +236,27 @@ def test_one_that_does_not_return(
     assert "assert self.go.wait(60)" in log  # its stack
 
 
+def test_options_of_a_script(tmp_path: Path) -> None:
+    """They are looked at as in a config, before anything is made with them."""
+    mistakes = {"port": "9464", "adress": "::1"}
+    with colocate.connect("local") as runtime:
+        with (
+            pytest.raises(colocate.ConfigError) as error,
+            colocate.record(runtime, tmp_path / "sums", observe=[{"use": "prometheus", "with": mistakes}]),
+        ):
+            pass
+        with (
+            pytest.raises(colocate.ConfigError, match="observe=None is no list of observers"),
+            colocate.record(runtime, tmp_path / "none", observe=None),  # type: ignore[arg-type]
+        ):
+            pass
+    assert str(error.value).splitlines() == [
+        "observe: prometheus: 2 mistakes",
+        "  with.port: must be an integer, not '9464'",
+        "  with.adress: prometheus has no such argument (did you mean 'address'?)",
+    ]
+
+
 def test_the_end_of_the_process(tmp_path: Path) -> None:
     """`sys.exit()` in the block is an end as good as any, as in a job; with another status it isn't."""
     notes, failed = Notes(), Notes()

@@ -365,6 +365,20 @@ def test_nobody_listens() -> None:
         assert (pending.sent, pending.taken) == (0, {})
 
 
+def test_two_of_one_file(tmp_path: Path) -> None:
+    """The second would write into the first one's lines. One that has ended is replaced."""
+    path = tmp_path / "trace.json"
+    with colocate.connect() as runtime:
+        with runtime.trace(path):
+            before = path.read_text()
+            with pytest.raises(OSError, match="another trace is being written there: .*trace.json"):
+                runtime.trace(path)
+            assert path.read_text() == before
+        with runtime.trace(path):
+            pass
+    assert path.read_text().count("[") == before.count("[")
+
+
 def test_a_trace_where_nobody_may_write(tmp_path: Path) -> None:
     with colocate.connect() as runtime, pytest.raises(FileNotFoundError):
         runtime.trace(tmp_path / "nowhere" / "trace.json")

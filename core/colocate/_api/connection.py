@@ -112,9 +112,13 @@ class Connection(Owned):
         if self._gone.get(crew.name) is crew:
             self._gone.pop(crew.name)
 
+    def crew_of(self, group: str) -> Crew | None:
+        """That of a group; None when it is long gone."""
+        return self.crews.get(group) or self._gone.get(group)
+
     def slot_of(self, group: str, role: str, rank: int) -> int:
         """The slot of a rank of a role, as far as it is known: of a group that is long gone, the rank."""
-        crew = self.crews.get(group) or self._gone.get(group)
+        crew = self.crew_of(group)
         info = None if crew is None else crew.roles.get(role)
         return rank if info is None else info.slots[rank]
 

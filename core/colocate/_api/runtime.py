@@ -137,7 +137,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         self._node.services.observers.add(plugin)
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Write what happens from now on into a file, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+        """Write calls from now on, and what else happens, into a file, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
         Each group is a process there and each of its slots a thread, with what its roles ran and for how long a call
         had waited, and for whom; with what came to it from other workers, sleeps and wakes, and their bytes. The
@@ -150,7 +150,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             The trace, a context manager that ends it. What has been told is in the file at any time.
 
         Raises:
-            OSError: The file can't be written.
+            OSError: The file can't be written, or another trace is being written there.
         """
         self._node.check()
         return Trace(self._node, Path(path))

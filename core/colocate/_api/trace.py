@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -47,6 +48,8 @@ class Trace:
         Raises:
             OSError: The file can't be written.
         """
+        if path.is_file() and _identity(path) in _written:
+            raise OSError(errno.EBUSY, "another trace is being written there", str(path))
         self._connection = connection
         self._file: GrowingFile | None = GrowingFile(path, anew=True)
         self._process = os.getpid()
@@ -64,6 +67,8 @@ class Trace:
         except OSError:
             self._file.close()
             raise
+        self._identity = _identity(path)
+        _written.add(self._identity)
         connection.services.observers.add(self)
 
     def __enter__(self) -> Trace:
@@ -189,7 +194,7 @@ class Trace:
         if number is None:
             number = self._groups[name] = _DRIVER + 1 + len(self._groups)
             self._named("process_name", number, name=f"group {name}")
-            crew = self._connection.crews.get(name)
+            crew = self._connection.crew_of(name)
             for worker in () if crew is None else crew.workforce.workers:
                 where = f"slot {worker.slot} ({worker.boot.node}, {worker.boot.device})"
                 self._new_row(number, worker.slot, _RUNS, where)
@@ -248,7 +253,17 @@ class Trace:
         file, self._file = self._file, None
         if file is not None:
             self._connection.services.observers.remove(self)
+            _written.discard(self._identity)
             file.close()
+
+
+_written: set[tuple[int, int]] = set()  # files of traces that this process writes
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What a file is, whatever it is called."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _microseconds(seconds: float) -> int:

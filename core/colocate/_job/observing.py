@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,13 @@ from colocate._job.screen import Screen, short
 from colocate._plugins.entry_points import listed
 from colocate._plugins.plugins import find_observer
 from colocate._runs.record import LogRecord, RunInfo, RunRecord
+from colocate._signatures.annotations import path_text
+from colocate._signatures.arguments import arguments_of
 from colocate._system.limits import TOLD_WITHIN_S
-from colocate._system.numbers import plural
+from colocate._system.numbers import plural, shown
 from colocate._system.tracebacks import told
 from colocate.config.schema import ObserverConfig
-from colocate.errors import ConfigError, PluginError
+from colocate.errors import ConfigError, Mistake, PluginError
 
 if TYPE_CHECKING:
     from colocate._calls.services import Services
@@ -128,6 +130,8 @@ class RunObservers:
             ConfigError: An entry isn't one, or an observer has no hooks that exist.
             PluginError: One is unknown, or can't be made.
         """
+        if not isinstance(observe, Iterable):
+            raise ConfigError(f"observe={shown(observe)} is no list of observers")
         for each in [observe] if isinstance(observe, str) else observe:
             match each:
                 case str():
@@ -145,7 +149,13 @@ class RunObservers:
                     self._all.append(Guarded(type(each).__name__, each, self._screen))
 
     def _make(self, name: str, options: Mapping[str, Any]) -> None:
-        made = find_observer(name).make(options)
+        found = find_observer(name)
+        if problems := list(arguments_of(found.load(), name).problems(options)):
+            mistakes = [
+                Mistake(path_text(("with", *each.place)), None, each.message, each.nearest) for each in problems
+            ]
+            raise ConfigError(f"observe: {name}: {plural(len(problems), 'mistake')}", mistakes=mistakes)
+        made = found.make(options)
         check_observer(made, f"observe: {name}")
         self._all.append(Guarded(name, made, self._screen))
 
