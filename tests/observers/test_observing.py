@@ -252,7 +252,7 @@ def test_options_of_a_script(tmp_path: Path) -> None:
             pass
     assert str(error.value).splitlines() == [
         "observe: prometheus: 2 mistakes",
-        "  with.port: must be an integer, not '9464'",
+        "  with.port: must be an integer, not the text '9464'; remove the quotes",
         "  with.adress: prometheus has no such argument (did you mean 'address'?)",
     ]
 

@@ -371,7 +371,7 @@ def test_two_of_one_file(tmp_path: Path) -> None:
     with colocate.connect() as runtime:
         with runtime.trace(path):
             before = path.read_text()
-            with pytest.raises(OSError, match="another trace is being written there: .*trace.json"):
+            with pytest.raises(OSError, match=r"another trace is being written there: .*trace\.json"):
                 runtime.trace(path)
             assert path.read_text() == before
         with runtime.trace(path):
