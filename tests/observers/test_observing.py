@@ -253,7 +253,7 @@ def test_options_of_a_script(tmp_path: Path) -> None:
     assert str(error.value).splitlines() == [
         "observe: prometheus: 2 mistakes",
         "  with.port: must be an integer, not the text '9464'; remove the quotes",
-        "  with.adress: prometheus has no such argument (did you mean 'address'?)",
+        "  with.adress: prometheus has no parameter 'adress' (did you mean 'address'?)",
     ]
 
 
