@@ -19,7 +19,9 @@ FREE_AT_LAST_S = 20.0
 """What is still there then is left behind for ever."""
 BURST = 3
 """So many drivers at once: starting one takes seconds, most of which it waits."""
-MOMENTS = ("start", "reserve", "reserve", "spawn", "spawn", "call", "call", "call", "close", "close", "anything")
+MOMENTS = ("start", "reserve", "reserve", "spawn", "spawn", "call", "call", "close", "close", "anything")
+MOVES = "sleep", "wake"
+"""Calls that are moments of their own: a role's memory is on its way."""
 _COMES_WITHIN_S = 15.0  # the moment at which a driver is to be killed; otherwise any will do
 _ASK_AGAIN_S = 0.02
 
@@ -71,12 +73,17 @@ class Doomed:
         self.gone_s = time.monotonic() - self.killed
 
     def _has_come(self) -> bool:
-        return self.moment == "anything" or self.watched.begun.startswith(self.moment)
+        return self.moment == "anything" or _phase(self.watched.begun) == self.moment
 
     @property
     def phase(self) -> str:
         """What it was doing, in a word."""
-        return self.doing.split()[0] if self.doing else "between"
+        return _phase(self.doing)
+
+
+def _phase(doing: str) -> str:
+    first = doing.split()[0] if doing else "between"
+    return next((each for each in MOVES if f"({each} on" in doing), first)
 
 
 def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = print) -> None:
@@ -114,7 +121,7 @@ def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = pri
 
 def _doomed(engine: Engine, seed: int) -> Doomed:
     draw = random.Random(f"death {seed}")
-    moment, delay_s = draw.choice(MOMENTS), draw.choice((0.0, 0.001, 0.005, 0.02, 0.05, 0.1))
+    moment, delay_s = draw.choice((*MOMENTS, *MOVES)), draw.choice((0.0, 0.001, 0.005, 0.02, 0.05, 0.1))
     watched = Watched.start(engine.executor, engine.options, marks.new(), "endless")
     watched.ask(seed=seed)
     return Doomed(seed, moment, delay_s, watched)
