@@ -937,6 +937,23 @@ class TestWork:
             assert found == pytest.approx(expected, rel=1e-4)
 
     @needs_cuda
+    def test_spans_are_the_gpus_time(self) -> None:
+        """A call has taken as long as what it has begun, which is waited for when the method has returned."""
+        told: list[colocate.CallRecord] = []
+
+        class Listening:
+            def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+                told.append(record)
+
+        with connect() as runtime:
+            runtime.observe(Listening())
+            spoiler = runtime.reserve().spawn({"spoiler": colocate.role(Spoiler)}).role("spoiler", Spoiler)
+            spoiler.begin()
+            spoiler.is_idle()
+        took = {record.method: end - start for record in told for _, start, end in record.spans}
+        assert took["begin"] > 0.2 > took["is_idle"]
+
+    @needs_cuda
     def test_out_of_memory(self, group: ColocatedGroup) -> None:
         """It is an error of the call, which names itself, and the group goes on."""
         maker = group.role("maker", Maker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,6 +134,30 @@ def test_a_call_ends_with_its_work(group: ColocatedGroup, gpu: Gpu) -> None:
         assert found.result() == [0]
     assert one.begin() == ["begun"]
     assert gpu.begun == []
+
+
+def test_a_span_has_the_work(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call is told to have taken is what it took there, not how long it took to begin that."""
+    told: list[colocate.CallRecord] = []
+    done: list[float] = []
+
+    class Listening:
+        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+            told.append(record)
+
+    def synchronize() -> None:
+        Gpu.synchronize(gpu)
+        done.append(time.time())
+
+    monkeypatch.setattr(gpu, "synchronize", synchronize)
+    with colocate.connect("local") as runtime:
+        runtime.observe(Listening())
+        group = runtime.reserve(1).spawn({"one": colocate.role(Worker)})
+        done.clear()
+        group.role("one", Worker).begin()
+        runtime._node.services.settle()
+    ((_, start, end),) = told[0].spans
+    assert start <= done[0] <= end
 
 
 def test_a_call_ends_with_the_copy_of_its_result(
