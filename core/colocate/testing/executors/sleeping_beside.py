@@ -35,6 +35,11 @@ _MIBS = 8
 _MOST = 0.98  # of what a role has, the pages at its tensors' ends stay
 
 
+def _reach(ctx: colocate.Context) -> int:
+    nbytes: int = ctx.sibling("actor", Dozing).net.weight.nbytes
+    return nbytes
+
+
 class SleepingBeside(Dozers):
     """A role that sleeps, or wakes, while other things go on."""
 
@@ -80,14 +85,16 @@ class SleepingBeside(Dozers):
         assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
 
     def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
-        """It isn't reached by accident: who wants it is told what to do."""
+        """It isn't reached by accident: who wants it, a role or a function, is told what to do."""
         other = dozing.role("other", Sharing)
         dozing.sleep("actor")
-        with pytest.raises(RoleError, match=r"memory of role 'actor' sleeps.*group\.wake\('actor'\)") as caught:
-            other.share("actor")
-        assert isinstance(caught.value.__cause__, SleepingError)
+        for reach in (lambda: other.share("actor"), lambda: dozing.run(_reach)):
+            with pytest.raises(RoleError, match=r"memory of role 'actor' sleeps.*group\.wake\('actor'\)") as caught:
+                reach()
+            assert isinstance(caught.value.__cause__, SleepingError)
         dozing.wake("actor")
         other.share("actor")
+        assert dozing.run(_reach) == [_MIBS * _MIB] * 2
 
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """It is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
