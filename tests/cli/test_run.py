@@ -390,6 +390,15 @@ class TestErrors:
         assert done.returncode == status
         assert [error["type"] for error in json.loads(done.stdout)["errors"]] == ["SystemExit"]
 
+    @pytest.mark.parametrize("end", ["return", "sys.exit()"])
+    def test_a_fork_that_comes_to_the_jobs_end(self, colocate: CommandLine, end: str) -> None:
+        """It ends well, and the run goes on, with one report of its own."""
+        job = f"import os, sys\ndef job(run):\n    pid = os.fork()\n    if not pid:\n        {end}\n"
+        job += "    print('status', os.waitpid(pid, 0)[1])\n    run.log(1, x=1)\n"
+        done = self.run(colocate, job)
+        assert (done.returncode, done.stdout.count("status 0"), done.stdout.count("report:")) == (0, 1, 1), done.stderr
+        assert not (colocate.folder / "runs" / "demo" / "error.txt").exists()
+
     def test_a_job_whose_output_nobody_reads_any_more_ends(self, colocate: CommandLine) -> None:
         """As `colocate run FILE | head` does; it isn't told as an exit of the job's own."""
         colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))

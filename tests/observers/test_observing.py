@@ -312,7 +312,7 @@ def test_after_the_end(tmp_path: Path) -> None:
             lambda: run.show("numbers", []),
             lambda: run.checkpoint(1).__enter__(),
         ):
-            with pytest.raises(colocate.ClosedError, match="run 'sums' is over, and its report is written"):
+            with pytest.raises(colocate.ClosedError, match="this is after the block of run 'sums'"):
                 late()
     assert len((run.directory / "metrics.jsonl").read_text().splitlines()) == 1
 

@@ -24,8 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(found)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+    model.generation_config.pad_token_id = 7
+    model.bfloat16().save_pretrained(found)
     return found
 
 
@@ -72,13 +73,39 @@ def test_from_pretrained(folder: Path, tmp_path: Path, how: str) -> None:
     assert len(list(made.parameters())) == len(list(real.parameters()))
     assert not made.training
     assert made.config._attn_implementation == real.config._attn_implementation
+    if made.can_generate():
+        assert made.generation_config.pad_token_id == real.generation_config.pad_token_id == 7
 
 
-def test_quantized_weights(folder: Path, on_meta: None) -> None:
-    """What they will hold their config doesn't say."""
-    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
-    with pytest.raises(ValueError, match="how much LlamaForCausalLM holds of quantized weights isn't known"):
-        transformers.AutoModelForCausalLM.from_pretrained(str(folder), quantization_config=config)
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)}, "of quantized weights"),
+        ({"config": transformers.LlamaConfig(dtype="float32"), "state_dict": {"x": 1}}, "of weights in another form"),
+        ({"config": transformers.LlamaConfig()}, r"without a dtype in its config \(give one\)"),
+    ],
+)
+def test_what_a_config_does_not_tell(folder: Path, on_meta: None, options: dict[str, Any], what: str) -> None:
+    """It is said, rather than guessed."""
+    with pytest.raises(ValueError, match=f"how much LlamaForCausalLM holds {what} isn't known without its weights"):
+        transformers.LlamaForCausalLM.from_pretrained(str(folder), **options)
+
+
+def test_options_that_there_are_not(folder: Path, on_meta: None) -> None:
+    """They are refused as they will be."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        transformers.LlamaForCausalLM.from_pretrained(str(folder), foo=3)
+
+
+def test_parts_that_stay_precise(tmp_path: Path) -> None:
+    """Some of a T5 is as float32 as it was, whatever one asks for."""
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path)
+    real = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    with meta_device(), without_weights():
+        made = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    assert parts(made) == parts(real)
+    assert {each.dtype for each in made.parameters()} == {torch.float16, torch.float32}
 
 
 def test_as_before(folder: Path) -> None:

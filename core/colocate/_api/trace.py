@@ -46,9 +46,9 @@ class Trace:
         """Use `runtime.trace`.
 
         Raises:
-            OSError: The file can't be written.
+            OSError: The file can't be written, or another trace is.
         """
-        if path.is_file() and _identity(path) in _written:
+        if any(isinstance(each, Trace) and each._is_at(path) for each in connection.services.observers):
             raise OSError(errno.EBUSY, "another trace is being written there", str(path))
         self._connection = connection
         self._file: GrowingFile | None = GrowingFile(path, anew=True)
@@ -67,8 +67,6 @@ class Trace:
         except OSError:
             self._file.close()
             raise
-        self._identity = _identity(path)
-        _written.add(self._identity)
         connection.services.observers.add(self)
 
     def __enter__(self) -> Trace:
@@ -87,6 +85,10 @@ class Trace:
             self._connection.services.settle()
         finally:
             off_main(self._end, waits_s=None, in_any_case=True)
+
+    def _is_at(self, path: Path) -> bool:
+        file = self._file
+        return file is not None and path.is_file() and file.path.is_file() and path.samefile(file.path)
 
     def _end(self) -> None:
         with self._lock:
@@ -253,17 +255,7 @@ class Trace:
         file, self._file = self._file, None
         if file is not None:
             self._connection.services.observers.remove(self)
-            _written.discard(self._identity)
             file.close()
-
-
-_written: set[tuple[int, int]] = set()  # files of traces that this process writes
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    """What a file is, whatever it is called."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
 
 
 def _microseconds(seconds: float) -> int:

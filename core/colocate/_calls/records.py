@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -285,6 +285,9 @@ class Observers:
 
     def __bool__(self) -> bool:
         return bool(self._plugins)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._plugins))
 
     def add(self, plugin: Any) -> None:
         """Tell this plugin from now on."""

@@ -69,8 +69,10 @@ class Guarded:
             return
         if self.has(hook):
             self.hook = hook
-            self._call(hook, *args)
-            self.hook = None
+            try:
+                self._call(hook, *args)
+            finally:
+                self.hook = None
         self.heard[hook] += 1
 
     def stop(self) -> None:

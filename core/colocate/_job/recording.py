@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -117,7 +118,8 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
     assert job is not None
     with _recording(begun, runtime, groups, signals, start_up) as run, signals:
         _until_done(run, lambda: job(run))
-    assert run.record is not None
+    if run.record is None:
+        sys.exit()  # a fork of the job's that has come to its end
     return run.record
 
 
@@ -173,7 +175,7 @@ def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iter
             begun.observers.begin(RunInfo(begun.name, folder.path, begun.config, begun.step, environment()))
             yield begun
     except BaseException as error:
-        if begun.ends_at_once(error) or _is_good(error):
+        if begun.ends_at_once(error) or (begun.started and _is_good(error)):
             raise
         text = told(error)
         log.write(text)
@@ -250,7 +252,7 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
 
 def _is_good(error: BaseException) -> bool:
     """Whether that is the end of a run that has come to it."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and not error.code))
 
 
 def _finish(begun: Begun, run: Run, record: Callable[[], RunRecord]) -> None:

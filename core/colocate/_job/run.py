@@ -133,7 +133,7 @@ class Run:
     def _check(self, method: str) -> None:
         if self._is_over:
             raise ClosedError(
-                f"run.{method}: run {self.name!r} is over, and its report is written; use it inside of its block",
+                f"run.{method}: this is after the block of run {self.name!r}, which is over by then; use it inside",
                 closed_by="the end of its block",
             )
 

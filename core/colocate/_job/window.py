@@ -188,7 +188,8 @@ def look(job: Job) -> dict[str, Any] | None:
 
 def short(name: str) -> str:
     """The name by which `jobs` lists a job of that name."""
-    return name.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
+    line = "".join(letter if letter.isprintable() else "_" for letter in name)
+    return line.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
 
 
 def _address(job: Job) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import os
+import re
 import sys
 import warnings
 import zipfile
@@ -21,9 +21,15 @@ from typing import Any
 import torch
 
 _MODELS = "transformers.modeling_utils"
-# Options of `from_pretrained` that make another model; others are about where its weights are, and where they go.
-_OF_MODELS = ("attn_implementation", "experts_implementation")
-_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+_OF_HUBS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# What `from_pretrained` is told of how weights are read, and where they go. All else is the model's.
+_OF_LOADING = (
+    *(*_OF_HUBS, "variant", "trust_remote_code", "use_safetensors", "weights_only", "disable_mmap", "key_mapping"),
+    *("ignore_mismatched_sizes", "device_map", "max_memory", "offload_folder", "offload_buffers", "offload_state_dict"),
+    *("low_cpu_mem_usage", "device_mesh", "distributed_config", "tp_plan", "tp_size", "adapter_kwargs", "adapter_name"),
+    *("use_kernels", "kernel_config", "fusion_config", "tqdm_class", "mirror", "from_tf", "from_flax", "_fast_init"),
+    *("_from_auto", "_from_pipeline", "_commit_hash"),
+)
 
 
 @contextlib.contextmanager
@@ -93,26 +99,54 @@ class _Finder:
 def _from_config(
     cls: Any,
     /,
-    name: Any,
+    pretrained_model_name_or_path: Any,
     *args: Any,
     config: Any = None,
     dtype: Any = None,
     torch_dtype: Any = None,
+    generation_config: Any = None,
     output_loading_info: bool = False,
-    quantization_config: Any = None,
     **options: Any,
 ) -> Any:
-    """A model as `from_pretrained` gives it, without weights."""
+    """A model as `from_pretrained` gives it, without weights.
+
+    Raises:
+        ValueError: How large it is its config alone doesn't tell.
+    """
+    name, of_hub = pretrained_model_name_or_path, {key: options[key] for key in _OF_HUBS if key in options}
     if config is None or isinstance(config, (str, os.PathLike)):
         where = name if config is None else config
-        config, options = cls.config_class.from_pretrained(where, return_unused_kwargs=True, **options)
-    if quantization_config is not None or getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"how much {cls.__name__} holds of quantized weights isn't known without them")
-    own = list(inspect.signature(cls.__init__).parameters)[2:]
-    wanted = {key: value for key, value in options.items() if key in (*own, *_OF_MODELS)}
+        config, options = cls.config_class.from_pretrained(where, return_unused_kwargs=True, **of_hub | options)
+    config = copy.deepcopy(config)  # as `from_pretrained` does: what is made of it is noted in it
+    config.name_or_path = name
     dtype = torch_dtype if dtype is None else dtype
-    if dtype not in (None, "auto"):
-        wanted["dtype"] = dtype
-    # A copy, as `from_pretrained` makes one: what is made of it is noted in it.
-    model = cls._from_config(copy.deepcopy(config), **dict(zip(own, args, strict=False)), **wanted).eval()
-    return (model, {key: set() for key in _INFO}) if output_loading_info else model
+    dtype = getattr(config, "dtype", None) if dtype in (None, "auto") else dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    for what, is_so in {
+        "of quantized weights": options.pop("quantization_config", None)
+        or getattr(config, "quantization_config", None),
+        "of weights in another form": options.pop("gguf_file", None) or options.pop("state_dict", None),
+        "without a dtype in its config (give one)": not isinstance(dtype, torch.dtype),
+        f"of {args!r}": args,
+    }.items():
+        if is_so:
+            raise ValueError(f"how much {cls.__name__} holds {what} isn't known without its weights")
+    own = {key: value for key, value in options.items() if key not in _OF_LOADING}
+    model = cls._from_config(config, dtype=dtype, **own).eval()
+    _keep_precise(model, dtype)
+    if model.can_generate():
+        if generation_config is None:
+            with contextlib.suppress(OSError):  # there is none
+                generation_config = type(model.generation_config).from_pretrained(name, **of_hub)
+        model.generation_config = generation_config or model.generation_config
+    told: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+    return (model, told) if output_loading_info else model
+
+
+def _keep_precise(model: Any, dtype: torch.dtype) -> None:
+    """Some models have parts that stay in another dtype, which `from_pretrained` sees to as it reads them."""
+    for part, other in getattr(model, "_get_dtype_plan", lambda dtype: {})(dtype).items():
+        pattern = re.compile(rf"(^|\.){part}($|\.)")
+        for name, parameter in model.named_parameters():
+            if pattern.search(name):
+                parameter.data = parameter.data.to(other)

@@ -189,7 +189,7 @@ class Order:
         self._declared = bool(declared)
         self._place: int | None = None  # of the use that is on
         self._past: list[Use] = []
-        self._as_foreseen = 0  # how many of the last uses came as the step has them
+        self._as_foreseen = 0  # how many of the last uses are as the step has them
         self._repeated: list[int] = []  # and how many as those had come so many before, from the shortest step on
 
     @property
@@ -205,9 +205,11 @@ class Order:
             self._step[self._place] = self._past[-1]  # as it was this time, it will be
         self._past.append(Use(role, False))
         del self._past[: -2 * _LONGEST]
-        expected = self._place is not None and self._step[(self._place + 1) % len(self._step)].role == role
-        self._as_foreseen = self._as_foreseen + 1 if expected else 0
-        self._place = self._placed(role)
+        after = None if self._place is None else (self._place + 1) % len(self._step)
+        if after is not None and self._step[after].role == role:
+            self._place, self._as_foreseen = after, self._as_foreseen + 1
+        else:
+            self._place, self._as_foreseen = self._placed(role)
         if not self._declared:
             self._find(role)
         return True
@@ -223,11 +225,9 @@ class Order:
             return None
         return self._step[self._place :] + self._step[: self._place]
 
-    def _placed(self, role: str) -> int | None:
-        """Where in the step this is: after the last use, or where the uses before it were the same."""
-        step, place = self._step, self._place
-        if place is not None and step[(place + 1) % len(step)].role == role:
-            return (place + 1) % len(step)
+    def _placed(self, role: str) -> tuple[int | None, int]:
+        """Where in the step this is: where most of the uses before it were the same; and how many are, with it."""
+        step = self._step
         places = [at for at, use in enumerate(step) if use.role == role]
         past = [use.role for use in self._past]
 
@@ -235,7 +235,8 @@ class Order:
             pairs = zip(reversed(past), (step[(at - back) % len(step)].role for back in count()), strict=False)
             return next((number for number, (one, other) in enumerate(pairs) if one != other), len(past))
 
-        return max(places, key=alike, default=None)
+        place = max(places, key=alike, default=None)
+        return place, 0 if place is None else alike(place)
 
     def _find(self, role: str) -> None:
         before = islice(reversed(self._past), _SHORTEST, _LONGEST + 1)
