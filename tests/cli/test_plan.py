@@ -211,7 +211,7 @@ def test_models_of_a_hub(colocate: CommandLine) -> None:
 def test_a_device_by_its_name(colocate: CommandLine) -> None:
     """The error has what to write instead."""
     if pytest.importorskip("torch").cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU here, so `.cuda()` is no mistake")
     config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Cuda, slots")
     group = planned(colocate, config, status=1)
     assert group["roles"][1]["unknown"].endswith("(put it on `self.ctx.device`, wherever that is)")
