@@ -1,12 +1,13 @@
 """A step of PPO with models of a Llama's shape, by hand.
 
-`python -m tests.gpu.loop SIZE DEVICE STEPS` prints its figures; test_figures.py makes the same step by roles that share
-a process, of the same functions.
+`python -m tests.gpu.loop SIZE DEVICE CORE` makes one for each line that it reads, the step's number; test_figures.py
+makes the same step by roles that share a process, of the same functions.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -46,7 +47,7 @@ class Size:
 
 
 SIZES = {
-    "half-a-billion": Size(1024, 28, 16, 32000, batch=32, prompt=64, response=192),
+    "half-a-billion": Size(1024, 28, 16, 32000, batch=32, prompt=64, response=96),
     "tiny": Size(32, 2, 2, 64, batch=4, prompt=4, response=8),
 }
 
@@ -123,20 +124,19 @@ def prompts(size: Size, step: int) -> Tensor:
     return torch.randint(size.vocabulary, (size.batch, size.prompt), generator=generator)
 
 
-def main(size: Size, device: str, steps: int) -> dict[str, list[float]]:
-    """Make steps; of each its losses and seconds."""
+def main(size: Size, device: str, core: int) -> None:
+    """Make a step for each number of one that is told; say its losses, of values and of the policy, and its seconds."""
     actor, critic, reference = (Learner(size, device, seed) for seed in (1, 2, 1))
-    told: dict[str, list[float]] = {"policy": [], "values": [], "seconds": []}
-    for step in range(steps):
+    torch.set_num_threads(1)  # on the host; several would be in each other's way on one core
+    os.sched_setaffinity(0, {core})
+    for line in sys.stdin:
         began = time.perf_counter()
-        tokens = actor.generate(prompts(size, step).to(device))
+        tokens = actor.generate(prompts(size, int(line)).to(device))
         old, other, values = actor.log_probs(tokens), reference.log_probs(tokens), critic.values(tokens)
         gains, returns = advantages(old, other, values, tokens)
-        told["values"].append(critic.learn_values(tokens, returns))
-        told["policy"].append(actor.learn_policy(tokens, old, gains))
-        told["seconds"].append(time.perf_counter() - began)
-    return told
+        losses = critic.learn_values(tokens, returns), actor.learn_policy(tokens, old, gains)
+        print(json.dumps([*losses, time.perf_counter() - began]), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(SIZES[sys.argv[1]], sys.argv[2], int(sys.argv[3]))))
+    main(SIZES[sys.argv[1]], sys.argv[2], int(sys.argv[3]))

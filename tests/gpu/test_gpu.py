@@ -708,7 +708,7 @@ class Spoiler(Role):
         torch.cuda.set_stream(torch.cuda.Stream())
         return found
 
-    @method
+    @method(collect=First())
     def late(self, value: float) -> torch.Tensor:
         """A tensor whose values come when the device has been busy for a while."""
         made = torch.zeros(2**20, device=self.ctx.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,16 @@ import numpy
 import pytest
 
 import colocate
+from colocate import First, Role, method
+
+
+class Looking(Role):
+    """Looks at its process."""
+
+    @method(collect=First())
+    def left_for_later(self) -> bool:
+        return left_for_later()
+
 
 _HOLDS_MIB = 32
 _MODULES = {
@@ -302,6 +313,39 @@ def test_what_nobody_has_touched(tmp_path: Path) -> None:
         told(memory.look(process_memory.InFiles(0, 0), 0, 0, [], {})["objects"] - before)
     """
     assert run(tmp_path, script) == [0]
+
+
+def left_for_later() -> bool:
+    """Whether `malloc` has what was freed just now, and hasn't merged it."""
+    import ctypes
+
+    from colocate._system.malloc import _mallinfo2
+
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = _mallinfo2()().fsmblks
+    for piece in [library.malloc(32) for _ in range(100)]:
+        library.free(piece)
+    return bool(_mallinfo2()().fsmblks > before)
+
+
+def test_what_is_freed_is_merged_at_once(tmp_path: Path) -> None:
+    """Not all of it later, amid some operation."""
+    script = """
+        told(MIB if left_for_later() else 0)
+        from colocate._system.malloc import merge_at_once
+        merge_at_once()
+        told(MIB if left_for_later() else 0)
+    """
+    assert run(tmp_path, inspect.getsource(left_for_later) + textwrap.dedent(script)) == [1, 0]
+
+
+def test_workers_merge_at_once() -> None:
+    """Those that are processes; threads leave the driver's as it is."""
+    with colocate.connect("local", processes=True) as runtime:
+        looking = runtime.reserve(1).spawn({"looking": colocate.role(Looking)}).role("looking", Looking)
+        assert not looking.left_for_later()
+    assert left_for_later()
 
 
 def test_what_was_freed_and_never_written(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ _HEADERS_BYTES = 256
 _WORD = struct.Struct("@N")
 _FLAGS, _IS_MAPPED = 7, 2  # of a piece's size, which is a multiple of 16
 _START_OF_FIRST = 44  # in `/proc/self/stat`, behind the name
+_LARGEST_LEFT_FOR_LATER = 1  # `M_MXFAST`, of malloc.h
 
 
 class InUse(NamedTuple):
@@ -60,6 +61,18 @@ def trim() -> None:
     if function is not None:
         _has_trimmed = True
         function(ctypes.c_size_t(0))
+
+
+def merge_at_once() -> None:
+    """Have `malloc` merge a small piece that is freed with what is free beside it at once, in all of this process.
+
+    By default glibc leaves such pieces for later, and merges all that there are when it finds no room for the next one:
+    where an arena has hardly any, after some thousand operations of torch, again and again, for 3 to 4 % of their time.
+    At once it takes no longer than never.
+    """
+    function = getattr(libc(), "mallopt", None)
+    if function is not None:
+        function(_LARGEST_LEFT_FOR_LATER, 0)
 
 
 def look_at_free() -> None:

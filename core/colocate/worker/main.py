@@ -16,6 +16,7 @@ import sys
 from functools import partial
 
 from colocate import wire
+from colocate._system.malloc import merge_at_once
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
@@ -37,6 +38,7 @@ def main() -> None:
     _leave_signals_to_the_driver()
     label_output()
     faulthandler.enable()
+    merge_at_once()
     os.set_inheritable(fd, False)  # whatever program a role starts, or becomes, the end of the worker shows
     sock = socket.socket(fileno=fd)
     if sys.argv[3] == "waits":
