@@ -302,6 +302,56 @@ def test_a_fork_in_the_block(tmp_path: Path, way: str) -> None:
     assert sorted(path.name for path in run.directory.iterdir()) == ["log.txt", "report.html"]
 
 
+def test_one_that_exits_in_a_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It isn't in that hook any more: who hangs afterwards is the one that is named."""
+    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
+
+    class Exits:
+        def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+            sys.exit()
+
+    class Hangs:
+        def __init__(self) -> None:
+            self.inside, self.go = threading.Event(), threading.Event()
+
+        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+            self.inside.set()
+            assert self.go.wait(60)
+
+    hangs = Hangs()
+    with colocate.connect("local") as runtime:
+        echo = runtime.reserve(1).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        with colocate.record(runtime, tmp_path / "sums", observe=[Exits(), hangs]) as run:
+            run.log(0, loss=1.0)
+            echo.noop()
+            assert hangs.inside.wait(60)
+        hangs.go.set()
+    warnings = [each.getMessage() for each in caplog.records if "hasn't returned" in each.getMessage()]
+    assert [each.partition("because ")[2].partition(";")[0] for each in warnings] == [
+        "'Hangs' hasn't returned from colocate_call_finished"
+    ]
+    assert not (run.directory / "error.txt").exists()
+
+
+def test_one_that_exits_as_the_run_starts(tmp_path: Path) -> None:
+    """The process ends, as anywhere; who had heard of the run is told of its end."""
+    notes = Notes()
+
+    class Exits:
+        def colocate_run_started(self, run: colocate.RunInfo) -> None:
+            sys.exit()
+
+    with (
+        colocate.connect("local") as runtime,
+        pytest.raises(SystemExit),
+        colocate.record(runtime, tmp_path / "sums", observe=[notes, Exits()]),
+    ):
+        raise AssertionError("it hasn't begun")
+    assert notes.told == ["started", "finished"]
+
+
 def test_after_the_end(tmp_path: Path) -> None:
     """What is logged then would be in no report, and observers have gone."""
     with colocate.connect("local") as runtime:
