@@ -32,8 +32,8 @@ pytestmark = [
     pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA"),
 ]
 ROOT = Path(__file__).parents[2]
-SMALL_KERNELS, ROUNDS, PROCESSES = (100, 3, 2) if DRY else (1000, 100, 6)
-STEPS = 2 if DRY else 9
+SMALL_KERNELS, ROUNDS, PROCESSES = (100, 3, 2) if DRY else (1000, 100, 4)
+STEPS = 2 if DRY else 7
 CORE = max(os.sched_getaffinity(0))
 SIZE = "tiny" if DRY else "half-a-billion"
 
