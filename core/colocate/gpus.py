@@ -42,6 +42,8 @@ KINDS = {
     "AMD": Kind("cuda", "HIP_VISIBLE_DEVICES", "nccl"),  # in ROCm's torch they have CUDA's names, and RCCL has NCCL's
     "Intel": Kind("xpu", "ZE_AFFINITY_MASK", "xccl"),
 }
+SHOWING = frozenset({"ROCR_VISIBLE_DEVICES", *(kind.variable for kind in KINDS.values())})
+"""The variables that show a process some GPUs: each kind's, and that of ROCm's runtime, below HIP."""
 
 
 def kind_in(devices: Path, classes: Path) -> Kind:

@@ -16,6 +16,7 @@ import ray
 
 import colocate
 from colocate.executor import Request
+from colocate.gpus import SHOWING
 from colocate.keeper import Keeper, die_with, difference
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
@@ -23,10 +24,7 @@ from colocate_ray.nodes import natural
 from colocate_ray.terms import Cluster
 
 _BELOW_ENDS_WITHIN_S = 5.0
-_NOT_SET_BY_RAY = {
-    f"RAY_EXPERIMENTAL_NOSET_{name}": name
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-}
+_NOT_SET_BY_RAY = {f"RAY_EXPERIMENTAL_NOSET_{name}": name for name in SHOWING}
 
 
 @attrs.frozen

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.limits import FORKS_WITHIN_S, TEMPLATE_IDLE_S
+from colocate.gpus import SHOWING
 from colocate.worker.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted
 
 THREAD = "colocate-template"
@@ -37,7 +38,6 @@ _TOO_EARLY = re.compile(
     "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"  # by tensordict
     "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|TORCH|PYTORCH_|ATEN_|C10_|KINETO_"  # by torch, and below it
 )
-_IN_TIME = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}  # read when they are first used
 
 _logger = logging.getLogger("colocate")
 
@@ -76,8 +76,8 @@ def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
         env: What the worker is to have.
         base: What the template was started with.
     """
-    for name in sorted(env.keys() | base.keys()):
-        if env.get(name) != base.get(name) and _TOO_EARLY.match(name) and name not in _IN_TIME:
+    for name in sorted((env.keys() | base.keys()) - SHOWING):  # these are read when GPUs are first used
+        if env.get(name) != base.get(name) and _TOO_EARLY.match(name):
             return name
     return None
 
