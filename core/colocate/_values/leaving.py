@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -24,17 +25,20 @@ _COMPARED = (*_PLAIN, complex, bytes)
 def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
     """The value with its tensors detached from autograd, and inference tensors as ordinary ones.
 
-    Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary, and
-    one that others will write into without torch's noticing.
+    Those in its dataclasses and classes made by attrs are among them. Shares memory with the value; only an inference
+    tensor is cloned, since nothing but a copy can make it ordinary, and one that others will write into without torch's
+    noticing.
 
     Args:
         value: The value.
         is_lent: Whether a tensor is such a one.
     """
-    return value if isinstance(value, _PLAIN) else map_leaves(value, functools.partial(_ordinary, is_lent), has_memory)
+    if isinstance(value, _PLAIN):
+        return value
+    return map_leaves(value, functools.partial(_ordinary, is_lent, {}), _may_have_memory)
 
 
-def _ordinary(is_lent: Callable[[Any], bool], item: Any) -> Any:
+def _ordinary(is_lent: Callable[[Any], bool], records: dict[int, tuple[Any, Any]], item: Any) -> Any:
     torch = imported("torch")
     if torch is not None and isinstance(item, torch.Tensor):
         if _is_inference(item) or is_lent(item):
@@ -42,9 +46,32 @@ def _ordinary(is_lent: Callable[[Any], bool], item: Any) -> Any:
                 return item.clone()
         return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
     kind: type = type(item)
-    if not is_collection(kind):
+    leaf = functools.partial(_ordinary, is_lent, records)
+    if is_collection(kind):
+        return item.apply(leaf, filter_empty=False)
+    if not fields(kind):
         return item
-    return item.apply(functools.partial(_ordinary, is_lent), filter_empty=False)
+    if id(item) not in records:
+        records[id(item)] = item, item  # whoever comes back to it on the way finds it as it is
+        records[id(item)] = item, rebuilt(item, functools.partial(map_leaves, leaf=leaf, matters=_may_have_memory))
+    return records[id(item)][1]
+
+
+def rebuilt(item: Any, value: Callable[[Any], Any]) -> Any:
+    """A dataclass, class made by attrs or `UserDict` with other values in its attributes: a copy, where any is another.
+
+    Args:
+        item: It.
+        value: What becomes of each of them.
+    """
+    changed = {name: value(getattr(item, name)) for name in fields(type(item)) if hasattr(item, name)}
+    changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
+    if not changed:
+        return item
+    made = copy.copy(item)
+    for name, new in changed.items():
+        object.__setattr__(made, name, new)  # it may be frozen
+    return made
 
 
 def _is_inference(tensor: Any) -> bool:

@@ -104,10 +104,6 @@ class HostedRole:
         finally:
             setting.have(setting.base)
 
-    def have_settings(self) -> None:
-        """Set torch as it is for the role."""
-        self.setting.have(self.settings or self.setting.base)
-
     def spec(self, method: str) -> MethodSpec:
         """One of its methods."""
         if self.name is None:

@@ -29,7 +29,9 @@ from colocate.worker.functions import OF_WORKERS
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
+from colocate.worker.settings import OwnSettings
 from colocate.worker.site import Site
+from colocate.worker.steps import Steps, own_block
 from colocate.worker.template import tell_imports
 from colocate.worker.torchrun import torchrun_environment
 
@@ -111,8 +113,6 @@ class Runner:
         work.operations, work.cuts = site.groups.count(), site.groups.cuts
         work.before = role.operations - work.operations
         try:
-            if site.lane.tasks is not None:  # an async method that waits may have left others
-                site.setting.have(site.setting.base)
             site.residency.enter(call.seq, role, spec)
             # Not where others run beside it, nor where memory of other roles comes and goes meanwhile.
             work.allocated = None if spec.is_async or site.residency.is_moving else site.device.begin()
@@ -125,7 +125,8 @@ class Runner:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
             result = role.run(spec.call, role.instance, arguments)
             if spec.is_async:
-                return self._finish_async(result, work, call, role, spec, resolver, start)
+                finishes = self._finish_async(result, work, call, role, spec, resolver, start)
+                return Steps(finishes, OwnSettings(site.setting, role.settings or site.setting.base))
             self._finish(result, work, call, role, spec, resolver, start)
         except PutBack:
             site.residency.leave(call.seq)
@@ -187,7 +188,7 @@ class Runner:
         # A task has a context of its own, in which nothing has to be reset.
         set_current(role.ctx)
         running_call.set(work)
-        role.have_settings()
+        own_block.set(partial(OwnSettings, self._site.setting))
         try:
             result = await coroutine
             self._site.setting.have(self._site.setting.base)

@@ -126,6 +126,22 @@ class Setting:
                 self.have(before)
 
 
+class OwnSettings:
+    """Those of code that runs step by step: it finds them as it has left them, and leaves the usual ones to others."""
+
+    def __init__(self, setting: Setting, first: Settings | None = None) -> None:
+        """Args: setting: What makes them. first: Those of the first step; None for those that are made now."""
+        self._setting = setting
+        self._now = first or setting.now()
+
+    def __enter__(self) -> None:
+        self._setting.have(self._now)
+
+    def __exit__(self, *_: object) -> None:
+        self._now = self._setting.now()
+        self._setting.have(self._setting.base)
+
+
 def _leave_modes(torch: Any, stack: contextlib.ExitStack) -> None:
     """Until a stack ends: no mode of torch's has to do with what runs, nor a transform of `torch.func`."""
     stack.enter_context(_without_function_modes(torch))

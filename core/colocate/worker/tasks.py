@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from types import CoroutineType, FrameType, GeneratorType
 from typing import Any
 
+from colocate.worker.steps import Steps, own_block
+
 
 class Tasks:
     """Those that run. Only `wake` may be called off the lane's thread."""
@@ -20,6 +22,7 @@ class Tasks:
         """
         self._has_news = has_news
         self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(_task)
         self._woken = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
 
@@ -84,6 +87,11 @@ class Tasks:
         await asyncio.wait([woken])
 
 
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    block = own_block.get()
+    return asyncio.Task(coroutine if block is None else Steps(coroutine, block()), loop=loop, **options)
+
+
 def _handles(loop: asyncio.AbstractEventLoop) -> list[asyncio.Handle]:
     """What it will call, as far as it is known: asyncio's own loops have no other way to tell."""
     selector = getattr(loop, "_selector", None)
@@ -101,7 +109,10 @@ def _is_of_a_role(handle: Any) -> bool:
 def _frames_of(awaited: Any) -> list[FrameType]:
     """The frames of a coroutine and of what it awaits, as far as they are written in Python; none while it runs."""
     frames: list[FrameType] = []
-    while isinstance(awaited, CoroutineType | GeneratorType):
+    while isinstance(awaited, CoroutineType | GeneratorType | Steps):
+        if isinstance(awaited, Steps):
+            awaited = awaited.coroutine
+            continue
         if isinstance(awaited, CoroutineType):
             frame, runs, awaited = awaited.cr_frame, awaited.cr_running, awaited.cr_await
         else:

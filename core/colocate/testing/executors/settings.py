@@ -46,6 +46,17 @@ class TorchSettings(TensorCase):
                 assert role.told() == role.soon() == [expected]
             assert group.run(told_by) == [USUAL]
 
+    def test_between_awaits(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
+        """It holds in all of an async method, also in a block of it and in its tasks, whoever runs meanwhile."""
+        first, changing = group.role("first", Changing), group.role("changing", Changing)
+        with group.pipeline():
+            calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]
+            told = first.told.submit()
+        for call, expected in zip(calls, ({**USUAL, "grad": False}, changed, USUAL), strict=True):
+            assert call.result() == [[expected] * 12]
+        assert told.result() == [USUAL]
+        assert first.told() == [USUAL]
+
     def test_a_method_sets_it_for_itself(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """What it leaves is forgotten: by its own role's next call, by others', and where it has raised."""
         first = group.role("first", Changing)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 from colocate import Context, Role, method
@@ -59,6 +61,24 @@ class Changing(Role):
     async def soon(self) -> dict[str, Any]:
         """What is set, beside others."""
         return told()
+
+    @method(concurrency=3)
+    async def across(self, no_grad: bool) -> list[dict[str, Any]]:
+        """What is set before and after each time that it waits, and so in tasks of its own; in a block, if wanted."""
+        import torch
+
+        with torch.no_grad() if no_grad else contextlib.nullcontext():
+            found = await self._across()
+            for one in await asyncio.gather(self._across(), self._across()):
+                found += one
+        return found
+
+    async def _across(self) -> list[dict[str, Any]]:
+        found = [told()]
+        for _ in range(3):
+            await asyncio.sleep(0)
+            found.append(told())
+        return found
 
     def save(self, directory: str) -> None:
         """A hook, which runs on the lane as well."""
