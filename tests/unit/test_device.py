@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import pytest
 
 import colocate
@@ -24,12 +27,32 @@ from colocate.worker.sleeping import Sleeper
 torch = pytest.importorskip("torch")
 
 
-class Gpu:
-    """Plays `torch.cuda`: work ends, and fails, when it is waited for."""
+class Stream:
+    """One with work of its own, which another one's end says nothing of."""
 
     def __init__(self) -> None:
         self.begun: list[str | None] = []  # pieces of work, by what will be wrong with them
+        self.after: list[Any] = []
         self.is_dead = False
+
+    def wait_stream(self, other: Any) -> None:
+        self.after.append(other)
+
+    def synchronize(self) -> None:
+        wrong = [each for each in self.begun if each is not None]
+        self.begun.clear()
+        if "lost" in wrong:
+            self.is_dead = True
+        if self.is_dead or wrong:
+            raise torch.AcceleratorError(f"CUDA error: {wrong[0] if wrong else 'device-side assert triggered'}")
+
+
+class Gpu(Stream):
+    """Plays `torch.cuda`, and its usual stream: work ends, and fails, when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_capturing = False
         self.current: Any = "usual"
         self.device: Any = None
         self.allocated = self.peak = 0
@@ -63,13 +86,8 @@ class Gpu:
     def set_device(self, device: str) -> None:
         self.device = device
 
-    def synchronize(self) -> None:
-        wrong = [each for each in self.begun if each is not None]
-        self.begun.clear()
-        if "lost" in wrong:
-            self.is_dead = True
-        if self.is_dead or wrong:
-            raise torch.AcceleratorError(f"CUDA error: {wrong[0] if wrong else 'device-side assert triggered'}")
+    def is_current_stream_capturing(self) -> bool:
+        return self.is_capturing
 
     def reset_peak_memory_stats(self, device: str) -> None:
         self.peak = self.allocated
@@ -332,6 +350,42 @@ def test_lent_results_are_copied() -> None:
     assert found["a"][1] is own
 
 
+def test_results_in_records() -> None:
+    """Dataclasses, classes made by attrs and the like leave as what they hold does; where nothing changes, it stays."""
+    from colocate._values.leaving import ordinary
+
+    @dataclasses.dataclass(frozen=True)
+    class Rollout:
+        tensor: Any
+        other: Any = None
+
+    @attrs.define
+    class Made:
+        inner: Rollout
+        again: Any = None
+
+    class Items(UserDict[str, Any]):
+        pass
+
+    weight = torch.ones(2, requires_grad=True)
+    rollout = Rollout(weight * 2, "text")
+    with torch.inference_mode():
+        inferred = torch.ones(2)
+    lent, plain = torch.arange(3.0), Rollout(torch.ones(2))
+    made = Made(rollout)
+    made.again = made
+    found = ordinary([made, rollout, Items(x=inferred), Rollout(lent), plain], lambda tensor: tensor is lent)
+    first, second, items, copied, same = found
+    assert not first.inner.tensor.requires_grad
+    assert first.inner is second  # two names of one stay that
+    assert (second.other, type(items)) == ("text", Items)
+    assert not items["x"].is_inference()
+    lent.zero_()
+    assert torch.equal(copied.tensor, torch.arange(3.0))
+    assert same is plain
+    assert rollout.tensor.requires_grad  # the role's own stays as it is
+
+
 def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """A role computes on the stream that its constructor has left, and others on the usual one."""
     from colocate.worker import settings
@@ -341,28 +395,58 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting("cuda:0", in_process=False)
     setting.have(setting.base)
     assert gpu.device == "cuda:0"
-    gpu.set_stream("side")
+    side = Stream()
+    gpu.set_stream(side)
     of_role = setting.now()
     setting.have(setting.base)
     assert gpu.current_stream("cuda:0") is gpu
+    assert gpu.after == [side]
     setting.have(of_role)
-    assert gpu.current_stream("cuda:0") == "side"
+    assert gpu.current_stream("cuda:0") is side
+    assert side.after == [gpu]
     assert setting.is_aside(of_role)
     assert not setting.is_aside(Settings(stream=gpu))
     assert not setting.is_aside(Settings())
     assert not setting.is_aside(None)
+    gpu.is_capturing = True  # a role's graph, of which the usual stream is to be no part
     setting.have(Settings())
     assert gpu.current_stream("cuda:0") is gpu
+    assert gpu.after == [side]
 
 
-class Stream:
-    """One with work of its own, which another one's end says nothing of."""
+def test_the_first_constructor_has_the_slot_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody in its thread has used one yet: torch would begin with the first."""
+    chosen: list[str] = []
 
-    def __init__(self) -> None:
-        self.begun: list[str | None] = []
+    class Choosing(Role):
+        def __init__(self) -> None:
+            torch.cuda.set_device(f"constructed for {self.ctx.device}")
 
-    synchronize = Gpu.synchronize
-    is_dead = False
+        @method
+        def nothing(self) -> None:
+            """A role has a method."""
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with colocate.connect("local", gpus=2, processes=False) as runtime:
+        for _ in range(2):
+            runtime.reserve(1, gpus=1).spawn({"choosing": colocate.role(Choosing)})
+    # The first of all is torch's choice.
+    assert chosen == ["constructed for cuda:0", "cuda:1", "constructed for cuda:1"]
+
+
+def test_an_allocator_in_the_place_of_torch_s(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps no books: no call fails of that, and any result may be a graph's output. In torch's words."""
+
+    def refuse(*_: object) -> Any:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support resetPeakStats.")
+
+    for name in ("reset_peak_memory_stats", "memory_stats_as_nested_dict", "memory_snapshot"):
+        monkeypatch.setattr(gpu, name, refuse)
+    device = Device("cuda:0", in_process=False)
+    device.end("actor.step", device.begin())
+    assert device.peaks is None
+    assert device.is_private(1 << 45)
 
 
 def test_work_on_a_role_s_own_stream(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,8 +479,9 @@ def test_the_first_role_s_stream_is_its_own(gpu: Gpu, monkeypatch: pytest.Monkey
     setting = Setting("cuda:0", in_process=False)
     setting.have(setting.base)  # the device isn't in use
     monkeypatch.setattr(settings, "in_use", lambda name: gpu)
-    gpu.set_stream("side")
-    assert setting.now().stream == "side"
+    side = Stream()
+    gpu.set_stream(side)
+    assert setting.now().stream is side
     setting.have(setting.base)
     assert gpu.current_stream("cuda:0") is gpu
 

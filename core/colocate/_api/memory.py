@@ -69,8 +69,8 @@ class SlotMemory:
         held_back: What of it was freed, and `malloc` has kept.
         objects: What of it `malloc` has given to others than roles: to libraries and for objects of Python, since.
         pinned: What of it was pinned for memory of the device that sleeps, and is kept for the next time.
-        gpu: "allocated" and "reserved" by torch, "used" by all processes, "total"; "nccl", what process groups have,
-            where torch can tell (2.12, with NCCL 2.29.7 on). None without a GPU.
+        gpu: "allocated" and "reserved" by torch, where its own allocator is used; "used" by all processes, "total";
+            "nccl", what process groups have, where torch can tell (2.12, with NCCL 2.29.7 on). None without a GPU.
         unread: What roles hold in mapped files (`numpy.memmap`) and isn't in memory, as nobody has read it yet.
     """
 
@@ -95,19 +95,21 @@ class SlotMemory:
         (of libraries and of Python, made since), "pinned" (where there is some: for what sleeps, and kept), "unread"
         (where there is some, less than 0: roles hold that in files, and it isn't in memory yet) and "other" of the
         process; on a GPU "fragmentation" (reserved, and not in use), "nccl" (where torch tells it: what process groups
-        have), "context" (CUDA's and other processes' memory, and NCCL's where torch doesn't tell it), and "other,
-        device" (of torch: what is computed with just now).
+        have), "context" (CUDA's and other processes' memory, NCCL's where torch doesn't tell it, and all of another
+        allocator's in the place of torch's), and "other, device" (of torch: what is computed with just now).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
         found: dict[str, int] = {}
         if self.gpu is not None:
-            found["other, device"] = self.gpu["allocated"] - on_device
-            found["fragmentation"] = self.gpu["reserved"] - self.gpu["allocated"]
+            reserved = self.gpu.get("reserved", on_device)
+            if "allocated" in self.gpu:
+                found["other, device"] = self.gpu["allocated"] - on_device
+                found["fragmentation"] = reserved - self.gpu["allocated"]
             of_groups = self.gpu.get("nccl")
             if of_groups is not None:
                 found["nccl"] = of_groups
-            found["context"] = self.gpu["used"] - self.gpu["reserved"] - (of_groups or 0)
+            found["context"] = self.gpu["used"] - reserved - (of_groups or 0)
         if self.process is not None:
             parts = {
                 "empty worker": self.empty or 0,

@@ -121,6 +121,7 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
     token = set_current(ctx)
     try:
         cls = build.shipped.load()
+        site.setting.choose_device()
         site.setting.base = site.setting.now()
         methods = check_role(build.name, cls)
         args, kwargs = _unpack(site, build.arguments)

@@ -27,8 +27,8 @@ class Device:
 
     Attributes:
         peaks: What methods have had at most of the device's memory while they ran, beyond what was there when they
-            began, in bytes: by role and method. None where nobody knows: on the host, and where slots are threads, for
-            which torch has one account.
+            began, in bytes: by role and method. None where nobody knows: on the host, where slots are threads (torch
+            has one account for them), and where another allocator is in the place of torch's.
     """
 
     def __init__(self, name: str, in_process: bool) -> None:
@@ -51,9 +51,13 @@ class Device:
         """A call begins: the bytes that torch has allocated on the device; None where nobody knows whose they are."""
         if self.peaks is None or (module := in_use(self._name)) is None:
             return None
-        module.reset_peak_memory_stats(self._name)
         self._is_known = True
-        return int(_allocated(module, self._name)["current"])
+        try:
+            module.reset_peak_memory_stats(self._name)
+            return int(_allocated(module, self._name)["current"])
+        except RuntimeError:  # somebody has put an allocator in the place of torch's, which keeps no such books
+            self.peaks = None
+            return None
 
     def forget(self) -> None:
         """Amid a call other memory comes: what the call itself has had at most, nobody will know."""
@@ -137,15 +141,15 @@ class Device:
         return place >= 0 and address < self._stops[place]
 
     def _look(self, module: Any) -> None:
-        # Not the number of segments: those that expand aren't counted.
-        reserved = module.memory_stats_as_nested_dict(self._name)["reserved_bytes"]["all"]
-        seen = reserved["allocated"], reserved["freed"]
-        if seen == self._reserved:  # a look takes as long as a call, or longer
-            return
-        self._reserved = seen
         try:
+            # Not the number of segments: those that expand aren't counted.
+            reserved = module.memory_stats_as_nested_dict(self._name)["reserved_bytes"]["all"]
+            seen = reserved["allocated"], reserved["freed"]
+            if seen == self._reserved:  # a look takes as long as a call, or longer
+                return
+            self._reserved = seen
             found = module.memory_snapshot()
-        except RuntimeError:  # by cudaMallocAsync, say: any of it may be a graph's
+        except RuntimeError:  # by cudaMallocAsync, say, or by no allocator of torch's: any of it may be a graph's
             self._starts, self._stops = [0], [1 << 64]
             return
         private = sorted(

@@ -220,12 +220,10 @@ def _gpu(device: str, in_process: bool = False) -> dict[str, int] | None:
         return None
     free, total = module.mem_get_info(device)
     without_memory, of_tensors = absent(device)
-    found = {
-        "allocated": module.memory_allocated(device) - of_tensors,
-        "reserved": module.memory_reserved(device) - without_memory,
-        "used": total - free,
-        "total": total,
-    }
+    found = {"used": total - free, "total": total}
+    with contextlib.suppress(RuntimeError):  # another allocator is in the place of torch's, and keeps no such books
+        found["allocated"] = module.memory_allocated(device) - of_tensors
+        found["reserved"] = module.memory_reserved(device) - without_memory
     if in_process:  # then those of other slots are there, too
         return found
     with LOOKING:

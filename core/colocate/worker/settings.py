@@ -102,7 +102,21 @@ class Setting:
             before, stream = module.current_stream(self._device), wanted.stream or self._stream
             if before != stream:
                 self._leaves(before)
+                # What comes on the one uses what the other has made, and memory that it has let go of. But of a graph
+                # that is being captured nobody else is a part.
+                if not getattr(module, "is_current_stream_capturing", lambda: False)():
+                    stream.wait_stream(before)
                 module.set_stream(stream)
+
+    def choose_device(self) -> None:
+        """A constructor is about to run: the thread's device is the slot's, though nobody has used any yet.
+
+        By itself each thread begins with the first.
+        """
+        torch, number = imported("torch"), number_of(self._device)
+        module = getattr(torch, self._device.partition(":")[0], None)
+        if number and module is not None and module.is_available():
+            module.set_device(self._device)
 
     @contextlib.contextmanager
     def amid(self) -> Iterator[None]:
