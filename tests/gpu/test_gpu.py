@@ -715,6 +715,11 @@ class Spoiler(Role):
         torch.cuda._sleep(10**6)
         return made.fill_(value)
 
+    @method(collect=Concat())
+    def rows(self, count: int, value: float) -> torch.Tensor:
+        """So many rows of a value."""
+        return torch.full((count,), value, device=self.ctx.device)
+
     @method
     def is_all(self, tensor: torch.Tensor, value: float) -> bool:
         """Whether it has no other values, as its own stream sees it; what it used is free before that has looked."""
@@ -814,6 +819,16 @@ class TestErrors:
                     with maker.late.keep(float(number)) as made:
                         seen.append(user.is_all.submit(made.ref, float(number)))
             assert [call.result(60) for call in seen] == [[True]] * 200
+
+    @needs_cuda
+    def test_rows_that_are_joined_for_a_stream(self) -> None:
+        """Those of several ranks are joined on the usual stream: a role that has one of its own sees all of them."""
+        with connect() as runtime:
+            group = runtime.reserve(2).spawn({"side": colocate.role(OnASide), "one": colocate.role(Spoiler)})
+            side, one = group.role("side", Spoiler), group.role("one", Spoiler)
+            for number in range(10):
+                with one.rows.keep(2**26, float(number)) as made:
+                    assert side.is_all(made.ref, float(number)) == [True, True]
 
 
 class TestPpo:
