@@ -384,6 +384,52 @@ def test_results_in_records() -> None:
     assert torch.equal(copied.tensor, torch.arange(3.0))
     assert same is plain
     assert rollout.tensor.requires_grad  # the role's own stays as it is
+    assert first.again is first
+    assert made.again is made
+
+
+def test_results_in_records_of_their_own_ways() -> None:
+    """No code of theirs makes the copy; what can't be copied stays as it is; so do modules, and what is too deep."""
+    from colocate._values.leaving import ordinary
+
+    @dataclasses.dataclass(frozen=True)
+    class OneOnly:
+        tensor: Any
+
+        def __copy__(self) -> Any:
+            return self
+
+    @dataclasses.dataclass(slots=True)
+    class Slots:
+        tensor: Any
+        unset: Any = dataclasses.field(init=False)
+
+    @dataclasses.dataclass
+    class Fails(Exception):
+        tensor: Any
+
+    @dataclasses.dataclass(eq=False)
+    class Module(torch.nn.Module):
+        weight: Any
+
+        def __new__(cls, *_: object) -> Any:
+            made = super().__new__(cls)
+            torch.nn.Module.__init__(made)
+            return made
+
+    weight = torch.ones(2, requires_grad=True)
+    only, slots, fails, module = OneOnly(weight), Slots(weight), Fails(weight), Module(torch.nn.Parameter(weight))
+    found = ordinary([only, slots, fails, module])
+    assert [each.tensor.requires_grad for each in found[:3]] == [False, False, True]
+    assert not hasattr(found[1], "unset")
+    assert found[3] is module
+    assert isinstance(module.weight, torch.nn.Parameter)
+    assert only.tensor.requires_grad
+    assert slots.tensor.requires_grad
+    deep: Any = OneOnly(weight)
+    for _ in range(5000):
+        deep = OneOnly(deep)
+    assert ordinary(deep) is deep
 
 
 def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:

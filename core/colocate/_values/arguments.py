@@ -10,7 +10,7 @@ from colocate._definitions.device_copies import Copies
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
-from colocate._values.leaving import fields, memories, rebuilt
+from colocate._values.leaving import fields, memories
 from colocate._values.tree import map_leaves
 from colocate.gpus import KIND
 
@@ -84,7 +84,7 @@ class _Moves:
             return moved.to(self._device)  # which is there: it only has to say so
         if isinstance(item, self._torch.nn.Module):
             return self._module(item)
-        return rebuilt(item, self.value)
+        return self._record(item)
 
     def _is_tensor(self, item: Any) -> bool:
         return isinstance(item, self._torch.Tensor)
@@ -104,6 +104,16 @@ class _Moves:
             new = self._leaf(old.detach()) if isinstance(old, parameter) else self._leaf(old)
             memo[id(old)] = parameter(new, old.requires_grad) if isinstance(old, parameter) else new
         return copy.deepcopy(module, memo)
+
+    def _record(self, item: Any) -> Any:
+        changed = {name: self.value(getattr(item, name)) for name in fields(type(item)) if hasattr(item, name)}
+        changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
+        if not changed:
+            return item
+        made = copy.copy(item)
+        for name, new in changed.items():
+            object.__setattr__(made, name, new)  # it may be frozen
+        return made
 
 
 @by_type

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import types
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from colocate._definitions.device_copies import exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
-from colocate._values.tree import map_leaves
+from colocate._values.tree import PLAIN, map_leaves
 
 _PLAIN = (int, float, str, type(None))
 _COMPARED = (*_PLAIN, complex, bytes)
@@ -25,53 +26,112 @@ _COMPARED = (*_PLAIN, complex, bytes)
 def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
     """The value with its tensors detached from autograd, and inference tensors as ordinary ones.
 
-    Those in its dataclasses and classes made by attrs are among them. Shares memory with the value; only an inference
-    tensor is cloned, since nothing but a copy can make it ordinary, and one that others will write into without torch's
-    noticing.
+    Those in its dataclasses and classes made by attrs are among them, where these can be copied and the value isn't
+    nested too deep. Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make
+    it ordinary, and one that others will write into without torch's noticing.
 
     Args:
         value: The value.
         is_lent: Whether a tensor is such a one.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) or imported("torch") is None:
         return value
-    return map_leaves(value, functools.partial(_ordinary, is_lent, {}), _may_have_memory)
+    try:
+        return map_leaves(value, _Ordinary(is_lent).leaf, _may_have_memory)
+    except RecursionError:  # who sends it says so
+        return value
 
 
-def _ordinary(is_lent: Callable[[Any], bool], records: dict[int, tuple[Any, Any]], item: Any) -> Any:
-    torch = imported("torch")
-    if torch is not None and isinstance(item, torch.Tensor):
-        if _is_inference(item) or is_lent(item):
-            with torch.inference_mode(False), torch.no_grad():
-                return item.clone()
-        return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
-    kind: type = type(item)
-    leaf = functools.partial(_ordinary, is_lent, records)
-    if is_collection(kind):
-        return item.apply(leaf, filter_empty=False)
-    if not fields(kind):
+class _Ordinary:
+    """Makes leaves ordinary: each record once, so that two names of one stay two names of one."""
+
+    def __init__(self, is_lent: Callable[[Any], bool]) -> None:
+        self._is_lent = is_lent
+        self._torch = imported("torch")
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of; None while nothing else is needed
+        self._is_inside = False
+
+    def leaf(self, item: Any) -> Any:
+        """What becomes of one."""
+        torch = self._torch
+        if isinstance(item, torch.Tensor):
+            if self._is_copied(item):
+                with torch.inference_mode(False), torch.no_grad():
+                    return item.clone()
+            return item.detach() if self._is_detached(item) else item
+        kind: type = type(item)
+        if is_collection(kind):
+            return item.apply(self.leaf, filter_empty=False)
+        if not fields(kind) or isinstance(item, torch.nn.Module):
+            return item
+        if PLAIN.issuperset([type(getattr(item, name, None)) for name in fields(kind)]):
+            return item
+        if self._is_inside or id(item) in self._made:
+            return self._record(item)
+        if not any(map(self._changes, memories(item))):
+            return item
+        self._is_inside = True
+        try:
+            return self._record(item)
+        finally:
+            self._is_inside = False
+
+    def _is_copied(self, tensor: Any) -> bool:
+        return _is_inference(tensor) or self._is_lent(tensor)
+
+    def _is_detached(self, tensor: Any) -> bool:
+        return tensor.requires_grad or isinstance(tensor, self._torch.nn.Parameter)
+
+    def _changes(self, item: Any) -> bool:
+        return isinstance(item, self._torch.Tensor) and (self._is_detached(item) or self._is_copied(item))
+
+    def _record(self, item: Any) -> Any:
+        if id(item) in self._made:
+            known, made = self._made[id(item)]
+            if made is None:  # this one leads to itself
+                made = _copied(item)
+                self._made[id(item)] = known, made
+            return made
+        self._made[id(item)] = item, None
+        changed = {}
+        for name in fields(type(item)):
+            old = getattr(item, name, None)
+            if (new := map_leaves(old, self.leaf, _may_have_memory)) is not old:
+                changed[name] = new
+        made = self._made[id(item)][1]
+        if made is None:
+            made = _copied(item) if changed else item
+            self._made[id(item)] = item, made
+        if made is item:
+            return item
+        try:
+            for name, new in changed.items():
+                object.__setattr__(made, name, new)  # it may be frozen
+        except AttributeError:  # it can't be set
+            self._made[id(item)] = item, item
+            return item
+        return made
+
+
+def _copied(item: Any) -> Any:
+    """A copy of a record with the same values, made without code of its own; itself where there is none."""
+    kind = type(item)
+    try:
+        made = object.__new__(kind)
+        if hasattr(item, "__dict__"):
+            vars(made).update(vars(item))
+        for member in _slots(kind):
+            with contextlib.suppress(AttributeError):  # nothing is in it
+                member.__set__(made, member.__get__(item))
+    except TypeError:  # it is of a type that is made otherwise
         return item
-    if id(item) not in records:
-        records[id(item)] = item, item  # whoever comes back to it on the way finds it as it is
-        records[id(item)] = item, rebuilt(item, functools.partial(map_leaves, leaf=leaf, matters=_may_have_memory))
-    return records[id(item)][1]
-
-
-def rebuilt(item: Any, value: Callable[[Any], Any]) -> Any:
-    """A dataclass, class made by attrs or `UserDict` with other values in its attributes: a copy, where any is another.
-
-    Args:
-        item: It.
-        value: What becomes of each of them.
-    """
-    changed = {name: value(getattr(item, name)) for name in fields(type(item)) if hasattr(item, name)}
-    changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
-    if not changed:
-        return item
-    made = copy.copy(item)
-    for name, new in changed.items():
-        object.__setattr__(made, name, new)  # it may be frozen
     return made
+
+
+@by_type
+def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    members = (member for base in kind.__mro__ if base is not object for member in vars(base).values())
+    return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
 
 def _is_inference(tensor: Any) -> bool:

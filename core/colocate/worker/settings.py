@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -89,7 +89,7 @@ class Setting:
                 return
         # What each call asks for, and finds as it is to be, mostly.
         if torch.is_grad_enabled() is not wanted.grad:
-            torch.set_grad_enabled(wanted.grad)
+            torch._C._set_grad_enabled(wanted.grad)  # without an object for a block
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
             torch.set_default_dtype(dtype)
         if (torch._C._len_torch_function_stack() or wanted.device is not None) and self.now().device != wanted.device:
@@ -141,24 +141,33 @@ class Setting:
 
 
 class OwnSettings:
-    """Those of code that runs step by step: it finds them as it has left them, and leaves the usual ones to others."""
+    """Those of code that runs step by step: it finds them as it has left them, and leaves the usual ones to others.
+
+    Among them are torch's function modes, of which a default device is one.
+    """
 
     def __init__(self, setting: Setting, first: Settings | None = None) -> None:
         """Args: setting: What makes them. first: Those of the first step; None for those that are made now."""
         self._setting = setting
         self._now = first or setting.now()
+        self._modes: _Modes | None = None
+        self._others: _Modes | None = None
 
     def __enter__(self) -> None:
+        self._others = _without_modes()
         self._setting.have(self._now)
+        _have_modes(self._modes)
 
     def __exit__(self, *_: object) -> None:
+        self._modes = _without_modes()
         self._now = self._setting.now()
-        self._setting.have(self._setting.base)
+        self._setting.have(attrs.evolve(self._setting.base, device=None) if self._others else self._setting.base)
+        _have_modes(self._others)
 
 
 def _leave_modes(torch: Any, stack: contextlib.ExitStack) -> None:
     """Until a stack ends: no mode of torch's has to do with what runs, nor a transform of `torch.func`."""
-    stack.enter_context(_without_function_modes(torch))
+    stack.enter_context(_without_function_modes())
     if torch._C._len_torch_dispatch_stack():
         stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -168,18 +177,39 @@ def _leave_modes(torch: Any, stack: contextlib.ExitStack) -> None:
 
 
 @contextlib.contextmanager
-def _without_function_modes(torch: Any) -> Iterator[None]:
-    """A block in which there are none of torch's function modes, of which the default device is one.
-
-    They can't be ended and begun again: torch takes one that lies under another one's block for that one.
-    """
-    modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    place = torch._GLOBAL_DEVICE_CONTEXT
-    own = getattr(place, "device_context", None)
-    place.device_context = None
+def _without_function_modes() -> Iterator[None]:
+    """A block in which there are none of torch's function modes."""
+    modes = _without_modes()
     try:
         yield
     finally:
-        place.device_context = own
-        for mode in reversed(modes):
-            torch.overrides._push_mode(mode)
+        _have_modes(modes)
+
+
+# Torch's function modes, the last one first, and the one of them that is the default device. They can't be ended and
+# begun again: torch takes one that lies under another one's block for that one.
+_Modes: TypeAlias = tuple[list[Any], Any]
+
+
+def _without_modes() -> _Modes | None:
+    """There are none any more; those that there were."""
+    torch = imported("torch")
+    if torch is None or not (count := torch._C._len_torch_function_stack()):
+        return None
+    modes = [torch.overrides._pop_mode() for _ in range(count)]
+    place = torch._GLOBAL_DEVICE_CONTEXT
+    own = getattr(place, "device_context", None)
+    place.device_context = None
+    return modes, own
+
+
+def _have_modes(found: _Modes | None) -> None:
+    """There are these, where there are none."""
+    if found is None:
+        return
+    torch = imported("torch")
+    assert torch is not None
+    modes, own = found
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = own
+    for mode in reversed(modes):
+        torch.overrides._push_mode(mode)

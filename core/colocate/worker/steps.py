@@ -40,6 +40,9 @@ class Steps(Coroutine[Any, Any, T]):
         with self._block:
             self.coroutine.close()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.coroutine, name)  # its name, its frame ...: who looks at it sees the coroutine
+
     def __next__(self) -> Any:
         return self.send(None)
 

@@ -63,11 +63,14 @@ class Changing(Role):
         return told()
 
     @method(concurrency=3)
-    async def across(self, no_grad: bool) -> list[dict[str, Any]]:
-        """What is set before and after each time that it waits, and so in tasks of its own; in a block, if wanted."""
+    async def across(self, block: bool) -> list[dict[str, Any]]:
+        """What is set before and after each time that it waits, and so in tasks of its own; in blocks, if wanted."""
         import torch
 
-        with torch.no_grad() if no_grad else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if block:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(torch.device("meta"))
             found = await self._across()
             for one in await asyncio.gather(self._across(), self._across()):
                 found += one
