@@ -36,10 +36,7 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
     """
     if isinstance(value, _PLAIN) or imported("torch") is None:
         return value
-    try:
-        return map_leaves(value, _Ordinary(is_lent).leaf, _may_have_memory)
-    except RecursionError:  # who sends it says so
-        return value
+    return map_leaves(value, _Ordinary(is_lent).leaf, _may_have_memory)
 
 
 class _Ordinary:
@@ -68,11 +65,11 @@ class _Ordinary:
             return item
         if self._is_inside or id(item) in self._made:
             return self._record(item)
-        if not any(map(self._changes, memories(item))):
-            return item
         self._is_inside = True
         try:
-            return self._record(item)
+            return self._record(item) if any(map(self._changes, memories(item))) else item
+        except RecursionError:  # too deep: it stays as it is
+            return item
         finally:
             self._is_inside = False
 
