@@ -34,7 +34,7 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
         value: The value.
         is_lent: Whether a tensor is such a one.
     """
-    if isinstance(value, _PLAIN) or imported("torch") is None:
+    if isinstance(value, _PLAIN):
         return value
     return map_leaves(value, _Ordinary(is_lent).leaf, _may_have_memory)
 
@@ -51,6 +51,8 @@ class _Ordinary:
     def leaf(self, item: Any) -> Any:
         """What becomes of one."""
         torch = self._torch
+        if torch is None:
+            return item
         if isinstance(item, torch.Tensor):
             if self._is_copied(item):
                 with torch.inference_mode(False), torch.no_grad():
