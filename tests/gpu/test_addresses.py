@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 import time
 from typing import Any
 
@@ -104,6 +105,38 @@ class Wasteful(Role):
         return torch.cuda.memory_reserved(self.ctx.device)
 
 
+class ByOthers(Role):
+    """Has another thread make its weights, as transformers does where it reads a model right onto a GPU."""
+
+    def __init__(self) -> None:
+        thread = threading.Thread(target=self._load)
+        thread.start()
+        thread.join()
+
+    def _load(self) -> None:
+        self.weight = torch.ones(2**20, device=self.ctx.device)
+
+    @method
+    def nothing(self) -> None:
+        """A role has a method."""
+
+
+class Warm(Role):
+    """Trains a little as it is constructed: a thread of autograd's makes gradients."""
+
+    def __init__(self) -> None:
+        self.net = torch.nn.Linear(WIDTH, WIDTH, device=self.ctx.device)
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
+        self.net(torch.ones(4, WIDTH, device=self.ctx.device)).sum().backward()
+        self.optimizer.step()
+
+    @method
+    def addresses(self) -> list[int]:
+        """Of weights, and of what the optimizer has."""
+        state = [each for held in self.optimizer.state.values() for each in held.values() if each.is_cuda]
+        return [each.data_ptr() for each in (*self.net.parameters(), *state)]
+
+
 def taken() -> int:
     """The bytes of the GPU that are in use, by anybody."""
     free, total = torch.cuda.mem_get_info(DEVICE)
@@ -120,6 +153,18 @@ def has_all_back() -> bool:
 
 class TestAddresses:
     """What a constructor has made is where it was."""
+
+    @needs_cuda
+    def test_what_other_threads_have_made(self) -> None:
+        """It would be elsewhere: the role isn't spawned. Gradients may be."""
+        with connect() as runtime, runtime.reserve() as pool:
+            with pytest.raises(colocate.RoleStartError, match=r"4 MiB that the constructor has made on cuda:0 would"):
+                pool.spawn({"one": colocate.role(ByOthers).on(sleep="vmm")}, name="others")
+            group = pool.spawn({"warm": colocate.role(Warm).on(sleep="vmm")}, name="warm")
+            warm = group.role("warm", Warm)
+            places = warm.addresses()
+            group.sleep("warm")
+            assert warm.addresses() == places
 
     @needs_cuda
     @pytest.mark.parametrize("threads", [False, True])

@@ -455,8 +455,39 @@ class Computing(Sleeper):
         return self._train()
 
 
+class Capturing(Sleeper):
+    """Captures a graph for as long as memory of others comes and goes."""
+
+    @method
+    def capture(self) -> str:
+        """A step, and a graph, in torch's default mode."""
+        x = torch.ones(1024, device=self.ctx.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 2
+            time.sleep(0.3)
+        graph.replay()
+        assert float(y.sum()) == 2048
+        return self._train()
+
+
 class TestTurns:
     """Roles that don't fit together take turns on the GPU."""
+
+    @needs_cuda
+    def test_memory_that_moves_while_one_captures(self) -> None:
+        """The next role's comes beside it: no graph ends of it, and results are the same."""
+        digests, moves = {}, []
+        for name, budget in (("free", None), ("turns", "2304MiB")):
+            with connect() as runtime:
+                runtime.observe(SimpleNamespace(colocate_memory_moved=moves.append))
+                roles = {each: colocate.role(Capturing, 256) for each in ("one", "two", "three")}
+                more: Any = {} if budget is None else {"residency": "swap", "device_memory": budget, "step": STEP}
+                group = runtime.reserve().spawn(roles, name=name, **more)
+                digests[name] = [group.role(each, Capturing).capture() for _ in range(4) for each in STEP]
+                runtime._node.services.settle()
+        assert digests["turns"] == digests["free"]
+        assert any(move.ahead for move in moves)
 
     @pytest.mark.parametrize("threads", [False, True])
     def test_roles_take_turns(self, threads: bool) -> None:
@@ -692,6 +723,20 @@ class Spoiler(Role):
         return self.y
 
     @method
+    def capture_until(self, path: str) -> float:
+        """Captures a graph, in torch's default mode, from when there is a file `path`.begun until there is `path`."""
+        x = torch.ones(1024, device=self.ctx.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 2
+            Path(f"{path}.begun").touch()
+            wait_until(Path(path).exists, "the graph may end")
+            y = y * 2
+        x.fill_(3)
+        graph.replay()
+        return float(y.sum()) / 1024
+
+    @method
     def begin(self) -> None:
         """Has the device be busy for half a second, and doesn't wait."""
         torch.cuda._sleep(10**9)
@@ -789,6 +834,25 @@ class TestErrors:
             kept = [spoiler.replay.keep(float(value)) for value in range(4)]
             for value, each in enumerate(kept):
                 assert torch.equal(each.fetch()[0].cpu(), torch.full((1024,), 2.0 * value))
+
+    @needs_cuda
+    def test_what_others_do_while_one_captures(self, tmp_path: Path) -> None:
+        """Results are fetched, by the driver and by another process, and memory is looked at: no graph ends of it."""
+        with connect() as runtime:
+            roles = {"spoiler": colocate.role(Spoiler), "maker": colocate.role(Maker)}
+            group = runtime.reserve().spawn(roles, name="captures")
+            other = runtime.reserve().spawn({"spoiler": colocate.role(Spoiler)}, name="other")
+            made = [group.role("maker", Maker).make.keep(2**20) for _ in range(3)]
+            small = group.role("maker", Maker).make.keep(16)
+            for number in range(3):
+                path = tmp_path / str(number)
+                captured = group.role("spoiler", Spoiler).capture_until.submit(str(path))
+                wait_until(Path(f"{path}.begun").exists, "a graph is captured")
+                assert torch.equal(made[number].fetch()[0].cpu(), torch.arange(2.0**20))
+                assert other.role("spoiler", Spoiler).is_all(small.ref, 1.0) == [False]
+                assert group.memory().slots[0].gpu is not None
+                path.touch()
+                assert captured.result(60) == [12.0]
 
     @needs_cuda
     def test_streams(self) -> None:

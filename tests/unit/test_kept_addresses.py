@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ import colocate
 from colocate import Role, gpus, method
 from colocate._plugins import needs
 from colocate.errors import CapabilityError, RoleStartError
+from colocate.worker import build
 from colocate.worker import vmm as vmm_module
+from colocate.worker.storages import Objects
 from colocate.worker.vmm import Vmm, VmmError, compiled, kept_addresses
 
 
@@ -39,12 +42,14 @@ class PlayedTorch:
         compiled: The files that allocators were made of.
         pools: Those that are there.
         inside: The numbers of the devices on which the block's pool is used.
+        segments: Those of its allocator.
     """
 
     def __init__(self, torch: Any, gpu: PlayedVmm, patch: pytest.MonkeyPatch) -> None:
         self.compiled: list[Path] = []
         self.pools: weakref.WeakSet[Any] = weakref.WeakSet()
         self.inside: list[int] = []
+        self.segments: list[dict[str, Any]] = []
         given, current = [], [0]
         as_is = {each.__name__: inspect.signature(each) for each in (torch.cuda.MemPool, torch.cuda.use_mem_pool)}
 
@@ -89,6 +94,7 @@ class PlayedTorch:
         patch.setattr(torch.cuda, "MemPool", Pool)
         patch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
         patch.setattr(torch.cuda, "device", device)
+        patch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
 
 
 class TestConstructors:
@@ -165,6 +171,38 @@ class TestConstructors:
         with pytest.raises(CapabilityError, match="torch has not asked for the memory"), kept_addresses("cuda:0"):
             made.append(0)
 
+    def test_what_other_threads_make(self, played: PlayedTorch) -> None:
+        """It is told of what somebody holds, without what was there before, is in a pool, or is let go of again."""
+
+        def segment(address: int, pool: tuple[int, int], *states: str) -> None:
+            blocks = [{"size": 512, "state": state} for state in states]
+            played.segments.append({"address": address, "segment_pool_id": pool, "blocks": blocks})
+
+        held = [SimpleNamespace(data_ptr=lambda at=at: at, nbytes=lambda: 400) for at in range(512, 10 * 512, 512)]
+        active, gone = "active_allocated", "inactive"
+        segment(0, (0, 0), active, active)
+        with kept_addresses("cuda:0") as elsewhere:
+            segment(2 * 512, (1, 0), active)
+            segment(3 * 512, (0, 0), gone, "active_pending_free", active, active)
+            segment(7 * 512, (0, 2), active)
+        assert elsewhere(held) == 2 * 400
+        assert elsewhere(held[:5]) == 400
+        with kept_addresses("cuda:0") as elsewhere:
+            pass
+        assert elsewhere(held) == 0
+
+    def test_an_allocator_in_the_place_of_torch_s(self, played: PlayedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody knows what is where: nothing of it fails."""
+        import torch
+
+        def unknown() -> Any:
+            raise RuntimeError("does not yet support snapshot")
+
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", unknown)
+        with kept_addresses("cuda:0") as elsewhere:
+            pass
+        assert elsewhere([SimpleNamespace(data_ptr=lambda: 512)]) == 0
+
     def test_two_threads(self, played: PlayedTorch) -> None:
         """There is one for the process: it knows what torch has of it."""
         made: list[Any] = []
@@ -195,6 +233,24 @@ class Plain(Role):
     @method
     def look(self) -> int:
         return 1
+
+
+class Holds(Plain):
+    """Has a parameter, which has a gradient; or nothing."""
+
+    def __init__(self, count: int) -> None:
+        import torch
+
+        self.held = torch.nn.Parameter(torch.ones(count)) if count else None
+        if self.held is not None:
+            self.held.sum().backward()
+
+
+class OnDevice(Objects):
+    """Storages of the host's, as if they were a device's."""
+
+    def add_plain(self, items: list[Any], device: str) -> None:
+        super().add_plain(items, "other:0")
 
 
 class TestHadHere:
@@ -265,6 +321,28 @@ class TestHadHere:
                 pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
             with runtime.reserve() as pool:
                 assert pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")}).role("one", Plain).look() == [1]
+
+    def test_a_role_whose_memory_others_have_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It isn't spawned, and is told what to do; gradients aren't asked for."""
+        pytest.importorskip("torch")
+        asked: list[list[Any]] = []
+
+        @contextlib.contextmanager
+        def kept(device: str) -> Iterator[Any]:
+            def elsewhere(storages: Any) -> int:
+                asked.append(list(storages))
+                return sum(storage.nbytes() for storage in asked[-1])
+
+            yield elsewhere
+
+        monkeypatch.setattr(build, "kept_addresses", kept)
+        monkeypatch.setattr(build, "Objects", OnDevice)
+        with colocate.connect("local") as runtime, runtime.reserve() as pool:
+            with pytest.raises(RoleStartError, match=r"1 KiB that the constructor .*HF_DEACTIVATE_ASYNC_LOAD") as told:
+                pool.spawn({"one": colocate.role(Holds, 256).on(sleep="vmm")})
+            assert isinstance(told.value.__cause__, CapabilityError)
+            assert pool.spawn({"one": colocate.role(Holds, 0).on(sleep="vmm")}).role("one", Plain).look() == [1]
+        assert [len(storages) for storages in asked] == [1, 0]
 
     def test_a_role_that_can_not_have_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its constructor's rank says what is missing, and nothing else of the group is left."""

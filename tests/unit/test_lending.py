@@ -227,6 +227,12 @@ class Library:
     def __init__(self) -> None:
         self.called: list[str] = []
         self.within: list[int] = []
+        self.capture_mode = 0  # global
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        assert self.within == [80]
+        mode._obj.value, self.capture_mode = self.capture_mode, mode._obj.value
+        return 0
 
     def cuDeviceGet(self, number: Any, ordinal: Any) -> int:
         number._obj.value = ordinal.value
@@ -302,6 +308,32 @@ def test_the_driver() -> None:
     with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2: error 201"):
         made.open(bytes(HANDLE_BYTES))
     assert not library.within
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_beside_captures(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    """A thread takes no part in those of others for a block, and then again, also where something goes wrong there."""
+    library = Library()
+    monkeypatch.setattr(cuda_driver, "driver", {"cuda:3": Driver(library, "cuda:3"), "cpu": None}.get)
+    fails = pytest.raises(DriverError, match="said in the block") if wrong else contextlib.nullcontext()
+    with fails, cuda_driver.beside_captures("cuda:3"):
+        assert library.capture_mode == 1  # thread-local
+        assert not library.within
+        if wrong:
+            raise DriverError("said in the block")
+    assert library.capture_mode == 0
+    assert not library.within
+    with cuda_driver.beside_captures("cpu"):
+        pass
+
+
+def test_captures_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is as it was."""
+    monkeypatch.setattr(cuda_driver, "driver", lambda device: Driver(SimpleNamespace(), device))
+    done = []
+    with cuda_driver.beside_captures("cuda:0"):
+        done.append("all")
+    assert done == ["all"]
 
 
 def test_where_there_is_no_driver() -> None:

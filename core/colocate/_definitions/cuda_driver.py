@@ -1,4 +1,8 @@
-"""What CUDA's driver does beyond torch: it lends memory of a device to another process, and pins memory of the host."""
+"""What CUDA's driver does beyond torch.
+
+It lends memory of a device to another process, pins memory of the host, and lets threads work while another one
+captures a graph.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from colocate.gpus import number_of
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_EXCHANGE = "cuThreadExchangeStreamCaptureMode"
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class DriverError(RuntimeError):
@@ -98,6 +104,22 @@ class Driver:
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     @contextlib.contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """See `beside_captures`.
+
+        Raises:
+            DriverError: It can't be had: the device has lost its context, say.
+        """
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        with self._context():
+            self._call(_EXCHANGE, ctypes.byref(mode))  # which says how it was
+        try:
+            yield
+        finally:
+            with contextlib.suppress(DriverError), self._context():
+                self._call(_EXCHANGE, ctypes.byref(mode))
+
+    @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
         """A block in the device's context, which torch has made by now: some tensor is there, or is to be.
 
@@ -137,3 +159,21 @@ def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | No
         return Driver(load("libcuda.so.1"), device)
     except OSError:
         return None
+
+
+@contextlib.contextmanager
+def beside_captures(device: str) -> Iterator[None]:
+    """A block in which a thread uses a device, whatever graphs others capture there.
+
+    A capture in torch's default mode is for all threads: what the driver calls unsafe, as to ask an event whether it is
+    over, fails on any of them meanwhile, and ends the capture. A thread may say that it takes no part.
+
+    Args:
+        device: As torch calls it.
+    """
+    found = driver(device)
+    with contextlib.ExitStack() as stack:
+        if found is not None:
+            with contextlib.suppress(DriverError):  # an older one: then it is as it was
+                stack.enter_context(found.beside_captures())
+        yield

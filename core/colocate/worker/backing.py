@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from colocate.gpus import in_use, number_of
-from colocate.worker.vmm import Chunk, Segment, Vmm, VmmError
+from colocate.worker.vmm import Chunk, Segment, Vmm, VmmError, blocks
 
 
 class Backing(Protocol):
@@ -107,13 +107,12 @@ class Mapped:
         segments = {segment.address: segment for segment in vmm.segments(number_of(self._device))}
         for found in in_use(self._device).memory_snapshot():
             if (segment := segments.get(found["address"])) is not None:
-                yield from self._unused_of(segment, found["blocks"])
+                yield from self._unused_of(segment, found)
 
-    def _unused_of(self, segment: Segment, blocks: Collection[Mapping[str, Any]]) -> Iterator[Chunk]:
+    def _unused_of(self, segment: Segment, found: Mapping[str, Any]) -> Iterator[Chunk]:
         used: dict[int, int] = {}
         stay: set[int] = set()
-        begin = segment.address
-        for block in blocks:  # they lie side by side
+        for begin, block in blocks(found):
             end = begin + block["size"]
             first, last = ((each - segment.address) // segment.chunk for each in (begin, end - 1))
             if begin in self._asleep:
@@ -123,7 +122,6 @@ class Mapped:
                     used[index] = used.get(index, 0) + share
             elif block["state"] != "inactive":
                 stay.update(range(first, last + 1))
-            begin = end
         if used:  # else it is somebody else's, who may be about to make something there
             for index in range(-(-segment.size // segment.chunk)):
                 if index not in stay:

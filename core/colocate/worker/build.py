@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
 
 from colocate import wire
+from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
 from colocate._system.pip import version_line
 from colocate._system.rebuilding import rebuilding
+from colocate._system.sizes import size_text
 from colocate._values.arguments import on_device
 from colocate._values.mesh import Mesh
-from colocate.errors import PluginError
+from colocate.errors import CapabilityError, PluginError
+from colocate.worker.holdings import held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.site import Site
+from colocate.worker.storages import Objects
 from colocate.worker.vmm import kept_addresses
 
 
@@ -125,14 +130,36 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
         site.setting.base = site.setting.now()
         methods = check_role(build.name, cls)
         args, kwargs = _unpack(site, build.arguments)
-        with kept_addresses(site.boot.device) if build.keeps_addresses else nullcontext():
+        with kept_addresses(site.boot.device) if build.keeps_addresses else nullcontext() as elsewhere:
             instance = cls(*args, **kwargs)
+        if elsewhere is not None:
+            _check_addresses(instance, site, elsewhere)
         attach(instance, ctx)
         settings = site.setting.now()
     finally:
         reset_current(token)
         site.setting.have(site.setting.base)
     return HostedRole(build.name, instance, methods, ctx, site.setting, settings, build.keeps_addresses)
+
+
+def _check_addresses(instance: object, site: Site, elsewhere: Callable[[Iterable[Any]], int]) -> None:
+    """Raise where not all that a constructor has made keeps its addresses. Not gradients: autograd's threads make them.
+
+    Raises:
+        CapabilityError: It doesn't.
+    """
+    others = [role.instance for role in site.roles.values() if role.name is not None]
+    found, _ = held_by(instance, apart=others, storages=partial(Objects, site.boot.device))
+    del found[Purpose.GRADIENTS]
+    pieces = [each for each in found.values() if isinstance(each, Objects)]
+    storages = {key: storage for each in pieces for key, storage in each.storages.items()}
+    if nbytes := elsewhere(storages.values()):
+        raise CapabilityError(
+            f'sleep="vmm": {size_text(nbytes)} that the constructor has made on {site.boot.device} would have other '
+            "addresses after a sleep, as other threads than its own have made them. Models of transformers are read so "
+            '(device_map=): set env={"HF_DEACTIVATE_ASYNC_LOAD": "1"} in the pool, or read them on the host and move '
+            "them with .to; or leave sleep= out"
+        )
 
 
 def _unpack(site: Site, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from colocate._definitions.cuda_driver import beside_captures
 from colocate._definitions.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate.gpus import in_use
@@ -111,12 +112,15 @@ class Device:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """A block, off the lane, in which what is complete is copied: it doesn't wait for what the lane computes."""
+        """A block, off the lane, in which what is complete is copied: it doesn't wait for what the lane computes.
+
+        Nor has it to do with what a role captures there.
+        """
         module = in_use(self._name)
         if module is None:
             yield
             return
-        with self._side.beside(module):
+        with beside_captures(self._name), self._side.beside(module):
             yield
 
     def lends(self, tensor: Any) -> bool:

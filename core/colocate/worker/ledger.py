@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from colocate._definitions.cuda_driver import beside_captures
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate._role import torch_books
 from colocate.gpus import in_use
@@ -218,7 +219,8 @@ def _gpu(device: str, in_process: bool = False) -> dict[str, int] | None:
     module = in_use(device)
     if module is None:
         return None
-    free, total = module.mem_get_info(device)
+    with beside_captures(device):
+        free, total = module.mem_get_info(device)
     without_memory, of_tensors = absent(device)
     found = {"used": total - free, "total": total}
     with contextlib.suppress(RuntimeError):  # another allocator is in the place of torch's, and keeps no such books

@@ -236,7 +236,8 @@ class Offload:
     def _give_back(self) -> None:
         """Have the device's other users get what torch keeps for itself."""
         if (module := in_use(self._device)) is not None:
-            module.empty_cache()
+            with contextlib.suppress(RuntimeError):  # another thread captures a graph: torch can't meanwhile
+                module.empty_cache()
 
 
 @attrs.frozen

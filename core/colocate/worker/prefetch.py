@@ -14,6 +14,7 @@ from functools import partial
 
 import attrs
 
+from colocate._definitions.cuda_driver import beside_captures
 from colocate._protocol import from_worker
 from colocate._system.jobs import JobThread, report_exception
 from colocate.worker.memory_site import Worker
@@ -112,6 +113,10 @@ class Prefetch:
     # -- on the thread
 
     def _move(self, moves: _Moves) -> None:
+        with beside_captures(self._site.boot.device):
+            self._move_beside(moves)
+
+    def _move_beside(self, moves: _Moves) -> None:
         room, turn = f"room for role {moves.name!r}", "its turn is next"
         try:
             for name, going in moves.going.items():

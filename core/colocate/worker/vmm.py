@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -206,17 +206,21 @@ _running: Counter[int] = Counter()
 
 
 @contextlib.contextmanager
-def kept_addresses(device: str) -> Iterator[None]:
+def kept_addresses(device: str) -> Iterator[Callable[[Iterable[Any]], int]]:
     """A block in which what its thread makes on a device gets addresses that it keeps when it sleeps.
 
     Args:
         device: As torch calls it.
 
+    Yields:
+        What tells of storages, when the block is over, how many bytes were made meanwhile and don't keep theirs:
+        another thread has made them.
+
     Raises:
         CapabilityError: It can't be had on this machine.
     """
     if device == "cpu":  # which keeps them as it is
-        yield
+        yield lambda storages: 0
         return
     import torch
 
@@ -229,19 +233,43 @@ def kept_addresses(device: str) -> Iterator[None]:
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number), contextlib.ExitStack() as stack:
         torch.cuda.empty_cache()  # where a pool is used, torch doesn't give back what it has, also when it needs more
-        known, before = _serials(vmm, number), torch.cuda.memory_allocated(number)
+        known, before, usual = _serials(vmm, number), torch.cuda.memory_allocated(number), _usual()
         with _pools_lock:
             pools = _pools.setdefault(number, [])
             pools.append(torch.cuda.MemPool(allocator.allocator()))
             _running[number] += 1
             stack.callback(_end, number)
             stack.enter_context(torch.cuda.use_mem_pool(pools[-1], number))
-        yield
+
+        def elsewhere(storages: Iterable[Any]) -> int:
+            made = _usual() - usual
+            return sum(storage.nbytes() for storage in storages if storage.data_ptr() in made)
+
+        yield elsewhere
         if torch.cuda.memory_allocated(number) > before and _serials(vmm, number) <= known:
             raise CapabilityError(
                 f'sleep="vmm": torch has not asked for the memory on {device} in the way that keeps its addresses: is '
                 "there another allocator, by PYTORCH_CUDA_ALLOC_CONF say? Leave that out, or sleep="
             )
+
+
+def blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The blocks of a segment that torch's allocator tells of, and where they begin: they lie side by side."""
+    begin = segment["address"]
+    for block in segment["blocks"]:
+        yield begin, block
+        begin += block["size"]
+
+
+def _usual() -> frozenset[int]:
+    """Where what torch has handed out begins, but of memory that it has for somebody alone, as these pools have."""
+    torch = imported("torch")
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # another allocator is in the place of torch's: nothing will be in a pool
+        return frozenset()
+    usual = [each for each in segments if tuple(each["segment_pool_id"]) == (0, 0)]
+    return frozenset(begin for each in usual for begin, block in blocks(each) if block["state"] == "active_allocated")
 
 
 def _serials(vmm: Vmm, device: int) -> set[int]:
