@@ -135,10 +135,50 @@ def test_two_names_of_one_tensor() -> None:
 
 
 def test_loops() -> None:
-    """A record that comes back to itself is no trap."""
-    node = Node(torch.ones(1))
-    node.parent = node
-    assert where(on("meta", node)) == "meta"
+    """A record that comes back to itself does so where it arrives, and is left alone where it is there."""
+    node, plain = Node(torch.ones(1)), Node("text")
+    node.parent = [Node(torch.ones(1), node)]
+    plain.parent = plain
+    moved = on("meta", node)
+    assert (where(moved), where(moved.parent)) == ("meta", ["meta"])
+    assert moved.parent[0].parent is moved
+    assert node.parent[0].parent is node
+    assert on("cpu", node) is node
+    assert on("meta", plain) is plain
+
+
+def test_records_of_their_own_ways() -> None:
+    """None is changed that somebody else has, and each arrives, or says why it can't."""
+
+    @dataclasses.dataclass(frozen=True)
+    class OneOnly:
+        tensor: Any
+
+        def __copy__(self) -> Any:
+            return self
+
+    @dataclasses.dataclass
+    class Failure(Exception):
+        tensor: Any
+
+    class Locked(Failure):
+        def __copy__(self) -> Any:
+            return self
+
+    class Refusing(Failure):
+        def __copy__(self) -> Any:
+            raise ValueError("one is enough")
+
+    for kind in (OneOnly, Failure):
+        value: Any = kind(torch.ones(1))
+        moved = on("meta", value)
+        assert (type(moved), where(moved.tensor), where(value.tensor)) == (kind, "meta", "cpu")
+    for kind, why in ((Locked, "its copy is itself"), (Refusing, "ValueError: one is enough")):
+        value = kind(torch.ones(1))
+        with pytest.raises(DispatchError, match=rf"{kind.__qualname__} with tensors .* on meta, .*\({why}\): give"):
+            on("meta", [value])
+        assert where(value.tensor) == "cpu"
+        assert on("cpu", value) is value
 
 
 class Device(Role):

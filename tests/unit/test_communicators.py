@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from colocate import SlotMemory
+from colocate import GroupMemory, RoleMemory, SlotMemory
 from colocate._role import torch_books
 from colocate.worker import ledger
 
@@ -77,3 +77,24 @@ def test_who_has_it(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = SlotMemory(0, "here", "cuda:0", (), None, None, None, None, None, None, found)
     rest = {"other, device": 60 * _MIB, "fragmentation": 40 * _MIB}
     assert slot.unowned == rest | ({"nccl": 7 * _MIB, "context": 93 * _MIB} if told else {"context": 100 * _MIB})
+
+
+def test_another_allocator_in_the_place_of_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps no such books: nothing is guessed, and what tensors don't have of the GPU counts with the context."""
+
+    class Others(Gpu):
+        def memory_allocated(self, device: str) -> int:
+            raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch_books, "all_groups", lambda: {"policy/default": Telling(_ALL)})
+    monkeypatch.setattr(ledger, "in_use", lambda device: Others())
+    found = ledger._gpu("cuda:0")
+    assert found == {"used": 200 * _MIB, "total": 1000 * _MIB, "nccl": 7 * _MIB}
+    role = RoleMemory("policy", 0, {"parameters": 80 * _MIB}, {}, 0, 0, None, complete=True)
+    slot = SlotMemory(0, "here", "cuda:0", (role,), None, None, None, None, None, None, found)
+    assert slot.unowned == {"nccl": 7 * _MIB, "context": 113 * _MIB}
+    memory = GroupMemory("group", (slot,))
+    assert sum(slot.unowned.values()) + role.total == found["used"]
+    assert "113 MiB" in str(memory)
+    assert "fragmentation" not in str(memory)
+    assert '"context": 118489088' in memory.json()

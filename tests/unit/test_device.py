@@ -430,6 +430,7 @@ def test_results_in_records_of_their_own_ways() -> None:
     for _ in range(5000):
         deep = OneOnly(deep)
     assert ordinary(deep) is deep
+    assert ordinary([deep, deep.tensor])[1] is deep.tensor
 
 
 def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:

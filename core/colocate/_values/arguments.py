@@ -10,8 +10,10 @@ from colocate._definitions.device_copies import Copies
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
-from colocate._values.leaving import fields, memories
+from colocate._values.leaving import memories
+from colocate._values.records import CopyError, Records, fields
 from colocate._values.tree import map_leaves
+from colocate.errors import DispatchError
 from colocate.gpus import KIND
 
 
@@ -58,6 +60,7 @@ class _Moves:
         self._torch = torch
         self._device = torch.device(device)
         self.copies = Copies(self._device)
+        self._records = Records(copy.copy)
         self._moved: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of: an id may be used again
 
     def value(self, value: Any) -> Any:
@@ -67,27 +70,25 @@ class _Moves:
         kind: type = type(item)
         if not _may_hold_tensors(kind):
             return item
+        if not (is_collection(kind) or isinstance(item, (self._torch.Tensor, self._torch.nn.Module))):
+            return self._record(item)
         known = self._moved.get(id(item))
         if known is None:
-            known = self._moved[id(item)] = item, item  # whoever comes back to it on the way finds it as it is
-            self._moved[id(item)] = known = item, self._moved_leaf(item, kind)
+            known = self._moved[id(item)] = item, self._moved_leaf(item, kind)
         return known[1]
 
     def _moved_leaf(self, item: Any, kind: type) -> Any:
         if isinstance(item, self._torch.Tensor):
             return item if self._is_there(item) else self.copies.of(item)
         if is_collection(kind):
-            there = all(map(self._is_there, filter(self._is_tensor, memories(item))))
-            if there:
+            if not self._has_changes(item):
                 return item
             moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
             return moved.to(self._device)  # which is there: it only has to say so
-        if isinstance(item, self._torch.nn.Module):
-            return self._module(item)
-        return self._record(item)
+        return self._module(item)
 
-    def _is_tensor(self, item: Any) -> bool:
-        return isinstance(item, self._torch.Tensor)
+    def _has_changes(self, value: Any) -> bool:
+        return not all(self._is_there(item) for item in memories(value) if isinstance(item, self._torch.Tensor))
 
     def _is_there(self, tensor: Any) -> bool:
         there: bool = tensor.device == self._device or tensor.is_meta  # which has no contents to be moved
@@ -106,14 +107,14 @@ class _Moves:
         return copy.deepcopy(module, memo)
 
     def _record(self, item: Any) -> Any:
-        changed = {name: self.value(getattr(item, name)) for name in fields(type(item)) if hasattr(item, name)}
-        changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
-        if not changed:
-            return item
-        made = copy.copy(item)
-        for name, new in changed.items():
-            object.__setattr__(made, name, new)  # it may be frozen
-        return made
+        try:
+            return self._records.of(item, self.value, self._has_changes)
+        except CopyError as error:
+            raise DispatchError(
+                f"an argument has a {type(item).__qualname__} with tensors that aren't on {self._device}, and it can't "
+                f"be copied ({error}): give its tensors by themselves, or name the parameter in @method(host=...) and "
+                "move them in the method"
+            ) from error
 
 
 @by_type

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import hashlib
-import types
-from collections import UserDict
 from collections.abc import Callable
 from typing import Any
-
-import attrs
 
 from colocate._definitions.device_copies import exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
+from colocate._values.records import CopyError, Records, fields
 from colocate._values.tree import PLAIN, map_leaves
 
 _PLAIN = (int, float, str, type(None))
@@ -36,20 +31,23 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
     """
     if isinstance(value, _PLAIN):
         return value
-    return map_leaves(value, _Ordinary(is_lent).leaf, _may_have_memory)
+    return _Ordinary(is_lent).value(value)
 
 
 class _Ordinary:
-    """Makes leaves ordinary: each record once, so that two names of one stay two names of one."""
+    """Makes values ordinary."""
 
     def __init__(self, is_lent: Callable[[Any], bool]) -> None:
         self._is_lent = is_lent
         self._torch = imported("torch")
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of; None while nothing else is needed
+        self._records = Records()
         self._is_inside = False
 
-    def leaf(self, item: Any) -> Any:
-        """What becomes of one."""
+    def value(self, value: Any) -> Any:
+        """What becomes of a value."""
+        return map_leaves(value, self._leaf, _may_have_memory)
+
+    def _leaf(self, item: Any) -> Any:
         torch = self._torch
         if torch is None:
             return item
@@ -60,20 +58,22 @@ class _Ordinary:
             return item.detach() if self._is_detached(item) else item
         kind: type = type(item)
         if is_collection(kind):
-            return item.apply(self.leaf, filter_empty=False)
+            return item.apply(self._leaf, filter_empty=False)
         if not fields(kind) or isinstance(item, torch.nn.Module):
             return item
         if PLAIN.issuperset([type(getattr(item, name, None)) for name in fields(kind)]):
             return item
-        if self._is_inside or id(item) in self._made:
-            return self._record(item)
-        self._is_inside = True
+        is_inside, self._is_inside = self._is_inside, True
         try:
-            return self._record(item) if any(map(self._changes, memories(item))) else item
-        except RecursionError:  # too deep: it stays as it is
+            return self._records.of(item, self.value, self._has_changes)
+        except CopyError:
+            return item
+        except RecursionError:  # too deep: all of it stays as it is
+            if is_inside:
+                raise
             return item
         finally:
-            self._is_inside = False
+            self._is_inside = is_inside
 
     def _is_copied(self, tensor: Any) -> bool:
         return _is_inference(tensor) or self._is_lent(tensor)
@@ -81,56 +81,9 @@ class _Ordinary:
     def _is_detached(self, tensor: Any) -> bool:
         return tensor.requires_grad or isinstance(tensor, self._torch.nn.Parameter)
 
-    def _changes(self, item: Any) -> bool:
-        return isinstance(item, self._torch.Tensor) and (self._is_detached(item) or self._is_copied(item))
-
-    def _record(self, item: Any) -> Any:
-        if id(item) in self._made:
-            known, made = self._made[id(item)]
-            if made is None:  # this one leads to itself
-                made = _copied(item)
-                self._made[id(item)] = known, made
-            return made
-        self._made[id(item)] = item, None
-        changed = {}
-        for name in fields(type(item)):
-            old = getattr(item, name, None)
-            if (new := map_leaves(old, self.leaf, _may_have_memory)) is not old:
-                changed[name] = new
-        made = self._made[id(item)][1]
-        if made is None:
-            made = _copied(item) if changed else item
-            self._made[id(item)] = item, made
-        if made is item:
-            return item
-        try:
-            for name, new in changed.items():
-                object.__setattr__(made, name, new)  # it may be frozen
-        except AttributeError:  # it can't be set
-            self._made[id(item)] = item, item
-            return item
-        return made
-
-
-def _copied(item: Any) -> Any:
-    """A copy of a record with the same values, made without code of its own; itself where there is none."""
-    kind = type(item)
-    try:
-        made = object.__new__(kind)
-        if hasattr(item, "__dict__"):
-            vars(made).update(vars(item))
-        for member in _slots(kind):
-            with contextlib.suppress(AttributeError):  # nothing is in it
-                member.__set__(made, member.__get__(item))
-    except TypeError:  # it is of a type that is made otherwise
-        return item
-    return made
-
-
-@by_type
-def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    members = (member for base in kind.__mro__ if base is not object for member in vars(base).values())
-    return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
+    def _has_changes(self, record: Any) -> bool:
+        found = [item for item in memories(record) if isinstance(item, self._torch.Tensor)]
+        return any(self._is_detached(item) or self._is_copied(item) for item in found)
 
 
 def _is_inference(tensor: Any) -> bool:
@@ -233,16 +186,6 @@ def _find(found: list[Any], looked_at: dict[int, Any], item: Any) -> Any:
         for name in fields(kind):
             map_leaves(getattr(item, name, None), functools.partial(_find, found, looked_at), _may_have_memory)
     return item
-
-
-@by_type
-def fields(kind: type) -> tuple[str, ...]:
-    """The attributes in which a dataclass, a class made by attrs or a `UserDict` has its values; none of others."""
-    if dataclasses.is_dataclass(kind):
-        return tuple(field.name for field in dataclasses.fields(kind))
-    if issubclass(kind, UserDict):
-        return ("data",)
-    return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
 
 
 @by_type

@@ -22,6 +22,7 @@ from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
 from colocate._values.leaving import has_memory, memories
+from colocate._values.records import slots
 from colocate._values.tree import PLAIN
 from colocate.worker.storages import Storages
 
@@ -418,18 +419,11 @@ def _is_barren(kind: type) -> bool:
     return kind in PLAIN or issubclass(kind, _NOT_INTO)
 
 
-@by_type
-def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """A type's slots, also private ones and those that a base has under the same name."""
-    members = (member for base in kind.__mro__ if base is not object for member in vars(base).values())
-    return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
-
-
 def _attributes(item: Any) -> list[Any]:
     """What an object has in its own dict and slots; no property is asked."""
     kind = type(item)
     found = list(getattr(item, "__dict__", {}).values()) if _has_dict(kind) else []
-    for slot in _slots(kind):
+    for slot in slots(kind):
         try:
             found.append(slot.__get__(item))
         except AttributeError:  # nothing is in it
