@@ -241,8 +241,12 @@ def test_many_one_after_the_other(runtime: Runtime) -> None:
         for _ in range(10):
             pool.spawn({"echo": colocate.role(Echo)}).close()
         assert forks._forks.current is template
-        assert (kept(template.pid), kept(os.getpid())) == before
-        assert {child.pid for child in psutil.Process().children(recursive=True)} == below
+
+        def has_ended() -> bool:  # the template has its part of the last one for a moment longer
+            children = {child.pid for child in psutil.Process().children(recursive=True)}
+            return kept(template.pid) <= before[0] and kept(os.getpid()) <= before[1] and children <= below
+
+        wait_until(has_ended, "as many files and processes as after the first one")
 
 
 def test_several_at_once(runtime: Runtime) -> None:
