@@ -114,7 +114,7 @@ class ByOthers(Role):
         thread.join()
 
     def _load(self) -> None:
-        self.weight = torch.ones(2**20, device=self.ctx.device)
+        self.net = torch.nn.Linear(WIDTH, WIDTH, device=self.ctx.device)
 
     @method
     def nothing(self) -> None:
@@ -129,6 +129,7 @@ class Warm(Role):
         self.optimizer = torch.optim.AdamW(self.net.parameters())
         self.net(torch.ones(4, WIDTH, device=self.ctx.device)).sum().backward()
         self.optimizer.step()
+        self.gradients = [each.grad for each in self.net.parameters()]
 
     @method
     def addresses(self) -> list[int]:
@@ -158,7 +159,7 @@ class TestAddresses:
     def test_what_other_threads_have_made(self) -> None:
         """It would be elsewhere: the role isn't spawned. Gradients may be."""
         with connect() as runtime, runtime.reserve() as pool:
-            with pytest.raises(colocate.RoleStartError, match=r"4 MiB that the constructor has made on cuda:0 would"):
+            with pytest.raises(colocate.RoleStartError, match=r"4 MiB of weights and buffers on cuda:0 would"):
                 pool.spawn({"one": colocate.role(ByOthers).on(sleep="vmm")}, name="others")
             group = pool.spawn({"warm": colocate.role(Warm).on(sleep="vmm")}, name="warm")
             warm = group.role("warm", Warm)

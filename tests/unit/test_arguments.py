@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -145,6 +146,12 @@ def test_loops() -> None:
     assert node.parent[0].parent is node
     assert on("cpu", node) is node
     assert on("meta", plain) is plain
+    trainer = Node(torch.nn.Linear(1, 1))
+    trainer.parent = [Node(None, trainer)]
+    moved = on("meta", trainer)
+    assert (where(moved.tensor), where(trainer.tensor)) == (["meta"], ["cpu"])
+    assert moved.parent[0].parent is moved
+    assert trainer.parent[0].parent is trainer
 
 
 def test_records_of_their_own_ways() -> None:
@@ -169,11 +176,22 @@ def test_records_of_their_own_ways() -> None:
         def __copy__(self) -> Any:
             raise ValueError("one is enough")
 
+    @attrs.define
+    class Cached:
+        tensor: Any
+
+        @functools.cached_property
+        def twice(self) -> Any:
+            return self.tensor * 2
+
+    cached = Cached(torch.ones(1))
+    assert where(cached.twice) == "cpu"
+    assert where(on("meta", cached).twice) == "meta"
     for kind in (OneOnly, Failure):
         value: Any = kind(torch.ones(1))
         moved = on("meta", value)
         assert (type(moved), where(moved.tensor), where(value.tensor)) == (kind, "meta", "cpu")
-    for kind, why in ((Locked, "its copy is itself"), (Refusing, "ValueError: one is enough")):
+    for kind, why in ((Locked, "object.__new__.* is not safe.*"), (Refusing, "ValueError: one is enough")):
         value = kind(torch.ones(1))
         with pytest.raises(DispatchError, match=rf"{kind.__qualname__} with tensors .* on meta, .*\({why}\): give"):
             on("meta", [value])

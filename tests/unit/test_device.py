@@ -388,6 +388,38 @@ def test_results_in_records() -> None:
     assert made.again is made
 
 
+def test_results_that_lead_to_themselves() -> None:
+    """The role's own stays as it is, whatever is in it; tables in which nothing changes are the same ones."""
+    tensordict = pytest.importorskip("tensordict")
+    from colocate._values.leaving import ordinary
+
+    @dataclasses.dataclass(eq=False)
+    class Batch:
+        tensor: Any
+        table: Any = None
+        parent: Any = None
+
+        @property
+        def nbytes(self) -> int:
+            return 8
+
+    table = tensordict.TensorDict({"x": torch.ones(2)}, [2]).lock_()
+    batch, plain = Batch(torch.ones(2, requires_grad=True), table), Batch(torch.ones(2), table)
+    batch.parent, plain.parent = batch, [plain]
+    found = ordinary(batch)
+    assert found is not batch
+    assert found.parent is found
+    assert not found.tensor.requires_grad
+    assert found.table is table
+    assert batch.tensor.requires_grad
+    assert batch.parent is batch
+    assert ordinary(plain) is plain
+    plain.table = tensordict.TensorDict({"x": batch.tensor * 2}, [2])
+    found = ordinary(plain)
+    assert (found.table["x"].requires_grad, plain.table["x"].requires_grad) == (False, True)
+    assert found.parent[0] is found
+
+
 def test_results_in_records_of_their_own_ways() -> None:
     """No code of theirs makes the copy; what can't be copied stays as it is; so do modules, and what is too deep."""
     from colocate._values.leaving import ordinary

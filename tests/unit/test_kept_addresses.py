@@ -182,13 +182,14 @@ class TestConstructors:
         active, gone = "active_allocated", "inactive"
         segment(0, (0, 0), active, active)
         with kept_addresses("cuda:0") as elsewhere:
+            assert elsewhere is not None
             segment(2 * 512, (1, 0), active)
             segment(3 * 512, (0, 0), gone, "active_pending_free", active, active)
             segment(7 * 512, (0, 2), active)
         assert elsewhere(held) == 2 * 400
         assert elsewhere(held[:5]) == 400
         with kept_addresses("cuda:0") as elsewhere:
-            pass
+            assert elsewhere is not None
         assert elsewhere(held) == 0
 
     def test_an_allocator_in_the_place_of_torch_s(self, played: PlayedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,7 @@ class TestConstructors:
 
         monkeypatch.setattr(torch.cuda, "memory_snapshot", unknown)
         with kept_addresses("cuda:0") as elsewhere:
-            pass
+            assert elsewhere is not None
         assert elsewhere([SimpleNamespace(data_ptr=lambda: 512)]) == 0
 
     def test_two_threads(self, played: PlayedTorch) -> None:
@@ -244,13 +245,17 @@ class Holds(Plain):
         self.held = torch.nn.Parameter(torch.ones(count)) if count else None
         if self.held is not None:
             self.held.sum().backward()
+            self.gradients = [self.held.grad]
 
 
 class OnDevice(Objects):
     """Storages of the host's, as if they were a device's."""
 
     def add_plain(self, items: list[Any], device: str) -> None:
-        super().add_plain(items, "other:0")
+        for item in items:
+            storage = item.untyped_storage()
+            self.setdefault(device, {})[storage._cdata] = storage.nbytes()
+            self.storages[storage._cdata] = storage
 
 
 class TestHadHere:
@@ -300,8 +305,8 @@ class TestHadHere:
         """It needs nothing: memory keeps its addresses there as it is."""
         pytest.importorskip("torch")
         monkeypatch.setattr(vmm_module, "compiled", None)
-        with kept_addresses("cpu"):
-            pass
+        with kept_addresses("cpu") as elsewhere:
+            assert elsewhere is None
 
     def test_a_torch_for_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch = pytest.importorskip("torch")
@@ -323,7 +328,7 @@ class TestHadHere:
                 assert pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")}).role("one", Plain).look() == [1]
 
     def test_a_role_whose_memory_others_have_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It isn't spawned, and is told what to do; gradients aren't asked for."""
+        """It isn't spawned, and is told what to do; gradients may be, wherever they are held, and others' memory."""
         pytest.importorskip("torch")
         asked: list[list[Any]] = []
 
@@ -338,7 +343,9 @@ class TestHadHere:
         monkeypatch.setattr(build, "kept_addresses", kept)
         monkeypatch.setattr(build, "Objects", OnDevice)
         with colocate.connect("local") as runtime, runtime.reserve() as pool:
-            with pytest.raises(RoleStartError, match=r"1 KiB that the constructor .*HF_DEACTIVATE_ASYNC_LOAD") as told:
+            with pytest.raises(
+                RoleStartError, match=r"1 KiB of weights and buffers on cpu .*HF_DEACTIVATE_ASYNC_LOAD"
+            ) as told:
                 pool.spawn({"one": colocate.role(Holds, 256).on(sleep="vmm")})
             assert isinstance(told.value.__cause__, CapabilityError)
             assert pool.spawn({"one": colocate.role(Holds, 0).on(sleep="vmm")}).role("one", Plain).look() == [1]

@@ -329,11 +329,14 @@ def test_beside_captures(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
 
 def test_captures_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is as it was."""
-    monkeypatch.setattr(cuda_driver, "driver", lambda device: Driver(SimpleNamespace(), device))
+    library: Any = Library()
+    library.cuThreadExchangeStreamCaptureMode = None
+    monkeypatch.setattr(cuda_driver, "driver", lambda device: Driver(library, device))
     done = []
-    with cuda_driver.beside_captures("cuda:0"):
+    with cuda_driver.beside_captures("cuda:3"):
         done.append("all")
     assert done == ["all"]
+    assert not library.within
 
 
 def test_where_there_is_no_driver() -> None:

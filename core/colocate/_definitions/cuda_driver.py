@@ -111,13 +111,14 @@ class Driver:
             DriverError: It can't be had: the device has lost its context, say.
         """
         mode = ctypes.c_int(_THREAD_LOCAL)
-        with self._context():
-            self._call(_EXCHANGE, ctypes.byref(mode))  # which says how it was
         try:
+            with self._context():
+                self._call(_EXCHANGE, ctypes.byref(mode))  # which says how it was
             yield
         finally:
-            with contextlib.suppress(DriverError), self._context():
-                self._call(_EXCHANGE, ctypes.byref(mode))
+            if mode.value != _THREAD_LOCAL:
+                with contextlib.suppress(DriverError), self._context():
+                    self._call(_EXCHANGE, ctypes.byref(mode))
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from colocate._definitions.device_copies import Copies
@@ -81,14 +82,11 @@ class _Moves:
         if isinstance(item, self._torch.Tensor):
             return item if self._is_there(item) else self.copies.of(item)
         if is_collection(kind):
-            if not self._has_changes(item):
+            if all(self._is_there(each) for each in memories(item) if isinstance(each, self._torch.Tensor)):
                 return item
             moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
             return moved.to(self._device)  # which is there: it only has to say so
         return self._module(item)
-
-    def _has_changes(self, value: Any) -> bool:
-        return not all(self._is_there(item) for item in memories(value) if isinstance(item, self._torch.Tensor))
 
     def _is_there(self, tensor: Any) -> bool:
         there: bool = tensor.device == self._device or tensor.is_meta  # which has no contents to be moved
@@ -108,7 +106,7 @@ class _Moves:
 
     def _record(self, item: Any) -> Any:
         try:
-            return self._records.of(item, self.value, self._has_changes)
+            return self._records.of(item, partial(map_leaves, leaf=self._leaf, matters=_may_hold_tensors))
         except CopyError as error:
             raise DispatchError(
                 f"an argument has a {type(item).__qualname__} with tensors that aren't on {self._device}, and it can't "

@@ -58,14 +58,15 @@ class _Ordinary:
             return item.detach() if self._is_detached(item) else item
         kind: type = type(item)
         if is_collection(kind):
-            return item.apply(self._leaf, filter_empty=False)
+            is_as_it_is = self._is_inside and not self._has_changes(item)
+            return item if is_as_it_is else item.apply(self._leaf, filter_empty=False)
         if not fields(kind) or isinstance(item, torch.nn.Module):
             return item
         if PLAIN.issuperset([type(getattr(item, name, None)) for name in fields(kind)]):
             return item
         is_inside, self._is_inside = self._is_inside, True
         try:
-            return self._records.of(item, self.value, self._has_changes)
+            return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_have_memory))
         except CopyError:
             return item
         except RecursionError:  # too deep: all of it stays as it is
@@ -81,8 +82,8 @@ class _Ordinary:
     def _is_detached(self, tensor: Any) -> bool:
         return tensor.requires_grad or isinstance(tensor, self._torch.nn.Parameter)
 
-    def _has_changes(self, record: Any) -> bool:
-        found = [item for item in memories(record) if isinstance(item, self._torch.Tensor)]
+    def _has_changes(self, value: Any) -> bool:
+        found = [item for item in memories(value) if isinstance(item, self._torch.Tensor)]
         return any(self._is_detached(item) or self._is_copied(item) for item in found)
 
 

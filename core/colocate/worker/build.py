@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from colocate.worker.holdings import held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.site import Site
 from colocate.worker.storages import Objects
-from colocate.worker.vmm import kept_addresses
+from colocate.worker.vmm import Elsewhere, kept_addresses
 
 
 @attrs.frozen
@@ -142,23 +142,27 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
     return HostedRole(build.name, instance, methods, ctx, site.setting, settings, build.keeps_addresses)
 
 
-def _check_addresses(instance: object, site: Site, elsewhere: Callable[[Iterable[Any]], int]) -> None:
-    """Raise where not all that a constructor has made keeps its addresses. Not gradients: autograd's threads make them.
+def _check_addresses(instance: object, site: Site, elsewhere: Elsewhere) -> None:
+    """Raise where not all weights and buffers that were made for a constructor keep their addresses.
+
+    Of others some may not: threads of autograd's make gradients, for one.
 
     Raises:
-        CapabilityError: It doesn't.
+        CapabilityError: They don't.
     """
+    device = site.boot.device
     others = [role.instance for role in site.roles.values() if role.name is not None]
-    found, _ = held_by(instance, apart=others, storages=partial(Objects, site.boot.device))
-    del found[Purpose.GRADIENTS]
-    pieces = [each for each in found.values() if isinstance(each, Objects)]
-    storages = {key: storage for each in pieces for key, storage in each.storages.items()}
+    found, _ = held_by(instance, apart=others, storages=partial(Objects, device))
+    storages: dict[int, Any] = {}
+    for pieces in (found[Purpose.PARAMETERS], found[Purpose.BUFFERS]):
+        assert isinstance(pieces, Objects)
+        storages |= {key: pieces.storages[key] for key in pieces.get(device, ())}
     if nbytes := elsewhere(storages.values()):
         raise CapabilityError(
-            f'sleep="vmm": {size_text(nbytes)} that the constructor has made on {site.boot.device} would have other '
-            "addresses after a sleep, as other threads than its own have made them. Models of transformers are read so "
-            '(device_map=): set env={"HF_DEACTIVATE_ASYNC_LOAD": "1"} in the pool, or read them on the host and move '
-            "them with .to; or leave sleep= out"
+            f'sleep="vmm": {size_text(nbytes)} of weights and buffers on {device} would have other addresses after a '
+            "sleep, as other threads have made them than that which runs the constructor. Models of transformers are "
+            'read so (device_map=): set env={"HF_DEACTIVATE_ASYNC_LOAD": "1"} in the pool, or read them on the host '
+            "and move them with .to; or leave sleep= out"
         )
 
 

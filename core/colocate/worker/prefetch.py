@@ -113,23 +113,20 @@ class Prefetch:
     # -- on the thread
 
     def _move(self, moves: _Moves) -> None:
-        with beside_captures(self._site.boot.device):
-            self._move_beside(moves)
-
-    def _move_beside(self, moves: _Moves) -> None:
         room, turn = f"room for role {moves.name!r}", "its turn is next"
         try:
-            for name, going in moves.going.items():
+            with beside_captures(self._site.boot.device):
+                for name, going in moves.going.items():
+                    start = time.time()
+                    self._sleeper.space.copy_out(going, gives_back=False)()
+                    moves.gone.add(name)
+                    told = name, True, going.size, start, time.time(), True, room, True, False
+                    self._site.say(from_worker.Moved(*told, self._sleeper.asleep.kept_awake(name)))
                 start = time.time()
-                self._sleeper.space.copy_out(going, gives_back=False)()
-                moves.gone.add(name)
-                told = name, True, going.size, start, time.time(), True, room, True, False
-                self._site.say(from_worker.Moved(*told, self._sleeper.asleep.kept_awake(name)))
-            start = time.time()
-            self._sleeper.space.bring_back(moves.coming, moves.writes)
-            moves.has_come = True
-            size = moves.coming.size
-            self._site.say(from_worker.Moved(moves.name, False, size, start, time.time(), False, turn, True))
+                self._sleeper.space.bring_back(moves.coming, moves.writes)
+                moves.has_come = True
+                size = moves.coming.size
+                self._site.say(from_worker.Moved(moves.name, False, size, start, time.time(), False, turn, True))
         except (OSError, MemoryError, ValueError):
             pass  # there is no room, or it can't be read: whoever needs it finds that, and tells it
         finally:

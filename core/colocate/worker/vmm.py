@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
@@ -199,6 +199,12 @@ def absent(device: str) -> tuple[int, int]:
     return (0, 0) if vmm is None or device == "cpu" else vmm.absent(number_of(device))
 
 
+Elsewhere: TypeAlias = Callable[[Iterable[Any]], int]
+"""Tells how many bytes of some storages don't keep their addresses, and were made while a constructor ran.
+
+Other threads have made them.
+"""
+
 _pools_lock = threading.Lock()
 # By device, torch's pools for constructors that run, or did beside one that still does; and how many run.
 _pools: dict[int, list[Any]] = {}
@@ -206,21 +212,20 @@ _running: Counter[int] = Counter()
 
 
 @contextlib.contextmanager
-def kept_addresses(device: str) -> Iterator[Callable[[Iterable[Any]], int]]:
+def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
     """A block in which what its thread makes on a device gets addresses that it keeps when it sleeps.
 
     Args:
         device: As torch calls it.
 
     Yields:
-        What tells of storages, when the block is over, how many bytes were made meanwhile and don't keep theirs:
-        another thread has made them.
+        What tells, when the block is over, what doesn't keep its own of what was made meanwhile; None where all does.
 
     Raises:
         CapabilityError: It can't be had on this machine.
     """
     if device == "cpu":  # which keeps them as it is
-        yield lambda storages: 0
+        yield None
         return
     import torch
 
