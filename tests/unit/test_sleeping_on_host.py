@@ -515,7 +515,7 @@ def test_memory_that_is_let_go_of_while_it_moves(site: Any, monkeypatch: pytest.
         going = sleeper.going("model", TAGS)
         role.cache = None
         assert gone() is not None
-        sleeper.space.copy_out(going)()
+        sleeper.space.copy_out(going).end()
         del going
         assert gone() is None
 
@@ -609,18 +609,55 @@ class Stubborn:
             raise RuntimeError("nothing comes back")
 
 
+@pytest.mark.parametrize("why", ["another rank", "the device"])
+def test_a_sleep_that_is_refused_takes_no_room(site: Any, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """On the disk, as often as it is tried; what sleeps already has its own."""
+    model = Model()
+    add(site, model)
+    before = [piece.clone() for piece in model.pieces()]
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", ("cache",), (), 1)
+        assert sleeper.space._files is not None
+        room = sleeper.space._files.room()
+        assert room == pytest.approx(PIECE, rel=0.02)
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                if why == "another rank":
+                    patch.setattr(site, "ask", refuse)
+                else:
+                    patch.setattr(sleeper.space.offload, "write", full)
+                assert sleeper.sleep("model", TAGS, (), 1).refusal is not None
+            assert sleeper.space._files.room() == room
+            assert sleeper.asleep.tags("model") == ("cache",)
+        assert sleeper.sleep("model", TAGS, (), 1).refusal is None
+        assert sleeper.space._files.room() > 4 * PIECE
+        assert sleeper.wake("model", TAGS, 1, {}).refusal is None
+        assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+    finally:
+        sleeper.space.close()
+
+
 def test_a_turn_that_can_not_be_undone(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the role has put away by its own means sleeps, and comes when the role is woken."""
     role = add(site, Stubborn())
     sleeper = Sleeper(site)
 
-    def fail() -> int:
-        raise OSError("no more")
+    class Copied:
+        dropped = False
 
-    monkeypatch.setattr(sleeper.space, "copy_out", lambda going, again: fail)
+        def end(self) -> int:
+            raise OSError("no more")
+
+        def drop(self) -> None:
+            self.dropped = True
+
+    copied = Copied()
+    monkeypatch.setattr(sleeper.space, "copy_out", lambda going, again: copied)
     with pytest.raises(OSError, match="no more") as caught:
         sleeper.sleep_alone("model")
     assert caught.value.__notes__ == ["then its wake() raised RuntimeError: nothing comes back"]
+    assert copied.dropped
     assert sleeper.asleep.tags("model") == TAGS
     role.instance.refuses = False
     assert sleeper.wake_alone(role) == 0
@@ -652,7 +689,7 @@ def refuse(question: Any) -> None:
     raise ColocateError("another rank has no room")
 
 
-def full(coming: Any) -> None:
+def full(*_: Any) -> None:
     """As a disk that others have filled meanwhile."""
     raise OSError(28, "No space left on device")
 

@@ -394,6 +394,13 @@ class Spill:
                     return
                 self.files[home.file].free(home.of(written))
 
+    def drop(self, written: Written) -> None:
+        """Free the room of what was written and doesn't go."""
+        self._pending.discard(written)
+        if not self._has_heirs:
+            with contextlib.suppress(OSError):  # the room is free later, then
+                self._free_unused(mappings_now())
+
     def has_put_away(self, places: Iterable[Place]) -> None:
         """Note that pages are in the files only."""
         gone = merged((place.start, place.stop - place.start) for place in places)
@@ -437,6 +444,11 @@ class Written:
             self._spill.has_put_away(self.places)
             for place in self.places:
                 self.files[place.file].replace(place)
+
+    def drop(self) -> None:
+        """They stay in memory: the room is free again of those that had none in the files."""
+        with _one_at_a_time:
+            self._spill.drop(self)
 
 
 def _batches(areas: Iterable[Area]) -> Iterator[list[Area]]:

@@ -118,7 +118,7 @@ class Prefetch:
             with beside_captures(self._site.boot.device):
                 for name, going in moves.going.items():
                     start = time.time()
-                    self._sleeper.space.copy_out(going, gives_back=False)()
+                    self._sleeper.space.copy_out(going, gives_back=False).end()
                     moves.gone.add(name)
                     told = name, True, going.size, start, time.time(), True, room, True, False
                     self._site.say(from_worker.Moved(*told, self._sleeper.asleep.kept_awake(name)))

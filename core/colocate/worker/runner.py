@@ -218,7 +218,7 @@ class Runner:
         arguments = resolver.resolve(arguments)
         if site.store.strict:
             resolver.watch()
-        for key, maker, by in site.store.written(resolver.keys):
+        for key, maker, by in list(site.store.written(resolver.keys)):
             if by is not None:
                 raise _written(by, maker, key)
             raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
@@ -266,11 +266,11 @@ class Runner:
             result = without_padding(result, work.rows, work.valid_rows, label)
         if result is not returned:
             site.device.end(label)  # with what was copied of it
-        if len(site.store) or resolver is not None:
-            self._check_writes(label, role, resolver)
-        if call.method in OF_WORKERS:  # whether there is room they have looked at themselves
+        if call.method in OF_WORKERS:  # what changes there is no resident, and they have looked whether there is room
             site.accounts.changed(None)
         else:
+            if len(site.store) or resolver is not None:
+                self._check_writes(label, role, resolver)
             site.residency.check(role.name, label, None if call.keep is None else {label: result})
         operations = site.groups.count()
         valid, halves = work.valid_rows, _updates(work, operations)
@@ -303,13 +303,15 @@ class Runner:
         used = resolver.keys if resolver is not None else ()
         everything = site.store.strict or role.name is None  # a function may have asked any role for anything
         keys = None if everything else dict.fromkeys((*used, *site.store.made_by(role.name or "")))
-        for key, maker, by in site.store.written(keys, label):
-            raise _written(by or label, maker, key)
-        for key, maker, by in site.peers.given_back(label) if resolver is not None else ():
-            raise _written(by or label, maker, key)
-        # In the same words, since of several ranks one has the very value: which is heard of first makes no difference.
-        for source in resolver.written() if resolver is not None else ():
-            raise _written(label, source.label, source.key)
+        # All of them, so that nobody gets what any has become.
+        written = [(key, maker, by or label) for key, maker, by in site.store.written(keys, label)]
+        if resolver is not None:
+            written += [(key, maker, by or label) for key, maker, by in site.peers.given_back(label)]
+            # As if they were here, since of several ranks one has the very value: which is heard of first makes no
+            # difference.
+            written += [(source.key, source.label, label) for source in resolver.written()]
+        for key, maker, by in written:
+            raise _written(by, maker, key)
 
     def _failed(
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None

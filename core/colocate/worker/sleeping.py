@@ -30,7 +30,7 @@ from colocate.worker.memory_site import Worker
 from colocate.worker.movable import Movable
 from colocate.worker.moves import Coming, Going
 from colocate.worker.process_memory import InFiles, in_files
-from colocate.worker.swap_space import SwapSpace
+from colocate.worker.swap_space import Copied, SwapSpace
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -151,16 +151,19 @@ class Sleeper:
             return Outcome(self._agree(members, None))
         wanted = [tag for tag in TAGS if tag in tags]
         new = [tag for tag in wanted if tag not in self.asleep.tags(name)]
-        seen: list[Going] = []
+        seen: list[tuple[Going, Copied]] = []
 
         def begin() -> Callable[[], int]:
-            found, end = self._copied(name, role, wanted, discard)
-            seen.append(found)
-            return end
+            seen.append(self._copied(name, role, wanted, discard))
+            return seen[0][1].end
 
-        outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
+        def undo() -> None:
+            seen[0][1].drop()
+            self._undo(role, new)
+
+        outcome = self._all_or_none(role, members, begin, undo)
         if outcome.refusal is None:
-            self.asleep.add(name, *seen)
+            self.asleep.add(name, seen[0][0])
             trim()  # who has a role sleep wants memory: also what was freed before, in pieces that `malloc` keeps
         elif not set(new).isdisjoint(self.asleep.tags(name)):
             raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
@@ -230,10 +233,11 @@ class Sleeper:
         """
         role = self._site.roles[name]
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
-        found, end = self._copied(name, role, tags, again=True, only=only)
+        found, copied = self._copied(name, role, tags, again=True, only=only)
         try:
-            end()
+            copied.end()
         except BaseException as error:
+            copied.drop()
             self._undo(role, new, error)
             raise
         self.asleep.add(name, found)
@@ -347,8 +351,8 @@ class Sleeper:
         discard: Collection[str] = (),
         again: bool = False,
         only: Coming | None = None,
-    ) -> tuple[Going, Callable[[], int]]:
-        """What of a role is to sleep, copied to where it goes; and what ends it here: see `SwapSpace.copy_out`."""
+    ) -> tuple[Going, Copied]:
+        """What of a role is to sleep, copied to where it goes: see `SwapSpace.copy_out`."""
         finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards

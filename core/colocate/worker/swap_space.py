@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import attrs
+
 from colocate._system import shared_spill
 from colocate._system.mappings import Mapping
-from colocate._system.pages import Spill
+from colocate._system.pages import Spill, Written
 from colocate.worker.memory_site import Worker
 from colocate.worker.moves import Coming, Going
-from colocate.worker.offload import Offload
+from colocate.worker.offload import Offload, Offloading
 
 
 class SwapSpace:
@@ -50,8 +52,8 @@ class SwapSpace:
         """Bytes of the process's own memory that a device copies from and to as its own sleeps and wakes."""
         return self.offload.pinned
 
-    def copy_out(self, going: Going, gives_back: bool = True, again: bool = True) -> Callable[[], int]:
-        """Copy memory to where it goes; and what ends its being here, and tells the bytes that have gone.
+    def copy_out(self, going: Going, gives_back: bool = True, again: bool = True) -> Copied:
+        """Copy memory to where it goes.
 
         Args:
             going: The memory.
@@ -64,21 +66,21 @@ class SwapSpace:
             ValueError: It can't be put away here.
         """
         written = self.files().write(going.areas) if going.areas else None
-        if going.emptying.areas:
-            going.emptying.check(0 if written is None else len(written))
-        offloading = self.offload.write(going.storages, going.empty_storages, () if again else going.trained)
-
-        def end() -> int:
+        try:
+            if going.emptying.areas:
+                going.emptying.check(0 if written is None else len(written))
+            offloading = self.offload.write(going.storages, going.empty_storages, () if again else going.trained)
+        except BaseException:
             if written is not None:
-                written.put_away()
-            going.emptying.empty()
-            going.are_rewritten()
-            if going.emptying.areas and self._files is not None:
-                with suppress(OSError):  # the room is free later, then
-                    self._files.forget(going.emptying.areas)
-            return going.size - offloading.put_away(gives_back)
+                written.drop()
+            raise
+        return Copied(self, going, written, offloading, gives_back)
 
-        return end
+    def forget(self, going: Going) -> None:
+        """Free the room on the disk of what was emptied."""
+        if going.emptying.areas and self._files is not None:
+            with suppress(OSError):  # the room is free later, then
+                self._files.forget(going.emptying.areas)
 
     def bring_back(self, coming: Coming, writes: bool) -> None:
         """Have it be in memory.
@@ -128,3 +130,28 @@ class SwapSpace:
                 self._files.close()
             self._files = None
         self.offload.close()
+
+
+@attrs.frozen(eq=False)
+class Copied:
+    """Memory that was copied to where it goes, and is here, too."""
+
+    _space: SwapSpace
+    _going: Going
+    _written: Written | None
+    _offloading: Offloading
+    _gives_back: bool
+
+    def end(self) -> int:
+        """Have it be there only. The bytes that have gone."""
+        if self._written is not None:
+            self._written.put_away()
+        self._going.emptying.empty()
+        self._going.are_rewritten()
+        self._space.forget(self._going)
+        return self._going.size - self._offloading.put_away(self._gives_back)
+
+    def drop(self) -> None:
+        """It stays, and takes no room where it would have gone."""
+        if self._written is not None:
+            self._written.drop()

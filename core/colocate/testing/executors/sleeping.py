@@ -23,6 +23,8 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.probes.sleepers import Dozing, Engine, Sharing, digest_of
+from colocate.testing.probes.tensors import Intruder, Tensors
+from colocate.testing.waiting import PATIENCE_S
 
 _MIB = 2**20
 _MIBS = 8
@@ -362,6 +364,22 @@ class Sleeping(Dozers):
             assert abs(asleep.unowned["other"]) <= 0.1 * Engine.NBYTES, asleep.unowned
             assert asleep.unowned["held back"] <= 0.1 * Engine.NBYTES, asleep.unowned
             group.wake("engine")
+
+    def test_what_somebody_wrote_before(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A sleep, a wake and a checkpoint aren't blamed for it, and are done; who uses the value is told."""
+        pytest.importorskip("torch")
+        roles = {"dozing": colocate.role(Dozing, 1), "tensors": colocate.role(Tensors)}
+        group = spawn({**roles, "other": colocate.role(Intruder)}, name="intruded")
+        tensors = group.role("tensors", Tensors)
+        with tensors.make.keep(2) as kept:
+            kept.wait()
+            error = group.role("other", Intruder).write.submit("tensors").exception(PATIENCE_S)
+            assert error is None or "other.write changed in place" in str(error)  # with `strict`
+            assert group.sleep("dozing") > 0
+            assert group.wake("dozing") > 0
+            group.checkpoint(tmp_path / "state")
+            with pytest.raises(RoleError, match="changed in place"):
+                tensors.seen(kept.ref)
 
     def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
         """Roles and tags that there aren't."""

@@ -9,9 +9,9 @@ import pytest
 import colocate
 from colocate import ColocatedGroup
 from colocate.errors import DispatchError, RoleError
-from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.rows import Rows
-from colocate.testing.probes.tensors import Tensors
+from colocate.testing.probes.tensors import Intruder, Tensors
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -196,6 +196,17 @@ class Memory(TensorCase):
             with pytest.raises(RoleError, match=r"write_into_what_it_returned changed in place") as caught:
                 tensors.write_into_what_it_returned()
             assert caught.value.method == "write_into_what_it_returned"
+
+    def test_write_into_several(self, spawn: Spawn) -> None:
+        """Nobody gets what any of them has become."""
+        group = spawn({"intruder": colocate.role(Intruder)}, name="several")
+        intruder = group.role("intruder", Intruder)
+        with intruder.make.keep() as one, intruder.make.keep() as other:
+            with pytest.raises(RoleError, match=r"write_into_all changed in place a value that intruder\.make"):
+                intruder.write_into_all()
+            for each in (one, other):
+                with pytest.raises(RoleError, match=r"changed in place by intruder\.write_into_all"):
+                    each.fetch()
 
     def test_write_later(self, pair: ColocatedGroup, tensors: Tensors) -> None:
         """Writing into an argument of an earlier call is found at the latest when the resident is used next."""

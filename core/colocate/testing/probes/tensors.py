@@ -243,3 +243,29 @@ class Tensors(Role):
 
         pass_gate(gate)
         return torch.arange(float(rows), device=self.ctx.device) + 100.0 * self.ctx.rank
+
+
+class Intruder(Role):
+    """Changes what is others', and what it has returned."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
+    @method
+    def make(self) -> torch.Tensor:
+        """A tensor that it remembers."""
+        import torch
+
+        self.made.append(torch.ones(3, device=self.ctx.device))
+        return self.made[-1]
+
+    @method
+    def write_into_all(self) -> None:
+        """Write into all that it has returned: what no method may do."""
+        for each in self.made:
+            each.zero_()
+
+    @method
+    def write(self, role: str) -> None:
+        """Write into what a role has returned last: what no method may do."""
+        self.ctx.sibling(role, Tensors).returned.zero_()
