@@ -71,11 +71,12 @@ class Accounts:
             RoleError: Something of it can't be looked at.
         """
         try:
-            for name in [each.name for each in list(self._site.roles.values()) if each.name is not None]:
-                if name in self._changed or name not in self._held:
-                    self._held[name], _ = look_at(self._site, name, Versions)
-                    self._changed.discard(name)
-            return shares_of(self._site, self._sleeper, self._held, more)
+            names = [each.name for each in list(self._site.roles.values()) if each.name is not None]
+            changed = [name for name in names if name in self._changed or name not in self._held]
+            for name in changed:
+                self._held[name], _ = look_at(self._site, name, Versions)
+                self._changed.discard(name)
+            return shares_of(self._site, self._sleeper, self._held, more, changed)
         except LookError as error:
             raise RoleError(
                 f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from colocate.worker.moves import Coming, Going, Kept
 from colocate.worker.storages import Objects
@@ -81,9 +81,15 @@ class Asleep:
             storage.data_ptr() for pieces in self._all() for key, storage in pieces.storages.items() if key in self.away
         } - {0}
 
-    def freed(self) -> set[int]:
-        """Pieces of the host's memory that slept when they were let go of: somebody else may lie there now."""
-        told = [(key, owner() is None) for pieces in self._all() for key, owner in list(pieces.owners.items())]
+    def freed(self, among: Set[int] | None = None) -> set[int]:
+        """Pieces of the host's memory that slept when they were let go of: somebody else may lie there now.
+
+        Args:
+            among: What is asked of; None for all.
+        """
+        owners = [dict(pieces.owners) for pieces in self._all()]  # others change them
+        asked = [(each, each.keys() if among is None else each.keys() & among) for each in owners]
+        told = [(key, each[key]() is None) for each, keys in asked for key in keys]
         return {key for key, gone in told if gone} - {key for key, gone in told if not gone}
 
     def forget_freed(self) -> None:

@@ -118,7 +118,11 @@ class Shares:
 
 
 def shares_of(
-    site: Worker, sleeper: Sleeper, held: Mapping[str, Holdings], more: Mapping[str, Any] | None = None
+    site: Worker,
+    sleeper: Sleeper,
+    held: Mapping[str, Holdings],
+    more: Mapping[str, Any] | None = None,
+    looked_at: Collection[str] | None = None,
 ) -> Shares:
     """What roles have, with their residents.
 
@@ -127,6 +131,7 @@ def shares_of(
         sleeper: What of it sleeps.
         held: What they hold.
         more: Values that are about to be kept, by who has made them.
+        looked_at: Those that may have come to hold what lies where other memory slept that was let go of; None for all.
 
     Raises:
         LookError: A resident can't be looked at.
@@ -138,13 +143,21 @@ def shares_of(
             holdings, _ = lie_in(values, [each.instance for each in list(site.roles.values())])
         for pieces in holdings.values():
             kept.include(pieces)
-    freed = sleeper.asleep.freed()
-    away = {key: size for key, size in dict(sleeper.asleep.away).items() if key not in freed}
+    away = dict(sleeper.asleep.away)
+    new = [pieces for name in found for pieces in _which_may_be_new(found[name], name, looked_at)]
+    if again := {key for pieces in new for key in away.keys() & pieces.get("cpu", {}).keys()}:
+        for key in sleeper.asleep.freed(again):
+            del away[key]
     shares = _shares(found, away, set(sleeper.asleep.emptied), sleeper.asleep.kept_addresses())
     for name, (size, emptied) in sleeper.asleep.on_device().items():
         shares.asleep[name] = shares.asleep.get(name, 0) + size
         shares.emptied[name] = shares.emptied.get(name, 0) + emptied
     return shares
+
+
+def _which_may_be_new(found: Holdings, role: str, looked_at: Collection[str] | None) -> Iterable[Storages]:
+    """Those of a role's that may lie where other memory slept: residents are looked at each time."""
+    return found.values() if looked_at is None or role in looked_at else [found[Purpose.RESIDENTS]]
 
 
 def _residents(site: Worker, more: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -176,7 +189,7 @@ def _shares(
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
     asleep, empty = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
     on_host: list[dict[int, int]] = []
-    counted, without_memory = _once(held), frozenset(absent)
+    counted, without_memory, nowhere = _once(held), frozenset(absent), frozenset(emptied)
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
@@ -188,12 +201,13 @@ def _shares(
                 first = {each: nbytes for each, nbytes in pieces.items() if each not in known} if known else pieces
                 its_owners |= dict.fromkeys(first, role)
                 elsewhere = first.keys() & (away.keys() if device == "cpu" else without_memory)
-                away_bytes = sum(first[each] for each in elsewhere)
+                nbytes = sum(first.values())
+                away_bytes = nbytes if len(elsewhere) == len(first) else sum(map(first.__getitem__, elsewhere))
                 if device == "cpu":
                     on_host.append(first)
                     asleep[role] += away_bytes
-                    empty[role] += sum(first[each] for each in elsewhere if each in emptied)
-                if own := sum(first.values()) - away_bytes:
+                    empty[role] += sum(map(first.__getitem__, elsewhere & nowhere))
+                if own := nbytes - away_bytes:
                     owned[role][purpose.word, device] = own
     with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
     return Shares(owned, with_others, asleep, empty, on_host)

@@ -368,7 +368,7 @@ class Sleeping(Dozers):
     def test_what_somebody_wrote_before(self, spawn: Spawn, tmp_path: Path) -> None:
         """A sleep, a wake and a checkpoint aren't blamed for it, and are done; who uses the value is told."""
         pytest.importorskip("torch")
-        roles = {"dozing": colocate.role(Dozing, 1), "tensors": colocate.role(Tensors)}
+        roles: dict[str, Any] = {"dozing": colocate.role(Dozing, 1), "tensors": colocate.role(Tensors)}
         group = spawn({**roles, "other": colocate.role(Intruder)}, name="intruded")
         tensors = group.role("tensors", Tensors)
         with tensors.make.keep(2) as kept:
