@@ -485,6 +485,34 @@ def test_memory_that_is_let_go_of_while_it_sleeps(site: Any, kind: str) -> None:
         other.cache = None
 
 
+def test_a_call_beside_what_sleeps(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that sleeps is asked for as long as nobody may have come to lie there."""
+    hosted = add(site, types.SimpleNamespace(cache=torch.ones(SIDE, SIDE)))
+    other = types.SimpleNamespace(small=torch.ones(5))
+    site.roles["other"] = HostedRole("other", other, {}, standalone_context("other"), hosted.setting)
+    sleeper = Sleeper(site)
+    accounts = Accounts(site, sleeper, Gradients(site))
+    asked: list[Any] = []
+    freed = sleeper.asleep.freed
+
+    def noted(among: Any = None) -> set[int]:
+        asked.append(among)
+        return freed(among)
+
+    try:
+        sleeper.sleep_alone("model")
+        accounts.look(None)
+        monkeypatch.setattr(sleeper.asleep, "freed", noted)
+        shares = accounts.look("other")
+        assert (shares.owned["other"], shares.asleep) == ({("tensors", "cpu"): 20}, {"model": PIECE, "other": 0})
+        assert asked == []
+        other.small = hosted.instance.cache  # which sleeps still
+        assert accounts.look("other").asleep == {"model": PIECE, "other": 0}
+        assert asked == [{other.small.data_ptr()}]
+    finally:
+        sleeper.space.close()
+
+
 def test_what_somebody_has_a_part_of_stays(site: Any) -> None:
     """Also where that begins elsewhere, and so is another storage: who writes there meanwhile would lose it."""
     table = np.ones(SIDE * SIDE, np.float32)

@@ -163,7 +163,7 @@ def _known(data: Mapping[str, Any]) -> list[str]:
     if data.get("asleep"):
         found.append(f"{size_text(data['asleep'])} asleep")
     if "unmeasured" in data:
-        found.append(f"its memory isn't known: {data['unmeasured']}")
+        found.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")  # all of it is in the data
     if "age_s" in data:
         found.append(f"{data['age_s']:.0f} s")
     if "line" in data:

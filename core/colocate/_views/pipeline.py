@@ -50,12 +50,12 @@ class Pipeline:
                 "ask for it after the block (a signal's handler: set a flag, and look at it there)"
             )
 
-    def refuse_call(self, label: str) -> None:
-        """Refuse a call that blocks."""
+    def refuse_call(self, label: str, how: str = "") -> None:
+        """Refuse a call that blocks. `how`: what to use instead of it there, with a comma, if there is something."""
         raise PipelineError(
             f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
-            "when it ends: use .submit(...) or .keep(...), or call it before or after the block (a signal's handler: "
-            "set a flag, and look at it there)"
+            f"when it ends: {how}call it before or after the block (a signal's handler: set a flag, and look at it "
+            "there)"
         )
 
     # -- recording

@@ -111,7 +111,7 @@ class ViewCall(OnDriver):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
         if (pipeline := recording(self._crew)) is not None:
-            pipeline.refuse_call(self._label)
+            pipeline.refuse_call(self._label, "use .submit(...) or .keep(...), or ")
         return self._send(start, args, kwargs).result()
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[Any]:

@@ -35,7 +35,7 @@ def show_memory(
         if json:
             print_json([_plain(group) for group in groups])
         else:
-            _say(f"{config.name}: what roles will hold (no memory was taken for it, and nothing was started)")
+            _say(f"{config.name}: what roles will hold (torch took no memory for it, and nothing was started)")
             for group in groups:
                 _show(group)
         return 1 if any(_is_unfit(group) for group in groups) else 0
