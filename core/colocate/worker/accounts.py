@@ -204,4 +204,7 @@ class Accounts:
             return ""
         order = [*(purpose.word for purpose in Purpose), "asleep"]
         kinds = ", ".join(f"{kind} {size_text(parts[kind])}" for kind in order if kind in parts)
-        return f"{role or 'functions'} {size_text(sum(parts.values()))} ({kinds})"
+        stays = self._sleeper.asleep.kept_awake(role) if device else {}
+        but = ", ".join(f"{size_text(size)} {why}" for why, size in stays.items())
+        why = f", asleep but for {but}" if but else ""
+        return f"{role or 'functions'} {size_text(sum(parts.values()))} ({kinds}){why}"

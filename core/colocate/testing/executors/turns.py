@@ -233,6 +233,19 @@ class TakingTurns(ExecutorCase):
         kept.free()
         assert two.train()
 
+    def test_a_role_that_residents_keep_awake(self, spawn: Spawn) -> None:
+        """Who lacks the room is told of it."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="5MiB")
+        kept = group.role("one", Dozing).weights.keep()
+        kept.wait()
+        why = r"waking role 'two' needs .* one 2 MiB \(.*\), asleep but for 2 MiB used by residents"
+        with pytest.raises(MemoryBudgetError, match=why):
+            group.role("two", Dozing).digest()
+        kept.free()
+        assert group.role("two", Dozing).digest()
+
     def test_turns_of_siblings(self, spawn: Spawn) -> None:
         """A role that has asked for another one has that awake whenever it runs."""
         pytest.importorskip("torch")
