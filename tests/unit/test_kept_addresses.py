@@ -251,7 +251,7 @@ class Holds(Plain):
 class OnDevice(Objects):
     """Storages of the host's, as if they were a device's."""
 
-    def add_plain(self, items: list[Any], device: str) -> None:
+    def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
         for item in items:
             storage = item.untyped_storage()
             self.setdefault(device, {})[storage._cdata] = storage.nbytes()

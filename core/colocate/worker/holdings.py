@@ -234,11 +234,9 @@ class _Search:
         self.note(Purpose.BUFFERS, buffers)
 
     def _note_parameters(self, parameters: list[Any]) -> None:
-        by_id = dict(zip(map(id, parameters), parameters, strict=True))
-        by_id.pop(id(None), None)
-        for key in by_id.keys() & self._parameters:
-            del by_id[key]
-        self._parameters.update(by_id)
+        known = self._parameters
+        by_id = {key: each for each in parameters if (key := id(each)) not in known and each is not None}
+        known.update(by_id)
         self._seen.update(by_id)
         self.note(Purpose.PARAMETERS, by_id.values())
         self.leaves += by_id.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from colocate._system.imported import imported
@@ -32,10 +32,13 @@ class Storages(dict[str, dict[int, int]]):
         """Note what others note, too."""
         self.has_arrays |= more.has_arrays
         for place, sizes in more.items():
-            self._put(place, sizes)
+            self._put(place, dict(sizes))
 
-    def _put(self, place: str, sizes: Mapping[int, int]) -> None:
-        known = self.setdefault(place, {})
+    def _put(self, place: str, sizes: dict[int, int]) -> None:
+        """Note pieces, by what becomes part of this."""
+        if not (known := self.get(place)):
+            self[place] = sizes
+            return
         if not known.keys().isdisjoint(sizes):  # a part of an array begins where all of it does
             sizes = {address: max(size, known.get(address, 0)) for address, size in sizes.items()}
         known.update(sizes)
@@ -46,7 +49,16 @@ class Storages(dict[str, dict[int, int]]):
         plain, others = _parted([*values], torch)
         for value in others:
             self.add(value)
-        for device, tensors in _by_device(plain).items():
+        if not plain:
+            return
+        if (sizes := _on_the_host(plain)) is not None:
+            self.add_pieces(plain, sizes, _name_of(plain[0].device))
+            return
+        strided = [each for each in plain if each.layout is torch.strided]
+        if len(strided) < len(plain):
+            for value in [each for each in plain if each.layout is not torch.strided]:
+                self.add(value)
+        for device, tensors in _by_device(strided).items():
             if device.type == "meta":
                 for tensor in tensors:
                     self.add_tensor(tensor, torch)
@@ -81,12 +93,16 @@ class Storages(dict[str, dict[int, int]]):
         except RuntimeError:  # of one that somebody has kept of what `torch.func` had transformed
             if len(items) > 1:
                 for item in items:
-                    Storages.add_plain(self, [item], device)
+                    self.add_plain([item], device)
             return
         if len(sizes) < len(items):  # they share some, or have it from an array of which each has a part
             for item in items:
                 address, nbytes = (storage := item.untyped_storage()).data_ptr(), storage.nbytes()
                 sizes[address] = max(nbytes, sizes.get(address, 0))
+        self.add_pieces(items, sizes, device)
+
+    def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
+        """Note pieces of a device's memory, and the tensors that have them."""
         if 0 in sizes.values():
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
         if sizes:
@@ -120,9 +136,9 @@ class Versions(Storages):
         super().__init__()
         self.written = 0
 
-    def add_plain(self, items: list[Any], device: str) -> None:
-        """Note those of tensors of a device, which have one each."""
-        super().add_plain(items, device)
+    def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
+        """Note pieces of a device's memory, and the tensors that have them."""
+        super().add_pieces(items, sizes, device)
         self.written += sum(map(_version, items))
 
 
@@ -173,17 +189,17 @@ class Objects(Storages):
         if item.requires_grad:
             self.trained.update(self._keys(values, torch))
 
-    def add_plain(self, items: list[Any], device: str) -> None:
-        """Note those of tensors of a device, which have one each."""
+    def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
+        """Note pieces of a device's memory, and the tensors that have them."""
+        if device == "cpu":
+            super().add_pieces(items, sizes, device)
         for item in items:
-            if (storage := _storage_of(item)) is not None:
-                self._add(item, storage, device)
+            self._add(item, item.untyped_storage(), device)
 
     def _add(self, item: Any, storage: Any, device: str) -> None:
         key = _key(storage)
         self.tensors.setdefault(key, []).append(weakref.ref(item))
         if device == "cpu":
-            super().add_plain([item], device)
             self.owners[key] = _owner_of(storage)
             if self._pins and item.is_pinned():
                 self.pinned.add(key)
@@ -229,7 +245,7 @@ class WeakStorage:
 
 
 # Without a line of Python for each of a hundred thousand tensors.
-_layout, _is_on_the_host = operator.attrgetter("layout"), operator.attrgetter("is_cpu")
+_device = operator.attrgetter("device")
 
 
 def _parted(values: list[Any], torch: Any) -> tuple[list[Any], list[Any]]:
@@ -239,15 +255,25 @@ def _parted(values: list[Any], torch: Any) -> tuple[list[Any], list[Any]]:
     if not kinds.issuperset(map(type, values)):
         plain = [each for each in values if type(each) in kinds]
         others = [each for each in values if type(each) not in kinds and type(each) not in PLAIN]
-    if torch is not None and plain and set(map(_layout, plain)) != {torch.strided}:
-        others += [each for each in plain if each.layout is not torch.strided]
-        plain = [each for each in plain if each.layout is torch.strided]
     return plain, others
 
 
+def _on_the_host(tensors: list[Any]) -> dict[int, int] | None:
+    """The pieces of tensors that each have one of the host to themselves; None where others are among them.
+
+    Nearly always there are none. To look for them first would take as long again: a hundred thousand tensors aren't in
+    the processor's caches, and each look fetches them there.
+    """
+    try:
+        sizes = {(storage := each.untyped_storage()).data_ptr(): storage.nbytes() for each in tensors if each.is_cpu}
+    except RuntimeError:  # one is sparse, say
+        return None
+    return sizes if len(sizes) == len(tensors) else None
+
+
 def _by_device(tensors: list[Any]) -> dict[Any, list[Any]]:
-    if tensors and all(map(_is_on_the_host, tensors)):
-        return {tensors[0].device: tensors}
+    if len(devices := set(map(_device, tensors))) == 1:
+        return {devices.pop(): tensors}
     found: dict[Any, list[Any]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)
