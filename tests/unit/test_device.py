@@ -26,6 +26,8 @@ from colocate.worker.sleeping import Sleeper
 
 torch = pytest.importorskip("torch")
 
+from tests.unit.played import Captures  # noqa: E402
+
 
 class Stream:
     """One with work of its own, which another one's end says nothing of."""
@@ -565,13 +567,18 @@ def test_the_first_role_s_stream_is_its_own(gpu: Gpu, monkeypatch: pytest.Monkey
     assert gpu.current_stream("cuda:0") is gpu
 
 
-def test_copies_aside(gpu: Gpu) -> None:
-    """What is fetched while the lane computes is copied on another stream."""
+def test_copies_aside(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fetched while the lane computes is copied on another stream, and is no part of what it captures."""
+    captures = Captures()
+    monkeypatch.setattr(devices, "beside_captures", captures.beside)
     device = Device("cuda:0", in_process=False)
     for _ in range(2):
         with device.aside():
             assert gpu.current == "another of cuda:0"
+            captures.look()
         assert gpu.current == "usual"
+        captures.look()
+    assert captures.seen == [True, False] * 2
 
 
 @pytest.mark.parametrize("name", ["cpu", "meta", "cuda:0", "nonsense:1"])

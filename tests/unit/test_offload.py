@@ -130,6 +130,37 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(weights, before)
 
 
+@pytest.mark.parametrize("moves", ["goes", "is undone", "doesn't fit"])
+def test_amid_a_capture(monkeypatch: pytest.MonkeyPatch, moves: str) -> None:
+    """Another thread captures a graph, and torch can't give back what it keeps: that is left, and nothing is lost."""
+    asked: list[str] = []
+
+    class Capturing:
+        def empty_cache(self) -> None:
+            asked.append("empty_cache")
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    weights = torch.randn(1000)
+    before = weights.clone()
+    offload, chosen = Offload("cpu"), storages(weights)
+    monkeypatch.setattr(offload, "_copying", contextlib.nullcontext)
+    monkeypatch.setattr(offload_module, "in_use", lambda device: Capturing())
+    offload.write(chosen).put_away()
+    if moves == "is undone":
+        offload.bring_back(chosen)
+        offload.undo(chosen)
+    elif moves == "doesn't fit":
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="3.9 KiB are needed on cpu"):
+            patch.setattr(offload, "_copying", fail)
+            offload.bring_back(chosen)
+    assert len(asked) == (1 if moves == "goes" else 2)
+    offload.bring_back(chosen)
+    assert torch.equal(weights, before)
+
+
 def test_a_copy_of_something_that_is_gone() -> None:
     """Nothing is kept for it, and who gets its place has its own."""
     offload = Offload("cpu")

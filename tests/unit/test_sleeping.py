@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.unit.played import Captures  # noqa: E402
+
 from colocate import method  # noqa: E402
 from colocate._calls.pending import PendingCall  # noqa: E402
 from colocate._crew.sleepers import Sleepers  # noqa: E402
@@ -25,6 +27,7 @@ from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker import holdings, movable, offload, storages  # noqa: E402
+from colocate.worker import prefetch as prefetch_module  # noqa: E402
 from colocate.worker.handed import Handed  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.movable import _HANDED  # noqa: E402
@@ -681,6 +684,27 @@ def test_ahead_of_time(worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, l
     assert equal(contents(worker.roles["two"].instance), before["two"])
     sleeper.wake_alone(worker.roles["one"])
     assert equal(contents(worker.roles["one"].instance), before["one"])
+
+
+def test_ahead_of_time_amid_a_capture(
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What moves beside the lane is no part of a graph that the lane captures."""
+    sleeper, prefetch, before = two
+    captures = Captures()
+    monkeypatch.setattr(prefetch_module, "beside_captures", captures.beside)
+    for name in ("copy_out", "bring_back"):
+        does = getattr(sleeper.space, name)
+
+        def looks(*args: Any, does: Any = does, **options: Any) -> Any:
+            captures.look()
+            return does(*args, **options)
+
+        monkeypatch.setattr(sleeper.space, name, looks)
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
+    assert prefetch.settle() == set()
+    assert captures.seen == [True, True]
+    assert equal(contents(worker.roles["two"].instance), before["two"])
 
 
 def test_what_does_not_move_ahead(worker: Worker) -> None:

@@ -27,6 +27,7 @@ from colocate.worker.accounts import Accounts  # noqa: E402
 from colocate.worker.gradients import Gradients  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.ledger import ledger  # noqa: E402
+from colocate.worker.offload import Offloading  # noqa: E402
 from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.process_memory import InFiles  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
@@ -666,26 +667,60 @@ def test_a_sleep_that_is_refused_takes_no_room(site: Any, monkeypatch: pytest.Mo
         sleeper.space.close()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("what", ["pages", "a device's memory"])
+def test_what_can_not_go_takes_no_room(site: Any, monkeypatch: pytest.MonkeyPatch, what: str, ahead: bool) -> None:
+    """It was copied, and stays: so on the disk its room is free, for what stays as a whole."""
+    model = Model()
+    add(site, model)
+    site.boot.worker, site.say = "worker", lambda message: None
+    before = [piece.clone() for piece in model.pieces()]
+    sleeper = Sleeper(site)
+    prefetch = Prefetch(site, sleeper)
+
+    def fail(self: Any, *args: Any) -> None:
+        raise OSError("no more")
+
+    def put_to_sleep() -> set[str]:
+        if not ahead:
+            with pytest.raises(OSError, match="no more"):
+                sleeper.sleep_alone("model", ("cache",))
+            return {"model"}
+        coming = sleeper.asleep.coming("model", ("weights",))
+        prefetch.begin({"model": sleeper.going("model", ("cache",))}, "model", coming, writes=False)
+        return prefetch.settle()
+
+    try:
+        sleeper.sleep_alone("model", ("weights",))
+        assert sleeper.space._files is not None
+        room = sleeper.space._files.room()
+        with monkeypatch.context() as patch:
+            patch.setattr(*((pages.Written, "put_away") if what == "pages" else (Offloading, "put_away")), fail)
+            assert put_to_sleep() == {"model"}
+        # Those that went before the device couldn't have their place, until they are freed.
+        assert sleeper.space._files.room() == pytest.approx(room if what == "pages" else room + PIECE, rel=0.02)
+        assert "cache" not in sleeper.asleep.tags("model")
+        model.cache = torch.ones(SIDE, SIDE)
+        sleeper.wake_alone(site.roles["model"])
+        assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+    finally:
+        prefetch.close()
+        sleeper.space.close()
+
+
 def test_a_turn_that_can_not_be_undone(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the role has put away by its own means sleeps, and comes when the role is woken."""
     role = add(site, Stubborn())
     sleeper = Sleeper(site)
 
     class Copied:
-        dropped = False
-
         def end(self) -> int:
             raise OSError("no more")
 
-        def drop(self) -> None:
-            self.dropped = True
-
-    copied = Copied()
-    monkeypatch.setattr(sleeper.space, "copy_out", lambda going, again: copied)
+    monkeypatch.setattr(sleeper.space, "copy_out", lambda going, again: Copied())
     with pytest.raises(OSError, match="no more") as caught:
         sleeper.sleep_alone("model")
     assert caught.value.__notes__ == ["then its wake() raised RuntimeError: nothing comes back"]
-    assert copied.dropped
     assert sleeper.asleep.tags("model") == TAGS
     role.instance.refuses = False
     assert sleeper.wake_alone(role) == 0

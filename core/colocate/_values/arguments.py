@@ -106,6 +106,7 @@ class _Moves:
 
     def _record(self, item: Any) -> Any:
         try:
+            # `self.value` with a frame less for each record within another one: they may be nested deep.
             return self._records.of(item, partial(map_leaves, leaf=self._leaf, matters=_may_hold_tensors))
         except CopyError as error:
             raise DispatchError(

@@ -66,6 +66,7 @@ class _Ordinary:
             return item
         is_inside, self._is_inside = self._is_inside, True
         try:
+            # `self.value` with a frame less for each record within another one: they may be nested deep.
             return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_have_memory))
         except CopyError:
             return item

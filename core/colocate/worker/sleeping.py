@@ -237,7 +237,6 @@ class Sleeper:
         try:
             copied.end()
         except BaseException as error:
-            copied.drop()
             self._undo(role, new, error)
             raise
         self.asleep.add(name, found)

@@ -143,13 +143,17 @@ class Copied:
     _gives_back: bool
 
     def end(self) -> int:
-        """Have it be there only. The bytes that have gone."""
-        if self._written is not None:
-            self._written.put_away()
-        self._going.emptying.empty()
-        self._going.are_rewritten()
-        self._space.forget(self._going)
-        return self._going.size - self._offloading.put_away(self._gives_back)
+        """Have it be there only. The bytes that have gone. Where that fails, what hasn't gone is dropped."""
+        try:
+            if self._written is not None:
+                self._written.put_away()
+            self._going.emptying.empty()
+            self._going.are_rewritten()
+            self._space.forget(self._going)
+            return self._going.size - self._offloading.put_away(self._gives_back)
+        except BaseException:
+            self.drop()
+            raise
 
     def drop(self) -> None:
         """It stays, and takes no room where it would have gone."""

@@ -189,6 +189,7 @@ class Ledgers(ExecutorCase):
         spawn({"other": colocate.role(Declaring)}, slots=1)
         tree = runtime.graph.render("tree", memory=True)
         assert f"group {failing.name} (ready, its memory isn't known: RoleError: what role 'failing' of group" in tree
+        assert "Traceback" not in tree  # a line has one line
         assert "(Declaring, 3.9 KiB)" in tree
 
     def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:

@@ -50,9 +50,9 @@ class SleepingBeside(Dozers):
         dozing.sleep("actor")
         with dozing.pipeline():
             first, second = actor.look.submit(), actor.digest.submit()
-            with pytest.raises(PipelineError):
+            with pytest.raises(PipelineError, match=r"the sleep of actor would wait .*: call it before or after the"):
                 dozing.sleep("actor")
-            with pytest.raises(PipelineError):
+            with pytest.raises(PipelineError, match=r"the wake of actor would wait .*: call it before or after the"):
                 dozing.wake("actor")
         assert second.result(PATIENCE_S) == before
         assert first.result(PATIENCE_S)
