@@ -20,7 +20,7 @@ _to = torch.Tensor.to
 
 
 class Captures:
-    """What the threads of a process say of graphs that others capture: `beside` is for `cuda_driver.beside_captures`."""
+    """What a process's threads say of graphs that others capture: `beside` stands for `cuda_driver.beside_captures`."""
 
     def __init__(self) -> None:
         self._apart: set[int] = set()

@@ -91,7 +91,7 @@ def test_who_captures_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
             captures.look()
             return super().mem_get_info(device)
 
-    monkeypatch.setattr(torch_books, "all_groups", lambda: {})
+    monkeypatch.setattr(torch_books, "all_groups", dict)
     monkeypatch.setattr(ledger, "in_use", lambda device: Looking())
     monkeypatch.setattr(ledger, "beside_captures", captures.beside)
     ledger._gpu("cuda:0")

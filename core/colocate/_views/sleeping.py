@@ -131,5 +131,5 @@ def _result(crew: Crew, role: str, call: PendingCall, done: str) -> int:
     else:
         text += f", and is as it was: {refusal.refusal}"
     if refusal.fits:
-        raise RoleError(text, group=crew.name, role=role)
+        raise RoleError(text, group=crew.name, role=role, remote_traceback=refusal.trace)
     raise MemoryBudgetError(text, group=crew.name, role=role)

@@ -79,7 +79,8 @@ class Accounts:
             return shares_of(self._site, self._sleeper, self._held, more, changed)
         except LookError as error:
             raise RoleError(
-                f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
+                f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}",
+                remote_traceback=error.trace,
             ) from error
 
     def written(self, role: str) -> int:

@@ -22,14 +22,15 @@ from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text
 from colocate._system.sizes import size_text
-from colocate.errors import ColocateError, MemoryBudgetError
+from colocate._system.tracebacks import told
+from colocate.errors import ColocateError, MemoryBudgetError, RoleError
 from colocate.worker.accounts import Accounts
 from colocate.worker.hosted import HostedRole
 from colocate.worker.ledger import Shares
 from colocate.worker.memory_site import Worker
 from colocate.worker.moves import Coming
 from colocate.worker.prefetch import Prefetch
-from colocate.worker.sleeping import Sleeper
+from colocate.worker.sleeping import Sleeper, lacks_room
 from colocate.worker.turns import Turns
 
 _TOLD_BY_THEMSELVES = ("sleep", "wake")
@@ -84,6 +85,7 @@ class Residency:
 
         Raises:
             MemoryBudgetError: There is no room for it.
+            RoleError: It can't be woken, or another one put to sleep, as its own `wake()` or `sleep()` has raised.
         """
         if self._turns is None:
             return
@@ -121,6 +123,7 @@ class Residency:
         Raises:
             SleepingError: Memory of it sleeps.
             MemoryBudgetError: It does, and there is no room for it.
+            RoleError: It can't be woken; see `enter`.
         """
         if self._turns is None:
             self._sleeper.refuse(name)
@@ -176,6 +179,7 @@ class Residency:
 
         Raises:
             MemoryBudgetError: There is no room for it, or where it is to sleep again.
+            RoleError: Its own `wake()` or `sleep()` has raised.
         """
         assert role.name is not None
         self.settle()
@@ -201,7 +205,8 @@ class Residency:
         """A role is about to be woken: have others make room, as far as they can."""
         self.settle()
         if self._turns is not None:
-            with contextlib.suppress(MemoryBudgetError):  # the wake finds that, too, and tells all ranks of it
+            # The wake finds that, too, and tells all ranks of it.
+            with contextlib.suppress(MemoryBudgetError, RoleError):
                 self._make_room(name, self._sleeper.size(name, tuple(TAGS)))
 
     def check(self, role: str | None, what: str, more: Mapping[str, Any] | None = None) -> None:
@@ -307,7 +312,7 @@ class Residency:
         """Have all others of whom nothing is needed make room, as far as they can."""
         self.settle()
         stay = self._in_use() | {name}
-        with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
+        with contextlib.suppress(MemoryBudgetError, RoleError):  # it may not be needed; when it is, that is told
             self._have_others_go(self._accounts.shares(), name, stay, 0, lambda shares: 1)
 
     def _awaken(self, name: str, tags: Sequence[str], why: str) -> None:
@@ -324,7 +329,7 @@ class Residency:
         try:
             nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, writes)
         except Exception as error:  # of its own hook, too
-            raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
+            raise _unmoved(f"role {name!r} could not be woken", error) from error
         finally:
             self._accounts.moved(name)
         told = name, False, nbytes, start, time.time(), False, why
@@ -418,7 +423,7 @@ class Residency:
         except Consequence:  # of a peer's failure
             raise
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
-            raise MemoryBudgetError(f"role {name!r} {failing}: {error_text(error)}") from error
+            raise _unmoved(f"role {name!r} {failing}", error) from error
         finally:
             self._accounts.moved(name)
         if self._turns is not None:
@@ -427,3 +432,10 @@ class Residency:
             whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
             told = name, True, nbytes, start, time.time(), whole, why
             self._site.say(from_worker.Moved(*told, in_call=self._is_in_call, kept_awake=kept))
+
+
+def _unmoved(what: str, error: Exception) -> ColocateError:
+    """What is said of a role whose memory can't move: there is no room, or its own hook has raised."""
+    if lacks_room(error):
+        return MemoryBudgetError(f"{what}: {error}")
+    return RoleError(f"{what}: {error_text(error)}", remote_traceback=told(error, whole=False))

@@ -21,6 +21,7 @@ from colocate._system.jobs import error_text
 from colocate._system.malloc import trim
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
+from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.worker.asleep import Asleep
 from colocate.worker.collective_waits import finish_works
@@ -35,6 +36,11 @@ from colocate.worker.swap_space import Copied, SwapSpace
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def lacks_room(error: BaseException) -> bool:
+    """Whether memory couldn't move as there is no room where it would go."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM
+
+
 @attrs.frozen
 class Outcome:
     """What has become of it on one rank.
@@ -45,6 +51,7 @@ class Outcome:
         fits: Whether there was room for it here.
         nbytes: The bytes that have gone, or come back, here.
         left: What of the role isn't as it was here, though none has done it.
+        trace: The traceback of what the role's own hook has raised here.
     """
 
     refusal: str | None = None
@@ -52,6 +59,7 @@ class Outcome:
     fits: bool = True
     nbytes: int = 0
     left: str | None = None
+    trace: str | None = None
 
 
 class Sleeper:
@@ -305,16 +313,17 @@ class Sleeper:
         """
         refusal: str | None = None
         end: Callable[[], int] | None = None
-        fits, moved = True, 0
+        fits, moved, trace = True, 0, None
         try:
             end = begin()
         except Consequence as error:  # of a peer's failure, for which this rank has waited in vain
             raise PutBack(error.message) from error
         except Exception as error:  # also of the role's own hook: it isn't done then, and that is told to all
-            fits = not isinstance(error, MemoryError) and getattr(error, "errno", 0) not in _NO_ROOM
+            fits = not lacks_room(error)
             own = isinstance(error, (OSError, MemoryError, ValueError, ColocateError))
             what = "" if own else f"{type(error).__name__}: "
             refusal = f"{_rank(role)}: {what}{error}"
+            trace = told(error, whole=False) if frames_of_users(error) else None
         try:
             refusal = self._agree(members, refusal)
         except PutBack:
@@ -325,7 +334,7 @@ class Sleeper:
             moved = end()
         elif end is not None:
             undo()
-        return Outcome(refusal, end is None, fits, moved)
+        return Outcome(refusal, end is None, fits, moved, trace=trace)
 
     def _agree(self, members: int, refusal: str | None) -> str | None:
         """What a rank has against it; None when all are ready."""

@@ -306,8 +306,9 @@ class Sleeping(Dozers):
         actor.fail_hook(1, RuntimeError("its engine is busy"))
         with pytest.raises(
             RoleError, match=r"could not be put to sleep.*rank 1 \(node .*RuntimeError: its engine is busy"
-        ):
+        ) as raised:
             group.sleep("actor", ("cache",))
+        assert "in _sleep" in (raised.value.remote_traceback or "")
         assert actor.told() == [
             ["sleep cache", "wake cache", "sleep cache", "wake cache"],
             ["sleep cache", "wake cache"],
@@ -322,8 +323,9 @@ class Sleeping(Dozers):
         before = actor.look()
         group.sleep("actor", ("weights",))
         actor.fail_hook(1, RuntimeError("its engine has no room"), "wake")
-        with pytest.raises(RoleError, match="its engine has no room"):
+        with pytest.raises(RoleError, match="its engine has no room") as raised:
             group.wake("actor")
+        assert "in _wake" in (raised.value.remote_traceback or "")
         assert actor.asleep() == [[], ["weights"]]
         with pytest.raises(
             SleepingError, match=r"actor\.look needs .*not be woken: RuntimeError: its engine has no room"

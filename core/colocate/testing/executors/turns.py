@@ -322,8 +322,10 @@ class TakingTurns(ExecutorCase):
         one, two = group.role("one", Dozing), group.role("two", Dozing)
         assert one.look()
         one.fail_hook(0, RuntimeError("not now"))
-        with pytest.raises(MemoryBudgetError, match="'one' could not make room for role 'two': RuntimeError: not now"):
+        why = "'one' could not make room for role 'two': RuntimeError: not now"
+        with pytest.raises(RoleError, match=why) as raised:
             two.train()
+        assert "in _sleep" in (raised.value.remote_traceback or "")
         one.fail_hook(0, None)
         assert two.train()
 
