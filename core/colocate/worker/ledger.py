@@ -184,7 +184,7 @@ def _shares(
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
     """
-    owners: dict[str, dict[int, str]] = {}
+    owners: dict[str, dict[int, str]] | None = {} if _overlap(held) else None
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
     asleep, empty = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
@@ -193,13 +193,15 @@ def _shares(
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
-                its_owners = owners.setdefault(device, {})
                 if counted and device == "cpu":
                     pieces = {each: counted[each] for each in pieces}
-                known = its_owners.keys() & pieces.keys()
-                shared[role] |= {(device, each): pieces[each] for each in known if its_owners[each] != role}
-                first = {each: nbytes for each, nbytes in pieces.items() if each not in known} if known else pieces
-                its_owners |= dict.fromkeys(first, role)
+                first = pieces
+                if owners is not None:
+                    its_owners = owners.setdefault(device, {})
+                    if known := its_owners.keys() & pieces.keys():
+                        shared[role] |= {(device, each): pieces[each] for each in known if its_owners[each] != role}
+                        first = {each: nbytes for each, nbytes in pieces.items() if each not in known}
+                    its_owners |= dict.fromkeys(first, role)
                 elsewhere = first.keys() & (away.keys() if device == "cpu" else without_memory)
                 nbytes = sum(first.values())
                 away_bytes = nbytes if len(elsewhere) == len(first) else sum(map(first.__getitem__, elsewhere))
@@ -211,6 +213,16 @@ def _shares(
                     owned[role][purpose.word, device] = own
     with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
     return Shares(owned, with_others, asleep, empty, on_host)
+
+
+def _overlap(held: Mapping[str, Holdings]) -> bool:
+    """Whether something is of several kinds, or several roles hold it: nearly always nothing is."""
+    found: dict[str, list[Mapping[int, int]]] = {}
+    for holdings in held.values():
+        for pieces in holdings.values():
+            for device, sizes in pieces.items():
+                found.setdefault(device, []).append(sizes)
+    return any(len(set[int]().union(*each)) < sum(map(len, each)) for each in found.values())
 
 
 def _once(held: Mapping[str, Holdings]) -> dict[int, int]:
