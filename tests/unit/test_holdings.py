@@ -7,8 +7,9 @@ import gc
 import sys
 import threading
 import types
+import warnings
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from typing import Any
 
 import attrs
@@ -489,6 +490,47 @@ def test_all_of_it_is_found(shape: Any) -> None:
     value = made(shape)
     assert counted(Holder(value=value)).get("tensors", 0) == size(shape)
     assert counted(Holder(value=[value, copy.deepcopy(value)])).get("tensors", 0) == 2 * size(shape)
+
+
+class Key(str):
+    """A string of a kind of its own: dicts with such keys are made otherwise."""
+
+    __slots__ = ()
+
+
+def test_modules_whose_parameters_are_not_in_a_plain_dict() -> None:
+    """Those of TorchScript have no dicts, and keys may be of other kinds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    expected = {"parameters": 28 * FLOAT, "buffers": 8 * FLOAT + 8}
+    assert counted(Holder(net=scripted)) == expected
+    assert counted(Holder(nets=nn.ModuleDict({Key("net"): scripted}))) == expected
+    keyed = nn.Module()
+    keyed.register_parameter(Key("weights"), nn.Parameter(torch.zeros(3)))
+    keyed.register_buffer(Key("buffer"), torch.zeros(5))
+    keyed.register_parameter("none", None)
+    assert counted(Holder(net=keyed)) == {"parameters": 3 * FLOAT, "buffers": 5 * FLOAT}
+    for kind in (OrderedDict, UserDict):
+        keyed._parameters = kind(weights=nn.Parameter(torch.zeros(7)), none=None)  # type: ignore[assignment]
+        assert counted(Holder(net=keyed)) == {"parameters": 7 * FLOAT, "buffers": 5 * FLOAT}
+
+
+def test_state_of_optimizers_in_other_things_than_a_plain_dict() -> None:
+    """What lies there, but no keys; by itself, or in objects."""
+    model, optimizer = trained()
+    before = counted(Holder(net=model, opt=optimizer))
+    key, other = torch.zeros(100), next(iter(optimizer.state))
+    others = {
+        key: {key: torch.zeros(1), (key,): torch.zeros(2), "none": None, "number": 3},
+        "by itself": torch.zeros(4),
+        "listed": [torch.zeros(8)],
+        "ordered": OrderedDict(value=torch.zeros(16)),
+    }
+    optimizer.state.update(others)  # type: ignore[call-overload]
+    assert other in optimizer.state
+    after = counted(Holder(net=model, opt=optimizer))
+    assert after == before | {"optimizer": before["optimizer"] + 31 * FLOAT}
 
 
 def test_parameters_without_a_module() -> None:

@@ -79,8 +79,7 @@ class Accounts:
             return shares_of(self._site, self._sleeper, self._held, more, changed)
         except LookError as error:
             raise RoleError(
-                f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}",
-                remote_traceback=error.trace,
+                f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
             ) from error
 
     def written(self, role: str) -> int:

@@ -20,10 +20,10 @@ from colocate._protocol.ledger import TAGS
 from colocate._role import torch_works
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
+from colocate._system import tracebacks
 from colocate._system.jobs import error_text
 from colocate._system.sizes import size_text
-from colocate._system.tracebacks import told
-from colocate.errors import ColocateError, MemoryBudgetError, RoleError
+from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
 from colocate.worker.accounts import Accounts
 from colocate.worker.hosted import HostedRole
 from colocate.worker.ledger import Shares
@@ -85,7 +85,7 @@ class Residency:
 
         Raises:
             MemoryBudgetError: There is no room for it.
-            RoleError: It can't be woken, or another one put to sleep, as its own `wake()` or `sleep()` has raised.
+            SleepingError: Its own `wake()` has raised.
         """
         if self._turns is None:
             return
@@ -121,9 +121,8 @@ class Residency:
         """A role's object is wanted, in whatever runs.
 
         Raises:
-            SleepingError: Memory of it sleeps.
+            SleepingError: Memory of it sleeps, or its own `wake()` has raised.
             MemoryBudgetError: It does, and there is no room for it.
-            RoleError: It can't be woken; see `enter`.
         """
         if self._turns is None:
             self._sleeper.refuse(name)
@@ -179,7 +178,7 @@ class Residency:
 
         Raises:
             MemoryBudgetError: There is no room for it, or where it is to sleep again.
-            RoleError: Its own `wake()` or `sleep()` has raised.
+            SleepingError: Its own `wake()` has raised.
         """
         assert role.name is not None
         self.settle()
@@ -205,8 +204,7 @@ class Residency:
         """A role is about to be woken: have others make room, as far as they can."""
         self.settle()
         if self._turns is not None:
-            # The wake finds that, too, and tells all ranks of it.
-            with contextlib.suppress(MemoryBudgetError, RoleError):
+            with contextlib.suppress(MemoryBudgetError):  # the wake finds that, too, and tells all ranks of it
                 self._make_room(name, self._sleeper.size(name, tuple(TAGS)))
 
     def check(self, role: str | None, what: str, more: Mapping[str, Any] | None = None) -> None:
@@ -312,7 +310,7 @@ class Residency:
         """Have all others of whom nothing is needed make room, as far as they can."""
         self.settle()
         stay = self._in_use() | {name}
-        with contextlib.suppress(MemoryBudgetError, RoleError):  # it may not be needed; when it is, that is told
+        with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
             self._have_others_go(self._accounts.shares(), name, stay, 0, lambda shares: 1)
 
     def _awaken(self, name: str, tags: Sequence[str], why: str) -> None:
@@ -329,7 +327,9 @@ class Residency:
         try:
             nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, writes)
         except Exception as error:  # of its own hook, too
-            raise _unmoved(f"role {name!r} could not be woken", error) from error
+            kind = MemoryBudgetError if lacks_room(error) else SleepingError
+            what = f"role {name!r} could not be woken: {error_text(error)}"
+            raise kind(what, remote_traceback=tracebacks.told(error, whole=False)) from error
         finally:
             self._accounts.moved(name)
         told = name, False, nbytes, start, time.time(), False, why
@@ -423,7 +423,8 @@ class Residency:
         except Consequence:  # of a peer's failure
             raise
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
-            raise _unmoved(f"role {name!r} {failing}", error) from error
+            what = f"role {name!r} {failing}: {error_text(error)}"
+            raise MemoryBudgetError(what, remote_traceback=tracebacks.told(error, whole=False)) from error
         finally:
             self._accounts.moved(name)
         if self._turns is not None:
@@ -432,10 +433,3 @@ class Residency:
             whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
             told = name, True, nbytes, start, time.time(), whole, why
             self._site.say(from_worker.Moved(*told, in_call=self._is_in_call, kept_awake=kept))
-
-
-def _unmoved(what: str, error: Exception) -> ColocateError:
-    """What is said of a role whose memory can't move: there is no room, or its own hook has raised."""
-    if lacks_room(error):
-        return MemoryBudgetError(f"{what}: {error}")
-    return RoleError(f"{what}: {error_text(error)}", remote_traceback=told(error, whole=False))

@@ -17,7 +17,7 @@ from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.jobs import error_text
+from colocate._system.jobs import error_text, message_of
 from colocate._system.malloc import trim
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
@@ -25,6 +25,7 @@ from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.worker.asleep import Asleep
 from colocate.worker.collective_waits import finish_works
+from colocate.worker.failure import is_out_of_memory
 from colocate.worker.holdings import leads_to
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
@@ -38,7 +39,7 @@ _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def lacks_room(error: BaseException) -> bool:
     """Whether memory couldn't move as there is no room where it would go."""
-    return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM
+    return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM or is_out_of_memory(error)
 
 
 @attrs.frozen
@@ -320,9 +321,7 @@ class Sleeper:
             raise PutBack(error.message) from error
         except Exception as error:  # also of the role's own hook: it isn't done then, and that is told to all
             fits = not lacks_room(error)
-            own = isinstance(error, (OSError, MemoryError, ValueError, ColocateError))
-            what = "" if own else f"{type(error).__name__}: "
-            refusal = f"{_rank(role)}: {what}{error}"
+            refusal = f"{_rank(role)}: {_why(error)}"
             trace = told(error, whole=False) if frames_of_users(error) else None
         try:
             refusal = self._agree(members, refusal)
@@ -416,6 +415,14 @@ class Sleeper:
         going = self._movable.going(name, tags, discard, only)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
+
+
+def _why(error: Exception) -> str:
+    """What is told of an error: those by which the system and colocate refuse say it themselves."""
+    if isinstance(error, ColocateError):
+        return error.message
+    own = isinstance(error, (OSError, MemoryError, ValueError))
+    return (message_of(error) if own else "") or error_text(error)
 
 
 def _rank(role: HostedRole) -> str:

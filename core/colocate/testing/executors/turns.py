@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -13,7 +14,14 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Context, RoleSpec, Runtime
-from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStartError
+from colocate.errors import (
+    ColocateError,
+    ConfigError,
+    MemoryBudgetError,
+    RoleError,
+    RoleStartError,
+    SleepingError,
+)
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
@@ -323,11 +331,34 @@ class TakingTurns(ExecutorCase):
         assert one.look()
         one.fail_hook(0, RuntimeError("not now"))
         why = "'one' could not make room for role 'two': RuntimeError: not now"
-        with pytest.raises(RoleError, match=why) as raised:
+        with pytest.raises(MemoryBudgetError, match=why) as raised:
             two.train()
         assert "in _sleep" in (raised.value.remote_traceback or "")
         one.fail_hook(0, None)
         assert two.train()
+
+    def test_a_role_that_can_not_be_woken_in_its_turn(self, spawn: Spawn) -> None:
+        """Its own `wake()` has raised: it sleeps, which is no lack of memory unless it says so; later it can run."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        before = one.look()
+        errors: list[tuple[type[ColocateError], BaseException, str]] = [
+            (SleepingError, RuntimeError("its engine is busy"), "RuntimeError: its engine is busy"),
+            (MemoryBudgetError, MemoryError(), "MemoryError"),
+            (MemoryBudgetError, OSError(errno.ENOSPC, "no room"), "OSError: .* no room"),
+        ]
+        for kind, error, words in errors:
+            assert two.train()
+            one.fail_hook(0, error, "wake")
+            with pytest.raises(kind, match=f"role 'one' could not be woken: {words}") as raised:
+                one.look()
+            assert type(raised.value) is kind
+            assert "in _wake" in (raised.value.remote_traceback or "")
+            assert "in _wake" not in str(raised.value)
+            one.fail_hook(0, None)
+            assert one.look() == before
 
     def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
         """It alone is too much: its start says so; what it has come to hold later, its call."""
