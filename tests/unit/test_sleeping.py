@@ -630,7 +630,12 @@ def test_a_role_that_can_not_say_what_it_holds(worker: Worker, name: str) -> Non
     said = (
         f"rank 0 (node {worker.roles['model'].ctx.node}): device_state() of role {name!r} has raised KeyError: 'table'"
     )
-    assert sleeper.sleep("model", TAGS, (), 1) == Outcome(said, own=True)
+    outcome = sleeper.sleep("model", TAGS, (), 1)
+    assert attrs.evolve(outcome, trace=None) == Outcome(said, own=True)
+    assert outcome.trace is not None
+    assert "in device_state\n" in outcome.trace
+    assert outcome.trace.endswith("\nKeyError: 'table'\n")
+    assert "worker/sleeping.py" not in outcome.trace
     assert sleeper.asleep.on_device() == {}
 
 

@@ -130,6 +130,5 @@ def _result(crew: Crew, role: str, call: PendingCall, done: str) -> int:
         text += f": {refusal.refusal}. It isn't as it was: {'; '.join(left)}"
     else:
         text += f", and is as it was: {refusal.refusal}"
-    if refusal.fits:
-        raise RoleError(text, group=crew.name, role=role, remote_traceback=refusal.trace)
-    raise MemoryBudgetError(text, group=crew.name, role=role)
+    kind = RoleError if refusal.fits else MemoryBudgetError
+    raise kind(text, group=crew.name, role=role, remote_traceback=refusal.trace)

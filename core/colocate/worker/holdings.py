@@ -12,7 +12,7 @@ import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, compress
 from typing import Any, TypeAlias
 
@@ -97,8 +97,7 @@ def leaves_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
 
 def gradients_of(leaves: Iterable[Any]) -> list[Any]:
     """The gradients of tensors, on the lane."""
-    gradients = [each.grad for each in leaves if each.is_leaf]
-    return [each for each in gradients if each is not None]
+    return [gradient for each in leaves if each.is_leaf and (gradient := each.grad) is not None]
 
 
 def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
@@ -286,10 +285,10 @@ class _Search:
         self.leaves += tensors
         self._attached(tensors)
 
-    def _attached(self, tensors: Iterable[Any]) -> None:
+    def _attached(self, tensors: Collection[Any]) -> None:
         # Nearly none has attributes, and to ask one for them would make it a dict. The garbage collector's way doesn't.
         found = gc.get_referents(*tensors)
-        if dict not in set(map(type, found)):
+        if len(found) == len(tensors):  # each has its type there
             return
         for held in found:
             if type(held) is dict:

@@ -222,7 +222,7 @@ def _overlap(held: Mapping[str, Holdings]) -> bool:
         for pieces in holdings.values():
             for device, sizes in pieces.items():
                 found.setdefault(device, []).append(sizes)
-    return any(len(set[int]().union(*each)) < sum(map(len, each)) for each in found.values())
+    return any(len(each) > 1 and len(set[int]().union(*each)) < sum(map(len, each)) for each in found.values())
 
 
 def _once(held: Mapping[str, Holdings]) -> dict[int, int]:

@@ -20,7 +20,6 @@ from colocate._protocol.ledger import TAGS
 from colocate._role import torch_works
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system import tracebacks
 from colocate._system.jobs import error_text
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
@@ -30,7 +29,7 @@ from colocate.worker.ledger import Shares
 from colocate.worker.memory_site import Worker
 from colocate.worker.moves import Coming
 from colocate.worker.prefetch import Prefetch
-from colocate.worker.sleeping import Sleeper, lacks_room
+from colocate.worker.sleeping import Sleeper, lacks_room, reason
 from colocate.worker.turns import Turns
 
 _TOLD_BY_THEMSELVES = ("sleep", "wake")
@@ -328,8 +327,8 @@ class Residency:
             nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, writes)
         except Exception as error:  # of its own hook, too
             kind = MemoryBudgetError if lacks_room(error) else SleepingError
-            what = f"role {name!r} could not be woken: {error_text(error)}"
-            raise kind(what, remote_traceback=tracebacks.told(error, whole=False)) from error
+            why_not, trace = reason(error)
+            raise kind(f"role {name!r} could not be woken: {why_not}", remote_traceback=trace) from error
         finally:
             self._accounts.moved(name)
         told = name, False, nbytes, start, time.time(), False, why
@@ -423,8 +422,8 @@ class Residency:
         except Consequence:  # of a peer's failure
             raise
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
-            what = f"role {name!r} {failing}: {error_text(error)}"
-            raise MemoryBudgetError(what, remote_traceback=tracebacks.told(error, whole=False)) from error
+            why_not, trace = reason(error)
+            raise MemoryBudgetError(f"role {name!r} {failing}: {why_not}", remote_traceback=trace) from error
         finally:
             self._accounts.moved(name)
         if self._turns is not None:

@@ -42,6 +42,16 @@ def lacks_room(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM or is_out_of_memory(error)
 
 
+def reason(error: Exception) -> tuple[str, str | None]:
+    """Why memory couldn't move, and a traceback; None where colocate or the system refuse: they say it in words."""
+    if isinstance(error, ColocateError):
+        cause = error.__cause__ or error
+        return error.message, told(cause, whole=False) if frames_of_users(cause) else None
+    if isinstance(error, (OSError, MemoryError, ValueError)) and not frames_of_users(error):
+        return message_of(error) or error_text(error), None
+    return error_text(error), told(error, whole=False)
+
+
 @attrs.frozen
 class Outcome:
     """What has become of it on one rank.
@@ -321,8 +331,8 @@ class Sleeper:
             raise PutBack(error.message) from error
         except Exception as error:  # also of the role's own hook: it isn't done then, and that is told to all
             fits = not lacks_room(error)
-            refusal = f"{_rank(role)}: {_why(error)}"
-            trace = told(error, whole=False) if frames_of_users(error) else None
+            why, trace = reason(error)
+            refusal = f"{_rank(role)}: {why}"
         try:
             refusal = self._agree(members, refusal)
         except PutBack:
@@ -415,14 +425,6 @@ class Sleeper:
         going = self._movable.going(name, tags, discard, only)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
-
-
-def _why(error: Exception) -> str:
-    """What is told of an error: those by which the system and colocate refuse say it themselves."""
-    if isinstance(error, ColocateError):
-        return error.message
-    own = isinstance(error, (OSError, MemoryError, ValueError))
-    return (message_of(error) if own else "") or error_text(error)
 
 
 def _rank(role: HostedRole) -> str:

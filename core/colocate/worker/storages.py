@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -244,10 +243,6 @@ class WeakStorage:
         return self._again(self._weak.cdata)
 
 
-# Without a line of Python for each of a hundred thousand tensors.
-_device = operator.attrgetter("device")
-
-
 def _parted(values: list[Any], torch: Any) -> tuple[list[Any], list[Any]]:
     """The tensors of torch's own kinds, with one piece of memory each, and what else may have memory."""
     kinds = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.Parameter))
@@ -272,7 +267,7 @@ def _on_the_host(tensors: list[Any]) -> dict[int, int] | None:
 
 
 def _by_device(tensors: list[Any]) -> dict[Any, list[Any]]:
-    if len(devices := set(map(_device, tensors))) == 1:
+    if len(devices := {each.device for each in tensors}) == 1:
         return {devices.pop(): tensors}
     found: dict[Any, list[Any]] = {}
     for tensor in tensors:

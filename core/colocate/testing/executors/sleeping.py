@@ -271,8 +271,11 @@ class Sleeping(Dozers):
         actor = group.role("actor", Dozing)
         before = actor.digest()
         actor.fail_hook(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        with pytest.raises(MemoryBudgetError, match=r"'actor' .* could not be put to sleep.*rank 1 \(node .*No space"):
+        with pytest.raises(
+            MemoryBudgetError, match=r"'actor' .* could not be put to sleep.*rank 1 \(node .*No space"
+        ) as raised:
             group.sleep("actor")
+        assert "in _sleep" in (raised.value.remote_traceback or "")
         assert actor.asleep() == [[]] * 2
         actor.fail_hook(1, None)
         assert group.sleep("actor")
@@ -287,6 +290,7 @@ class Sleeping(Dozers):
         refused = r"could not be woken, and is as it was: rank 0 \(node .*are needed"
         with pytest.raises(MemoryBudgetError, match=refused) as caught:
             dozing.wake("actor")
+        assert caught.value.remote_traceback is None
         assert "memory of group" in caught.value.__notes__[0]
         with pytest.raises(SleepingError, match=r"actor\.digest needs memory of its role that sleeps.*are needed"):
             actor.digest()

@@ -339,7 +339,7 @@ class TakingTurns(ExecutorCase):
 
     def test_a_role_that_can_not_be_woken_in_its_turn(self, spawn: Spawn) -> None:
         """Its own `wake()` has raised: it sleeps, which is no lack of memory unless it says so; later it can run."""
-        pytest.importorskip("torch")
+        torch = pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
         one, two = group.role("one", Dozing), group.role("two", Dozing)
@@ -348,6 +348,7 @@ class TakingTurns(ExecutorCase):
             (SleepingError, RuntimeError("its engine is busy"), "RuntimeError: its engine is busy"),
             (MemoryBudgetError, MemoryError(), "MemoryError"),
             (MemoryBudgetError, OSError(errno.ENOSPC, "no room"), "OSError: .* no room"),
+            (MemoryBudgetError, torch.OutOfMemoryError("none is left"), "OutOfMemoryError: none is left"),
         ]
         for kind, error, words in errors:
             assert two.train()
