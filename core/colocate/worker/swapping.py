@@ -138,6 +138,7 @@ def _way(
     order = count()
     todo: list[tuple[int, int, int, State, frozenset[str]]] = [(0, next(order), 0, start, frozenset())]
     done: set[tuple[int, State]] = set()
+    known: dict[tuple[Use, State], list[tuple[frozenset[str], int, State]]] = {}  # nearly all come again and again
     while todo:
         copied, _, place, state, first = heapq.heappop(todo)
         if (place, state) in done:
@@ -150,7 +151,9 @@ def _way(
             more = sum(room.sizes[role] for role in (state.dirty - end) | (end - state.awake))
             heapq.heappush(todo, (copied + more, next(order), place + 1, State(end, frozenset()), first))
             continue
-        for going, more, then in _choices(uses[place], room, state):
+        if (now := (uses[place], state)) not in known:
+            known[now] = list(_choices(uses[place], room, state))
+        for going, more, then in known[now]:
             heapq.heappush(todo, (copied + more, next(order), place + 1, then, going if place == 0 else first))
     return None
 
@@ -163,12 +166,15 @@ def _choices(use: Use, room: Room, state: State) -> Iterator[tuple[frozenset[str
     role = use.role
     coming = 0 if role in state.awake else room.sizes[role]
     awake = state.awake | {role}
+    excess = room.over(awake, role)
     others = sorted(state.awake - {role})
     enough: list[frozenset[str]] = []
-    for number in range(len(others) + 1):
+    for number in range(len(others) + 1 if excess > 0 else 1):
         for each in combinations(others, number):
+            if sum(map(room.sizes.__getitem__, each)) < excess:
+                continue
             going = frozenset(each)
-            if any(less <= going for less in enough) or room.over(awake - going, role) > 0:
+            if any(map(going.issuperset, enough)):
                 continue
             enough.append(going)
             out = sum(room.sizes[other] for other in going & state.dirty)
