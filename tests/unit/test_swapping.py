@@ -111,11 +111,15 @@ def test_round_after_round(seed: int, roles: int, uses: int) -> None:
     assert sum(rounds[3:]) <= best * len(rounds[3:])
 
 
-# In the last one the third step is dearer than those after it, from where it begins, whoever goes.
-@pytest.mark.parametrize("seed", [*range(16), 203])
-def test_an_order_that_shows(seed: int) -> None:
+# In the last but one the third step is dearer than those after it, from where it begins, whoever goes. In the last one
+# the roles of the first half are those of the second, but others are written into.
+@pytest.mark.parametrize(
+    ("seed", "roles", "uses"),
+    [*((300 + seed, 3 + seed % 4, 4 + seed % 7) for seed in [*range(16), 203]), (50769, 3, 8)],
+)
+def test_an_order_that_shows(seed: int, roles: int, uses: int) -> None:
     """Without a declared order, the steps from the third one on copy hardly more than the best of all."""
-    step, room = case(300 + seed, 3 + seed % 4, 4 + seed % 7)
+    step, room = case(seed, roles, uses)
     order, states = Order(), list[State]()
 
     def goes(ahead: Sequence[Use], room: Room, state: State) -> frozenset[str] | None:
@@ -210,6 +214,28 @@ def test_an_order_within_another_one() -> None:
     assert ahead(order) == "crxaca"
     told(order, "acacac")  # it does, as this is more than what has come as it was known since
     assert ahead(order) == "ca"
+
+
+def test_who_is_written_into_each_second_time() -> None:
+    """The step is twice as long, also where it is declared; no longer than that, and not for what comes by chance."""
+    roles = "abcd"  # which are of one kind each, whether they write or not
+    for order in (Order(), Order(roles)):
+        for number in range(6):
+            for role in roles:
+                order.begins(role)
+                if role == "c" or (role == "a" and number % 2):
+                    order.wrote(role)
+        order.begins("a")
+        assert ahead(order) == "abc!da!bc!d"
+    order, draw = Order(), random.Random(5)
+    for _ in range(60):
+        for role in roles:
+            order.begins(role)
+            if draw.random() < 0.5:
+                order.wrote(role)
+    order.begins("a")
+    assert (found := order.ahead()) is not None
+    assert [use.role for use in found] == [*roles]
 
 
 def test_an_order_with_a_gap() -> None:

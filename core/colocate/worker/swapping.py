@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, count, islice, repeat
 from operator import itemgetter
 from typing import NamedTuple
@@ -186,7 +186,8 @@ class Order:
     """The order in which roles are called, as far as it is known.
 
     What has been gone through twice is a step. There may be several: what is done again and again inside of a step
-    looks like one, too. The one counts that explains most of what was called last.
+    looks like one, too. The one counts that explains most of what was called last; where a role is written into each
+    second time only, say, it is as long as it takes until that comes again, too.
     """
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
@@ -195,8 +196,11 @@ class Order:
         self._declared = bool(declared)
         self._place: int | None = None  # of the use that is on
         self._past: list[Use] = []
-        self._as_foreseen = 0  # how many of the last uses are as the step has them
-        self._repeated: list[int] = []  # and how many as those had come so many before, from the shortest step on
+        self._as_foreseen = 0  # how many of the last uses are of the roles that the step has there
+        self._repeated: list[int] = []  # and how many of those of so many before, from the shortest step on
+        # The same for the uses themselves, with whether they write: of those that are over.
+        self._as_written = 0
+        self._repeated_as_written: list[int] = []
 
     @property
     def recent(self) -> list[str]:
@@ -207,8 +211,8 @@ class Order:
         """A role is about to be called; whether its turn begins with that."""
         if self._past and self._past[-1].role == role:
             return False
-        if self._place is not None:
-            self._step[self._place] = self._past[-1]  # as it was this time, it will be
+        if self._past:
+            self._is_over(self._past[-1])
         self._past.append(Use(role, False))
         del self._past[: -2 * _LONGEST]
         after = None if self._place is None else (self._place + 1) % len(self._step)
@@ -218,6 +222,7 @@ class Order:
             self._place, self._as_foreseen = self._placed(role)
         if not self._declared:
             self._find(role)
+        self._lengthen()
         return True
 
     def wrote(self, role: str) -> None:
@@ -244,16 +249,38 @@ class Order:
         place = max(places, key=alike, default=None)
         return place, 0 if place is None else alike(place)
 
-    def _find(self, role: str) -> None:
+    def _is_over(self, use: Use) -> None:
+        """The last use is."""
+        self._repeated_as_written = self._longer(self._repeated_as_written, lambda before: before == use)
+        if self._place is not None:
+            self._as_written = self._as_written + 1 if self._step[self._place] == use else 0
+            self._step[self._place] = use  # as it was this time, it will be
+
+    def _longer(self, repeated: Sequence[int], again: Callable[[Use], bool]) -> list[int]:
+        """How many of the last uses are like those of so many before, with the last one; `repeated`: without it."""
         before = islice(reversed(self._past), _SHORTEST, _LONGEST + 1)
-        together = zip(before, chain(self._repeated, repeat(0)), strict=False)
-        self._repeated = [number + 1 if use.role == role else 0 for use, number in together]
+        together = zip(before, chain(repeated, repeat(0)), strict=False)
+        return [number + 1 if again(use) else 0 for use, number in together]
+
+    def _lengthen(self) -> None:
+        """Have several steps be one, where those alone come again as they were, also in who was written into."""
+        if self._place is None:
+            return
+        twice = ((number, each) for each, number in enumerate(self._repeated_as_written, _SHORTEST) if number >= each)
+        several = ((number, each) for number, each in twice if each < self._as_foreseen and not each % len(self._step))
+        number, length = max(several, key=itemgetter(0), default=(0, 0))  # the shortest of those
+        if number > self._as_written:
+            self._step, self._place, self._as_written = self._past[-1 - length : -1], 0, number
+
+    def _find(self, role: str) -> None:
+        self._repeated = self._longer(self._repeated, lambda before: before.role == role)
         twice = ((number, length) for length, number in enumerate(self._repeated, _SHORTEST) if number >= length)
         number, length = max(twice, key=itemgetter(0), default=(0, 0))  # the shortest of those
         if number > self._as_foreseen:
             # It begins where it was found, so the use that is on is its last. How that was is known of the first.
             self._step, self._place = self._past[-2 * length : -length], length - 1
             self._as_foreseen = number
+            self._as_written = self._repeated_as_written[length - _SHORTEST]
 
 
 def _apart(roles: Sequence[str]) -> list[str]:
