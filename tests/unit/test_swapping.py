@@ -91,10 +91,12 @@ def play(step: Sequence[Use], room: Room, goes: Callable[..., frozenset[str] | N
     return copied
 
 
-# The last two come to their best steps by one that copies more, which three steps after it don't make up for.
+# The last ones come to their best steps by one that copies more, which up to eleven steps after it don't make up for.
+_LATE = (1079, 6, 4), (6262, 4, 5), (90653, 5, 7), (51707, 5, 6), (90770, 5, 4), (52966, 4, 5)
+
+
 @pytest.mark.parametrize(
-    ("seed", "roles", "uses"),
-    [*((100 + seed, 3 + seed % 4, 4 + seed % 7) for seed in range(16)), (1079, 6, 4), (6262, 4, 5)],
+    ("seed", "roles", "uses"), [*((100 + seed, 3 + seed % 4, 4 + seed % 7) for seed in range(16)), *_LATE]
 )
 def test_round_after_round(seed: int, roles: int, uses: int) -> None:
     """What is chosen turn by turn copies no more than the best step of all that end as they have begun."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 _FEW = 6
 _AHEAD = 3
 """Steps that are looked ahead, at least: where the first begins is given, and the others are as all will be."""
-_USES_AHEAD = 32
+_USES_AHEAD = 128
 """Uses that are looked ahead, at least: what one step saves may be worth what it costs to come to that after many."""
 _SHORTEST = 2
 _LONGEST = 64
