@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from colocate._system import mappings, pages, shared_spill, spill_files
 from colocate._system.emptying import Emptying
 from colocate._system.libc import libc
-from colocate._system.mappings import PAGE, Area, Mapping, areas_of, mapping, mappings_now, own
+from colocate._system.mappings import PAGE, Area, Mapping, areas_of, mapping, mappings_now, own, without_areas
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.spill_files import MAP_FIXED
@@ -274,17 +274,26 @@ def test_what_can_not_be_taken() -> None:
     fixed = mmap.mmap(-1, BIG, mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     for memory in (shared, fixed):
         assert areas_of([piece(np.frombuffer(memory, dtype=np.uint8))]) == []
-    assert areas_of([piece(numbers(4, 3 * PAGE))]) == []
+    assert areas_of([(PAGE * 1000 + 8, 2 * PAGE - 16)]) == []
     assert areas_of([]) == []
 
 
 def test_small_pieces_stay_when_mappings_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may take two, and there is no sleep at all when there would be too many."""
-    small, large = never_away(8 * PAGE), numbers(5, 32 * PAGE)
-    assert len(areas_of([piece(small), piece(large)])) == 2
+    tiny, small, large = never_away(PAGE), never_away(8 * PAGE), numbers(5, 32 * PAGE)
+    pieces = [piece(each) for each in (tiny, small, large)]
+
+    def least() -> tuple[int, list[int]]:
+        areas, told = areas_of(pieces), without_areas(pieces, mappings_now())
+        return min(area.stop - area.start for area in areas), sorted(told)
+
+    assert least() == (PAGE, [])
+    monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 5))
+    found, told = least()
+    assert (4 * PAGE <= found < 16 * PAGE, told) == (True, [pieces[0][0]])
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
-    (area,) = areas_of([piece(small), piece(large)])
-    assert area.stop - area.start > 16 * PAGE
+    found, told = least()
+    assert (found > 16 * PAGE, told) == (True, sorted(each[0] for each in pieces[:2]))
 
 
 def test_small_pieces_that_have_been_away(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,6 +302,35 @@ def test_a_leak_beside_a_file(tmp_path: Path) -> None:
     assert found == [size, 0]
 
 
+class Small(colocate.Role):
+    """Has tensors that aren't whole pages."""
+
+    def __init__(self, nbytes: int) -> None:
+        torch = pytest.importorskip("torch")
+        self.tensors = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2000)]
+
+    @colocate.method
+    def count(self) -> int:
+        return len(self.tensors)
+
+
+@pytest.mark.parametrize("nbytes", [3 << 10, 15 << 10])
+def test_small_tensors_that_sleep(nbytes: int) -> None:
+    """Their whole pages go; what stays of them is told, and nothing is left that isn't explained."""
+    pytest.importorskip("torch")
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(1, cpus=0) as pool:
+        group = pool.spawn({"small": colocate.role(Small, nbytes)})
+        gone = group.sleep("small")
+        (slot,) = group.memory().slots
+        assert slot.roles[0].asleep == 2000 * nbytes
+        assert slot.edges == slot.unowned["edges"] == 2000 * nbytes - gone
+        assert gone == 0 if nbytes < 4 << 10 else gone >= 2000 * (nbytes - (8 << 10))
+        assert slot.process is not None
+        assert abs(slot.unowned["other"]) < 0.05 * (slot.process - slot.unowned["empty worker"])
+        group.wake("small")
+        assert group.memory().slots[0].edges == 0
+
+
 def test_what_nobody_has_touched(tmp_path: Path) -> None:
     """It is no memory yet, whoever has been given it."""
     script = """

@@ -30,7 +30,8 @@ class RoleMemory:
             (by the role's `device_state()`), "tensors" (others, in attributes), "residents".
         host: Elsewhere, by kind: in the host's memory, where the slot's device isn't the CPU.
         shared: What it holds besides and counts with another role.
-        asleep: What it holds that isn't in memory now (`group.sleep`).
+        asleep: What it holds that isn't in memory now (`group.sleep`), with the edges of what sleeps of the host: see
+            `SlotMemory.edges`.
         activations: What its methods have allocated on a GPU at most while they ran, beyond what was there when they
             began, by method; None where nobody knows: on the CPU, and where slots are threads.
         complete: Whether all that it leads to was looked at.
@@ -72,6 +73,7 @@ class SlotMemory:
         gpu: "allocated" and "reserved" by torch, where its own allocator is used; "used" by all processes, "total";
             "nccl", what process groups have, where torch can tell (2.12, with NCCL 2.29.7 on). None without a GPU.
         unread: What roles hold in mapped files (`numpy.memmap`) and isn't in memory, as nobody has read it yet.
+        edges: What sleeps of the host and stays in memory all the same, as only whole pages go.
     """
 
     slot: int
@@ -86,17 +88,19 @@ class SlotMemory:
     pinned: int | None
     gpu: Mapping[str, int] | None
     unread: int = 0
+    edges: int = 0
 
     @property
     def unowned(self) -> dict[str, int]:
         """What nobody owns, by what it is for.
 
         "empty worker" (Python and torch), "code" (imported since), "held back" (freed, and kept by `malloc`), "objects"
-        (of libraries and of Python, made since), "pinned" (where there is some: for what sleeps, and kept), "unread"
-        (where there is some, less than 0: roles hold that in files, and it isn't in memory yet) and "other" of the
-        process; on a GPU "fragmentation" (reserved, and not in use), "nccl" (where torch tells it: what process groups
-        have), "context" (CUDA's and other processes' memory, NCCL's where torch doesn't tell it, and all of another
-        allocator's in the place of torch's), and "other, device" (of torch: what is computed with just now).
+        (of libraries and of Python, made since), "pinned" (where there is some: for what sleeps, and kept), "edges"
+        (where there are some: of what sleeps, as only whole pages go), "unread" (where there is some, less than 0:
+        roles hold that in files, and it isn't in memory yet) and "other" of the process; on a GPU "fragmentation"
+        (reserved, and not in use), "nccl" (where torch tells it: what process groups have), "context" (CUDA's and other
+        processes' memory, NCCL's where torch doesn't tell it, and all of another allocator's in the place of torch's),
+        and "other, device" (of torch: what is computed with just now).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
@@ -119,6 +123,8 @@ class SlotMemory:
             }
             if self.pinned:
                 parts["pinned"] = self.pinned
+            if self.edges:
+                parts["edges"] = self.edges
             if self.unread:
                 parts["unread"] = -self.unread
             owned = on_device if self.device == "cpu" else on_host
@@ -230,6 +236,7 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         parts.get("pinned"),
         ledger.gpu,
         parts.get("absent", 0),
+        parts.get("edges", 0),
     )
 
 

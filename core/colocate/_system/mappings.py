@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 PAGE = mmap.PAGESIZE
 # Each piece may cost the kernel two mappings, of which a process may have some ten thousands: when those run short,
 # only larger pieces are worth it.
-_LEAST_BYTES = 4 * PAGE
-_LEAST_OF_MANY_BYTES = 16 * PAGE
+_LEAST_BYTES = PAGE, 4 * PAGE, 16 * PAGE
 _LOOKED_AT_PAGES = 1 << 16
 # Bits 63, 62 and 61 of an entry of pagemap, in its last byte.
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
@@ -95,7 +94,7 @@ def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | No
     Args:
         pieces: Addresses and sizes of what lies in memory, in bytes. Pages that hold something else besides stay, and
             so do small pieces, memory that processes share, and what can't be written. When the process would have
-            half of the mappings that the system allows, more pieces count as small.
+            half of the mappings that the system allows, larger pieces count as small, too.
         mappings: What lies where, if that was just asked.
 
     Returns:
@@ -105,8 +104,7 @@ def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | No
         return []
     if mappings is None:
         mappings = mappings_now()
-    if _are_many(found, mappings):
-        found = [area for area in found if area.stop - area.start >= _LEAST_OF_MANY_BYTES]
+    found = _of_least(_least(found, mappings), found)
     # Pages of one piece may lie beside those of another one that processes share.
     ours = split(found, [each for each in mappings if each.ours_to_replace])[0]
     return whole_pages((area.start, area.stop - area.start) for area, _ in ours)
@@ -115,16 +113,25 @@ def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | No
 def without_areas(pieces: Sequence[tuple[int, int]], mappings: Sequence[Mapping]) -> list[int]:
     """The addresses of pieces that are large enough to be put away, but for there being so many; see `areas_of`."""
     found = whole_pages(pieces)
-    if not _are_many(found, mappings):
-        return []
-    small = [area for area in found if area.stop - area.start < _LEAST_OF_MANY_BYTES]
+    least = _least(found, mappings)
+    small = [area for area in found if area.stop - area.start < least]
     starts = [area.start for area in small]
 
     def is_small(piece: Area) -> bool:
         at = bisect.bisect_left(starts, piece.stop) - 1  # the last one that begins before it ends
         return at >= 0 and small[at].stop > piece.start
 
-    return [start for start, size in pieces if size >= _LEAST_BYTES and is_small(Area(start, start + size))]
+    return [start for start, size in pieces if size >= PAGE and is_small(Area(start, start + size))] if small else []
+
+
+def _least(areas: Sequence[Area], mappings: Sequence[Mapping]) -> int:
+    """How large pieces of memory are at least that are worth the mappings which they may cost."""
+    *some, most = _LEAST_BYTES
+    return next((each for each in some if not _are_many(_of_least(each, areas), mappings)), most)
+
+
+def _of_least(least: int, areas: Iterable[Area]) -> list[Area]:
+    return [area for area in areas if area.stop - area.start >= least]
 
 
 def _are_many(areas: Sequence[Area], mappings: Sequence[Mapping]) -> bool:
@@ -137,9 +144,9 @@ def _are_many(areas: Sequence[Area], mappings: Sequence[Mapping]) -> bool:
 
 
 def whole_pages(pieces: Iterable[tuple[int, int]]) -> list[Area]:
-    """The pages in which nothing but these pieces lies, without small stretches of them; see `areas_of`."""
+    """The pages in which nothing but these pieces lies."""
     areas = (Area(-(-start // PAGE) * PAGE, stop // PAGE * PAGE) for start, stop in merged(pieces))
-    return [area for area in areas if area.stop - area.start >= _LEAST_BYTES]
+    return [area for area in areas if area.stop > area.start]
 
 
 def _is_own(area: Area, mappings: Sequence[Mapping], starts: Sequence[int]) -> bool:

@@ -11,8 +11,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
 from colocate._system.malloc import Heap, held_back_by_now, in_use
+from colocate._system.mappings import Area, merged, of_files, whole_pages
 from colocate._system.mappings import Mapping as Mapped
-from colocate._system.mappings import of_files
 
 
 class InFiles(NamedTuple):
@@ -90,7 +90,8 @@ class ProcessMemory:
         """
         private, heap = private_bytes() + files.pages, Heap()
         held_back = heap.held_back(away)
-        rest = private - self.empty - self.code - held_back - pinned - (owned - files.absent)
+        edges = _bytes(merged(away.items())) - _bytes(whole_pages(away.items()))
+        rest = private - self.empty - self.code - held_back - pinned - edges - (owned - files.absent)
         # No more than there is: memory that nobody has ever touched counts, too.
         objects = min(in_use().most - self._in_use - heap.handed_out(pieces), rest)
         return {
@@ -100,6 +101,7 @@ class ProcessMemory:
             "held back": held_back,
             "objects": max(0, objects),
             "pinned": pinned,
+            "edges": edges,
             "absent": files.absent,
         }
 
@@ -138,6 +140,10 @@ class ProcessMemory:
     def _taken(self) -> int:
         """What isn't only held back: an import may take it from that. What sleeps does so before and after one."""
         return private_bytes() - held_back_by_now()
+
+
+def _bytes(areas: Iterable[Area]) -> int:
+    return sum(each.stop - each.start for each in areas)
 
 
 def private_bytes() -> int:
