@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.faults import EXECUTORS
 from tests.bench.rows import Row
 
 import colocate
@@ -21,17 +20,23 @@ _CHANGES = [
     "job.with.critic_only_steps=0",
 ]
 _BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=7.2MiB"]
+_EXECUTORS = {
+    "local, threads": ("local", []),
+    "local, processes": ("local", ["executor.with.processes=true"]),
+    "dask": ("dask", []),
+    "ray": ("ray", []),
+}
 _SAME = ("reward", "kl", "value_loss", "policy_loss", "entropy")
 _ROUNDS, _FIRST = 2, 3
 
 
 def rows() -> Iterator[Row]:
     """Whole jobs in turns; the median of their steps, from the fourth one on."""
-    for name in EXECUTORS:
+    for name, (executor, changes) in _EXECUTORS.items():
         free: list[float] = []
         within: list[float] = []
         for _ in range(_ROUNDS):
-            (one, others), (other, its) = _steps(name, []), _steps(name, _BUDGET)
+            (one, others), (other, its) = (_steps(executor, [*changes, *more]) for more in ([], _BUDGET))
             assert one == other, "it has learned something else"
             free += others[_FIRST:]
             within += its[_FIRST:]
