@@ -303,6 +303,9 @@ def test_small_pieces_that_have_been_away(file: Spill, monkeypatch: pytest.Monke
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
     assert len(areas_of([piece(small)])) == 1
     assert areas_of([piece(never_away(8 * PAGE))]) == []
+    monkeypatch.setattr(mappings, "most_mappings", lambda: len(mappings_now()))  # others have taken theirs since
+    assert len(areas_of([piece(small)])) == 1
+    assert without_areas([piece(small)], mappings_now()) == []
 
 
 def test_files_of_all_threads() -> None:

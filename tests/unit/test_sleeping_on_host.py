@@ -611,7 +611,10 @@ def test_memory_that_was_let_go_of_before_it_moves(site: Any) -> None:
 def test_more_pieces_than_mappings(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those for which the kernel has no room are awake, and told."""
     size = 8 * mappings.PAGE
-    add(site, types.SimpleNamespace(small=[torch.ones(size // 4) for _ in range(3)], kept=torch.ones(SIDE, SIDE)))
+    # Not `malloc`'s: what another test had there may have been in a file.
+    regions = [mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(3)]
+    small = [np.frombuffer(region, np.uint8, size) for region in regions]
+    add(site, types.SimpleNamespace(small=small, kept=torch.ones(SIDE, SIDE)))
     sleeper = Sleeper(site)
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * len(mappings.mappings_now()))
     try:

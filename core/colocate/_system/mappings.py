@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -93,8 +94,8 @@ def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | No
 
     Args:
         pieces: Addresses and sizes of what lies in memory, in bytes. Pages that hold something else besides stay, and
-            so do small pieces, memory that processes share, and what can't be written. When the process would have
-            half of the mappings that the system allows, larger pieces count as small, too.
+            so does memory that processes share, and what can't be written; and, when the process would have half of the
+            mappings that the system allows, what is small, but for what is in a file by now.
         mappings: What lies where, if that was just asked.
 
     Returns:
@@ -104,7 +105,7 @@ def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | No
         return []
     if mappings is None:
         mappings = mappings_now()
-    found = _of_least(_least(found, mappings), found)
+    found = _worth_it(found, mappings)
     # Pages of one piece may lie beside those of another one that processes share.
     ours = split(found, [each for each in mappings if each.ours_to_replace])[0]
     return whole_pages((area.start, area.stop - area.start) for area, _ in ours)
@@ -113,8 +114,7 @@ def areas_of(pieces: Iterable[tuple[int, int]], mappings: Sequence[Mapping] | No
 def without_areas(pieces: Sequence[tuple[int, int]], mappings: Sequence[Mapping]) -> list[int]:
     """The addresses of pieces that are large enough to be put away, but for there being so many; see `areas_of`."""
     found = whole_pages(pieces)
-    least = _least(found, mappings)
-    small = [area for area in found if area.stop - area.start < least]
+    small = sorted(set(found).difference(_worth_it(found, mappings)))
     starts = [area.start for area in small]
 
     def is_small(piece: Area) -> bool:
@@ -124,23 +124,23 @@ def without_areas(pieces: Sequence[tuple[int, int]], mappings: Sequence[Mapping]
     return [start for start, size in pieces if size >= PAGE and is_small(Area(start, start + size))] if small else []
 
 
-def _least(areas: Sequence[Area], mappings: Sequence[Mapping]) -> int:
-    """How large pieces of memory are at least that are worth the mappings which they may cost."""
-    *some, most = _LEAST_BYTES
-    return next((each for each in some if not _are_many(_of_least(each, areas), mappings)), most)
+def _worth_it(areas: Sequence[Area], mappings: Sequence[Mapping]) -> list[Area]:
+    """Those that are worth the mappings which they may cost.
 
-
-def _of_least(least: int, areas: Iterable[Area]) -> list[Area]:
-    return [area for area in areas if area.stop - area.start >= least]
-
-
-def _are_many(areas: Sequence[Area], mappings: Sequence[Mapping]) -> bool:
-    """Whether the process would have half of the mappings that the system allows; what is in a file has one."""
-    most = most_mappings() // 2
-    if len(mappings) + 2 * len(areas) <= most:
-        return False
-    of_files = [each for each in mappings if each.is_of_file]
-    return len(mappings) + 2 * len(split(areas, of_files)[1]) > most
+    The process isn't to have half of those that the system allows. What is in a file has one.
+    """
+    most = most_mappings() // 2 - len(mappings)
+    if 2 * len(areas) <= most:
+        return list(areas)
+    starts = [area.start for area in areas]
+    anew = split(areas, [each for each in mappings if each.is_of_file])[1]
+    costs = Counter(areas[bisect.bisect_right(starts, each.start) - 1] for each in anew)
+    found = list(areas)
+    for least in _LEAST_BYTES:
+        found = [area for area in found if area.stop - area.start >= least or area not in costs]
+        if 2 * sum(costs[area] for area in found) <= most:
+            break
+    return found
 
 
 def whole_pages(pieces: Iterable[tuple[int, int]]) -> list[Area]:

@@ -12,7 +12,7 @@ import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, compress
 from typing import Any, TypeAlias
 
@@ -285,10 +285,10 @@ class _Search:
         self.leaves += tensors
         self._attached(tensors)
 
-    def _attached(self, tensors: Collection[Any]) -> None:
+    def _attached(self, tensors: Iterable[Any]) -> None:
         # Nearly none has attributes, and to ask one for them would make it a dict. The garbage collector's way doesn't.
         found = gc.get_referents(*tensors)
-        if len(found) == len(tensors):  # each has its type there
+        if dict not in set(map(type, found)):
             return
         for held in found:
             if type(held) is dict:
