@@ -49,8 +49,9 @@ def numbers(seed: int, nbytes: int = BIG) -> np.ndarray:
 
 
 def never_away(nbytes: int) -> np.ndarray:
-    """Memory where nobody else's has been, which might be in a file yet."""
-    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    """Memory where nobody else's has been, which might be in a file yet, with a page behind that isn't part of it."""
+    region = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(region, np.uint8, nbytes)
 
 
 def in_memory(array: np.ndarray) -> int:
@@ -280,7 +281,7 @@ def test_what_can_not_be_taken() -> None:
 
 def test_small_pieces_stay_when_mappings_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may take two, and there is no sleep at all when there would be too many."""
-    tiny, small, large = never_away(PAGE), never_away(8 * PAGE), numbers(5, 32 * PAGE)
+    tiny, small, large = (never_away(pages * PAGE) for pages in (1, 8, 32))
     pieces = [piece(each) for each in (tiny, small, large)]
 
     def least() -> tuple[int, list[int]]:
