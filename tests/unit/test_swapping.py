@@ -250,6 +250,22 @@ def test_an_order_with_a_gap() -> None:
         assert found[:2] == role + foreseen
 
 
+@pytest.mark.parametrize("left_out", "abcd")
+@pytest.mark.parametrize("number", [8, 9])
+@pytest.mark.parametrize("declared", ["", "abcd"])
+def test_a_gap_in_a_step_that_is_longer_for_who_is_written_into(left_out: str, number: int, declared: str) -> None:
+    """Once the whole has been gone through again, all is foreseen as it will be, also who is written into."""
+    uses = [Use(role, role == "c" or (role == "a" and not each % 2)) for each in range(number + 5) for role in "abcd"]
+    order = Order(declared)
+    for place, use in enumerate(uses[:-8]):
+        if place != 4 * number + "abcd".index(left_out):
+            order.begins(use.role)
+            if use.writes:
+                order.wrote(use.role)
+    order.begins("a")
+    assert order.ahead() == uses[-8:]
+
+
 def test_an_order_that_is_declared() -> None:
     """It is there from the first call on, and is found again after what isn't in it."""
     order = Order(["a", "a", "b", "c", "a"])

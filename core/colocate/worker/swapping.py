@@ -196,11 +196,8 @@ class Order:
         self._declared = bool(declared)
         self._place: int | None = None  # of the use that is on
         self._past: list[Use] = []
-        self._as_foreseen = 0  # how many of the last uses are of the roles that the step has there
-        self._repeated: list[int] = []  # and how many of those of so many before, from the shortest step on
-        # The same for the uses themselves, with whether they write: of those that are over.
-        self._as_written = 0
-        self._repeated_as_written: list[int] = []
+        self._roles = _Again(lambda use: use.role)
+        self._uses = _Again(lambda use: use)  # with whether they write: those that are over
 
     @property
     def recent(self) -> list[str]:
@@ -217,11 +214,11 @@ class Order:
         del self._past[: -2 * _LONGEST]
         after = None if self._place is None else (self._place + 1) % len(self._step)
         if after is not None and self._step[after].role == role:
-            self._place, self._as_foreseen = after, self._as_foreseen + 1
+            self._place, self._roles.foreseen = after, self._roles.foreseen + 1
         else:
-            self._place, self._as_foreseen = self._placed(role)
+            self._place, self._roles.foreseen = self._placed(role)
         if not self._declared:
-            self._find(role)
+            self._find()
         self._lengthen()
         return True
 
@@ -251,36 +248,63 @@ class Order:
 
     def _is_over(self, use: Use) -> None:
         """The last use is."""
-        self._repeated_as_written = self._longer(self._repeated_as_written, lambda before: before == use)
+        self._uses.look(self._past)
         if self._place is not None:
-            self._as_written = self._as_written + 1 if self._step[self._place] == use else 0
+            self._uses.foreseen = self._uses.foreseen + 1 if self._step[self._place] == use else 0
             self._step[self._place] = use  # as it was this time, it will be
 
-    def _longer(self, repeated: Sequence[int], again: Callable[[Use], bool]) -> list[int]:
-        """How many of the last uses are like those of so many before, with the last one; `repeated`: without it."""
-        before = islice(reversed(self._past), _SHORTEST, _LONGEST + 1)
-        together = zip(before, chain(repeated, repeat(0)), strict=False)
-        return [number + 1 if again(use) else 0 for use, number in together]
+    def _find(self) -> None:
+        """Have a step be what comes again, if that explains more."""
+        self._roles.look(self._past)
+        if length := self._roles.better():
+            # It begins where it was found, so the use that is on is its last. How that was is known of the first.
+            self._step, self._place = self._past[-2 * length : -length], length - 1
+            self._roles.take(length)
+            self._uses.take(length)
 
     def _lengthen(self) -> None:
         """Have several steps be one, where those alone come again as they were, also in who was written into."""
         if self._place is None:
             return
-        twice = ((number, each) for each, number in enumerate(self._repeated_as_written, _SHORTEST) if number >= each)
-        several = ((number, each) for number, each in twice if each < self._as_foreseen and not each % len(self._step))
-        number, length = max(several, key=itemgetter(0), default=(0, 0))  # the shortest of those
-        if number > self._as_written:
-            self._step, self._place, self._as_written = self._past[-1 - length : -1], 0, number
+        if length := self._uses.better(lambda each: each < self._roles.foreseen and not each % len(self._step)):
+            self._step, self._place = self._past[-1 - length : -1], 0
+            self._uses.take(length)
 
-    def _find(self, role: str) -> None:
-        self._repeated = self._longer(self._repeated, lambda before: before.role == role)
+
+class _Again:
+    """How many of the last uses are like others, in a row.
+
+    Attributes:
+        foreseen: Like those that the step has there.
+    """
+
+    def __init__(self, what: Callable[[Use], object]) -> None:
+        """Args: what: In what they are to be alike."""
+        self._what = what
+        self.foreseen = 0
+        self._repeated: list[int] = []  # like those of so many before, from the shortest step on
+
+    def look(self, past: Sequence[Use]) -> None:
+        """There is one more."""
+        last = self._what(past[-1])
+        before = islice(reversed(past), _SHORTEST, _LONGEST + 1)
+        together = zip(before, chain(self._repeated, repeat(0)), strict=False)
+        self._repeated = [number + 1 if self._what(use) == last else 0 for use, number in together]
+
+    def better(self, may: Callable[[int], bool] = lambda length: True) -> int:
+        """How long a step is that explains more of them than the present one; 0 if none does.
+
+        Args:
+            may: Whether a step may be as long as that.
+        """
         twice = ((number, length) for length, number in enumerate(self._repeated, _SHORTEST) if number >= length)
-        number, length = max(twice, key=itemgetter(0), default=(0, 0))  # the shortest of those
-        if number > self._as_foreseen:
-            # It begins where it was found, so the use that is on is its last. How that was is known of the first.
-            self._step, self._place = self._past[-2 * length : -length], length - 1
-            self._as_foreseen = number
-            self._as_written = self._repeated_as_written[length - _SHORTEST]
+        allowed = (each for each in twice if may(each[1]))
+        number, length = max(allowed, key=itemgetter(0), default=(0, 0))  # the shortest of those
+        return length if number > self.foreseen else 0
+
+    def take(self, length: int) -> None:
+        """The step is one that is as long as that."""
+        self.foreseen = self._repeated[length - _SHORTEST]
 
 
 def _apart(roles: Sequence[str]) -> list[str]:
