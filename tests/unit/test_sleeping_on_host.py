@@ -625,6 +625,26 @@ def test_more_pieces_than_mappings(site: Any, monkeypatch: pytest.MonkeyPatch) -
         sleeper.space.close()
 
 
+def test_a_wake_of_small_pieces_when_mappings_have_run_short(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are brought back, and don't wait in their file until somebody reads them."""
+    size = 8 * mappings.PAGE
+    regions = [mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(3)]
+    small = [np.frombuffer(region, np.uint8, size) for region in regions]
+    for number, each in enumerate(small):
+        each[:] = number + 1
+    role = add(site, types.SimpleNamespace(small=small))
+    sleeper = Sleeper(site)
+    try:
+        assert sleeper.sleep_alone("model") == 3 * size
+        monkeypatch.setattr(mappings, "most_mappings", lambda: len(mappings.mappings_now()))  # by others, meanwhile
+        assert sleeper.wake_alone(role) == 3 * size
+        places = [each.__array_interface__["data"][0] for each in small]
+        assert [mappings.present_in(mappings.Area(place, place + size)) for place in places] == [size] * 3
+        assert [set(each.tolist()) for each in small] == [{1}, {2}, {3}]
+    finally:
+        sleeper.space.close()
+
+
 class Stubborn:
     """Has put away something of its own, and can't take it back at first."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from colocate._system.libc import libc
-from colocate._system.mappings import PAGE, Area, mappings_now, present_in, whole_pages
+from colocate._system.mappings import PAGE, Area, mappings_now, present_in, size_of, whole_pages
 
 # Those of other threads than the first lie in stretches of so much, each at a multiple of it, and each with a header:
 # whose it is, the stretch before it, its size, and how much of that may be written.
@@ -121,7 +121,7 @@ class Heap:
         if self._arenas is None:
             return free
         asleep = whole_pages((address, size) for address, size in away.items() if self._is_in_arena(address))
-        return max(0, min(free, self._there - in_use + sum(each.stop - each.start for each in asleep)))
+        return max(0, min(free, self._there - in_use + size_of(asleep)))
 
     def handed_out(self, pieces: Iterable[tuple[int, int]]) -> int:
         """Bytes of those pieces of memory, addresses and sizes, that are from it, and not mapped by somebody else.

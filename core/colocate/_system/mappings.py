@@ -40,6 +40,11 @@ class Area(NamedTuple):
     stop: int
 
 
+def size_of(areas: Iterable[Area]) -> int:
+    """Their bytes."""
+    return sum(area.stop - area.start for area in areas)
+
+
 class Mapping(NamedTuple):
     """A line of `/proc/self/maps`."""
 

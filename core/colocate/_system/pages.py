@@ -50,6 +50,7 @@ from colocate._system.mappings import (
     merged,
     pages_of_files,
     refuse_too_many,
+    size_of,
     split,
     written_in,
 )
@@ -234,7 +235,7 @@ class Spill:
                 raise OSError(error.errno, self._lack(areas, why)) from error
 
     def _lack(self, areas: Iterable[Area], why: str) -> str:
-        size = size_text(sum(area.stop - area.start for area in areas))
+        size = size_text(size_of(areas))
         text = f"{why}: {size} are to sleep in {self.directory} (spill_dir)"
         with contextlib.suppress(OSError):  # the folder isn't there any more, of which the files have no need
             disk = os.statvfs(self.directory)
@@ -373,7 +374,7 @@ class Spill:
         homes = self._homes(mappings_now())
         awake = (area for area, _ in split(self._awake, homes)[0])  # the rest was freed meanwhile
         for some in _batches(split(awake, self._going(areas))[1]):
-            if sum(area.stop - area.start for area in some) > free_memory():
+            if size_of(some) > free_memory():
                 return
             for area in some:
                 if libc().madvise(area.start, area.stop - area.start, _POPULATE_WRITE):

@@ -10,7 +10,17 @@ from typing import Any, TypeAlias
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._system.emptying import Emptying
 from colocate._system.imported import imported
-from colocate._system.mappings import Area, areas_of, mappings_now, merged, own, split, whole_pages, without_areas
+from colocate._system.mappings import (
+    Area,
+    areas_of,
+    mappings_now,
+    merged,
+    own,
+    size_of,
+    split,
+    whole_pages,
+    without_areas,
+)
 from colocate.worker.holdings import Holdings
 from colocate.worker.storages import Objects, Storages
 
@@ -116,7 +126,7 @@ class Going:
         self.storages = {key: objects[key] for key in stored - self.emptied}
         self.trained = self.storages.keys() & _trained(by_tag)
         self.kept_on_device = sum(self.pieces[key] for key in self.storages)
-        self.size = _size(areas_of(on_host.items(), mappings) if emptied else self.areas)
+        self.size = size_of(areas_of(on_host.items(), mappings) if emptied else self.areas)
         self.size += sum(self.pieces[key] for key in stored)
 
     def are_rewritten(self) -> None:
@@ -205,7 +215,7 @@ class Coming:
     @functools.cached_property
     def on_host(self) -> int:
         """The bytes of all pages."""
-        return _size(areas_of(self._host_pieces(self.pieces)) if self.emptied else self.areas)
+        return size_of(areas_of(self._host_pieces(self.pieces)) if self.emptied else self.areas)
 
     @property
     def size(self) -> int:
@@ -245,10 +255,6 @@ def _trained(by_tag: Mapping[str, Objects]) -> set[int]:
     """What a step of an optimizer writes: what has gradients, these, and the optimizer's state."""
     stepped = {key for tag in _STEPPED for place in by_tag.get(tag, Objects()).values() for key in place}
     return stepped.union(*(pieces.trained for pieces in by_tag.values()))
-
-
-def _size(areas: Iterable[Area]) -> int:
-    return sum(area.stop - area.start for area in areas)
 
 
 def by_tags(found: Holdings) -> dict[str, Objects]:

@@ -11,8 +11,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
 from colocate._system.malloc import Heap, held_back_by_now, in_use
-from colocate._system.mappings import Area, merged, of_files, whole_pages
 from colocate._system.mappings import Mapping as Mapped
+from colocate._system.mappings import merged, of_files, size_of, whole_pages
 
 
 class InFiles(NamedTuple):
@@ -90,7 +90,7 @@ class ProcessMemory:
         """
         private, heap = private_bytes() + files.pages, Heap()
         held_back = heap.held_back(away)
-        edges = _bytes(merged(away.items())) - _bytes(whole_pages(away.items()))
+        edges = size_of(merged(away.items())) - size_of(whole_pages(away.items()))
         rest = private - self.empty - self.code - held_back - pinned - edges - (owned - files.absent)
         # No more than there is: memory that nobody has ever touched counts, too.
         objects = min(in_use().most - self._in_use - heap.handed_out(pieces), rest)
@@ -140,10 +140,6 @@ class ProcessMemory:
     def _taken(self) -> int:
         """What isn't only held back: an import may take it from that. What sleeps does so before and after one."""
         return private_bytes() - held_back_by_now()
-
-
-def _bytes(areas: Iterable[Area]) -> int:
-    return sum(each.stop - each.start for each in areas)
 
 
 def private_bytes() -> int:
