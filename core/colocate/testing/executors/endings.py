@@ -21,6 +21,8 @@ CONNECTED = "runtime = CONNECT\n"
 RESERVED = f"{CONNECTED}pool = runtime.reserve(2, cpus=0)\n"
 SPAWNED = f"{RESERVED}group = pool.spawn(ROLES)\n"
 HUNG = "group.role('faulty').wait.submit(GATE)\n"
+# In slices: Python notices a signal that has come just before it began to wait for a lock only when that wait ends.
+FOREVER = "while True:\n    threading.Event().wait(1)\n"
 
 # What the driver does; at the last line it waits, or works on, until its end.
 STAGES = {
@@ -63,7 +65,7 @@ class Endings(Scripted):
         echo = pair.role("echo", Echo)
         with Gate() as gate:
             text = STAGES[stage].replace("GATE", repr(gate.address))
-            driver = scripts.start(f"{text}threading.Event().wait()\n")
+            driver = scripts.start(text + FOREVER)
             if stage in BY_GATE:
                 gate.wait_for()
             if stage == "closing":  # what runs by now is what the close waits for
