@@ -1,0 +1,32 @@
+"""Small programs that went wrong once, each run as a user would: `python tests/found/NAME.py MODE` prints a verdict.
+
+The first lines of a script say what is wanted, and in which modes it runs: "Modes: threads, strict, processes, ray,
+dask.".
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+def _runs() -> Iterator[tuple[str, str]]:
+    for path in sorted(FOLDER.glob("*.py")):
+        if found := re.search(r"^Modes: (.*)\.$", path.read_text(), re.MULTILINE):
+            yield from ((path.name, mode) for mode in found[1].split(", "))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("script", "mode"), _runs())
+def test_found(script: str, mode: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / script), mode], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
