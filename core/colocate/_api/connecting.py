@@ -30,7 +30,7 @@ def connect(
         executor: Its name: "local", or that of another installed executor plugin.
         seed: What every `ctx.generator` is derived from.
         strict: Check what is otherwise trusted: values go through the wire format even between threads, and residents
-            are checked for writes by their contents.
+            and arguments are checked for writes by their contents.
         call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
             never.
         collective_timeout: Seconds after which torch gives up an operation of a process group that colocate makes.

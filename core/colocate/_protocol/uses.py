@@ -193,7 +193,7 @@ class Peers(abc.ABC):
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
         """Some of its rows, which are noted as `part` does."""
 
-    def given_back(self, label: str) -> Sequence[Written]:
+    def given_back(self, seq: int, label: str) -> Sequence[Written]:
         """A call is over: those residents of other workers that it had the very values of, and wrote into.
 
         None where what other workers have is copied.

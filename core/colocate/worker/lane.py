@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -21,6 +21,7 @@ import attrs
 from colocate._protocol.message import Message
 from colocate._protocol.taken import Taken
 from colocate._role.context import CallState
+from colocate._values.leaving import Watch
 from colocate.wire import SocketLane, Turns
 from colocate.worker.scope import Scope
 
@@ -50,6 +51,7 @@ class Work(CallState):
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
     began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
     taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # what it has got of residents so far
+    watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # its arguments, where writes are noticed
 
 
 @attrs.frozen

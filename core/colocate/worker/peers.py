@@ -103,17 +103,17 @@ class LocalPeers(_HostPeers):
         super().__init__(host)
         self._find = find
         self._waiting: Store | None = None
-        self._borrowed: dict[str, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
+        self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
 
     @property
     def address(self) -> None:
         """They need none."""
         return
 
-    def given_back(self, label: str) -> Sequence[Written]:
+    def given_back(self, seq: int, label: str) -> Sequence[Written]:
         """A call is over: what it wrote into of other workers' residents."""
         written: list[Written] = []
-        for store, key, entry in self._borrowed.pop(label, ()):
+        for store, key, entry in self._borrowed.pop(seq, ()):
             written += store.written([key], label)
             entry.lent.remove(label)
         return written
@@ -155,7 +155,7 @@ class LocalPeers(_HostPeers):
         if isinstance(call, Work):
             entry.lent.append(call.label)
             store = self._find(source.group, source.slot(rank)).store
-            self._borrowed.setdefault(call.label, []).append((store, source.key, entry))
+            self._borrowed.setdefault(call.seq, []).append((store, source.key, entry))
 
     def _entry(self, source: Source, rank: int) -> Entry:
         found = self._find(source.group, source.slot(rank))

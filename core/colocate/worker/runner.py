@@ -20,7 +20,7 @@ from colocate._system.rebuilding import rebuilding
 from colocate._values import batch
 from colocate._values.arguments import placed
 from colocate._values.dispatch import Scatter
-from colocate._values.leaving import ordinary
+from colocate._values.leaving import Watch, ordinary
 from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError, SerializationError
 from colocate.worker import checkpoint, failure
@@ -120,6 +120,8 @@ class Runner:
             site.definitions.load(work.lots)
             resolver = self._resolver(call, work) if call.uses else None
             arguments = self._arguments(body, resolver, role, spec)
+            if site.store.strict:
+                work.watches = {name: Watch(value, contents=True) for name, value in arguments.items()}
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
@@ -134,7 +136,7 @@ class Runner:
             return None
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.residency.leave(call.seq)
-            site.peers.given_back(work.label)
+            site.peers.given_back(work.seq, work.label)
             role.operations = max(role.operations, work.before + site.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
@@ -195,7 +197,7 @@ class Runner:
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.residency.leave(call.seq)
-            self._site.peers.given_back(work.label)
+            self._site.peers.given_back(work.seq, work.label)
             role.operations = max(role.operations, work.before + self._site.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
@@ -269,8 +271,8 @@ class Runner:
         if call.method in OF_WORKERS:  # what changes there is no resident, and they have looked whether there is room
             site.accounts.changed(None)
         else:
-            if len(site.store) or resolver is not None:
-                self._check_writes(label, role, resolver)
+            if len(site.store) or resolver is not None or work.watches:
+                self._check_writes(work, role, resolver)
             site.residency.check(role.name, label, None if call.keep is None else {label: result})
         operations = site.groups.count()
         valid, halves = work.valid_rows, _updates(work, operations)
@@ -297,8 +299,8 @@ class Runner:
             site.recent.add(role.name, start, time.time())
         site.residency.leave(call.seq)
 
-    def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
-        site = self._site
+    def _check_writes(self, work: Work, role: HostedRole, resolver: Resolver | None) -> None:
+        site, label = self._site, work.label
         # A role may write into what it got now, or into what it returned before and still refers to.
         used = resolver.keys if resolver is not None else ()
         everything = site.store.strict or role.name is None  # a function may have asked any role for anything
@@ -306,12 +308,15 @@ class Runner:
         # All of them, so that nobody gets what any has become.
         written = [(key, maker, by or label) for key, maker, by in site.store.written(keys, label)]
         if resolver is not None:
-            written += [(key, maker, by or label) for key, maker, by in site.peers.given_back(label)]
+            written += [(key, maker, by or label) for key, maker, by in site.peers.given_back(work.seq, label)]
             # As if they were here, since of several ranks one has the very value: which is heard of first makes no
             # difference.
             written += [(source.key, source.label, label) for source in resolver.written()]
         for key, maker, by in written:
             raise _written(by, maker, key)
+        for name, watch in work.watches.items():
+            if watch.written():
+                raise RoleError(f"{label} changed its argument {name!r} in place; {_CURE}")
 
     def _failed(
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
@@ -342,13 +347,13 @@ class Runner:
             self._broken(lost)
 
 
+_CURE = "a role method changes neither its arguments nor what it has returned: clone it first"
+
+
 def _updates(work: Work, operations: int) -> int:
     """Beginnings and ends of updates in a call, of weights that the ranks share."""
     return work.halves if work.shares or operations != work.operations else 0
 
 
 def _written(label: str, maker: str, key: int) -> RoleError:
-    return RoleError(
-        f"{label} changed in place a value that {maker} had returned (resident {key}); "
-        "a role method changes neither its arguments nor what it has returned: clone it first"
-    )
+    return RoleError(f"{label} changed in place a value that {maker} had returned (resident {key}); {_CURE}")

@@ -9,6 +9,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Runtime
+from colocate._values.leaving import Watch
 from colocate.errors import BorrowedError, ClosedError, ColocateError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
@@ -161,3 +162,46 @@ class Borrows(ExecutorCase):
                     assert caught.value.method == "write"
                 user.hold(kept.ref)
                 assert kept.fetch()["x"].tolist() == [0.0, 1.0, 2.0]
+
+    def test_writes_into_plain_arguments_are_found(self) -> None:
+        """With `strict=True` every one is, with method and argument; neither the driver's value nor others change."""
+        torch = pytest.importorskip("torch")
+        numpy = pytest.importorskip("numpy")
+        with self.connect(strict=True) as runtime, runtime.reserve(2, cpus=0) as pool, Gate() as gate:
+            user = pool.spawn({"user": colocate.role(Writer)}).role("user", Writer)
+            value = {
+                "x": torch.arange(3.0),
+                "pair": (torch.arange(2, 4), numpy.arange(4).reshape(2, 2)),
+                "deep": {"name": "as it was", "list": [1, (torch.ones(2),)]},
+            }
+            driver = Watch(value, contents=True)
+            for how in WRITES:
+                with pytest.raises(RoleError, match=r"user\.write changed its argument 'value' in place") as caught:
+                    user.write(value, how)
+                assert (caught.value.role, caught.value.method) == ("user", "write")
+            late = user.write_later.submit(value, "operators", [gate.address] * 2)
+            gate.open()
+            assert "user.write_later changed its argument 'value' in place" in str(late.exception(PATIENCE_S))
+            assert user.untouched() == [1.0, 1.0]
+            assert not driver.written()
+
+    def test_the_call_that_wrote_is_blamed(self) -> None:
+        """Of two async calls of one method with one resident of another slot the one that wrote is told of it."""
+        pytest.importorskip("torch")
+        with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, Gate() as first, Gate() as second:
+            group = pool.spawn({"maker": colocate.role(Writer).on(slots=[0]), "user": colocate.role(Writer)})
+            maker, user = group.role("maker", Writer), group.role("user", Writer)
+            with maker.nested.keep() as kept:
+                ends = user.write_later.submit(kept.ref, None, [None, first.address])
+                writes = user.write_later.submit(kept.ref, "operators", [None, second.address])
+                first.wait_for()
+                second.wait_for()
+                first.open()
+                ends.result(PATIENCE_S)
+                second.open()
+                error = writes.exception(PATIENCE_S)
+                if error is None:  # where it got a copy, nothing has happened to the resident
+                    assert kept.fetch()["x"].tolist() == [0.0, 1.0, 2.0]
+                else:
+                    assert "user.write_later changed in place a value that maker.nested had returned" in str(error)
+                assert maker.untouched() == [1.0]

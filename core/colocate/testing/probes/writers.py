@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from colocate import First, Role, method
+from colocate import First, PerRank, Role, method
+from colocate.testing.gate import Address, pass_gate_async
 
 
 def _through_operators(value: Any) -> None:
@@ -99,6 +100,14 @@ class Writer(Role):
     def write(self, value: Any, how: str) -> None:
         """What no method may do: change its argument."""
         WRITES[how](value)
+
+    @method(dispatch=PerRank("gate"), concurrency=2)
+    async def write_later(self, value: Any, how: str | None, gate: Address | None) -> None:
+        """A rank with a gate writes when that is open, if it is told how; another call may run beside this one."""
+        if gate is not None:
+            await pass_gate_async(gate)
+            if how is not None:
+                WRITES[how](value)
 
     @method
     def write_held(self, how: str) -> None:
