@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
+    from colocate._api.spawning import spawn
     from colocate._api.trace import Trace
     from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
     from colocate._job.launch import launch
@@ -127,6 +128,7 @@ _HOMES = {
         "RunRecord",
     ),
     "_api.runtime": ("Runtime",),
+    "_api.spawning": ("spawn",),
     "_api.trace": ("Trace",),
     "_views.view": (
         "Inspection",
@@ -236,6 +238,7 @@ __all__ = [
     "record",
     "register_batch",
     "role",
+    "spawn",
     "wait",
 ]
 

@@ -32,7 +32,14 @@ ON_PROCESSES = {
 }
 # The engine starts workers, where and with what they were asked for, and tells of those that don't come.
 STARTS = {
-    *("test_by_name", "test_dying_constructor", "test_hanging_constructor", "test_environment", "test_facts"),
+    *(
+        "test_in_one_call",
+        "test_by_name",
+        "test_dying_constructor",
+        "test_hanging_constructor",
+        "test_environment",
+        "test_facts",
+    ),
     *("test_device", "test_threads_of_torch", "test_slots_of_a_pool"),
     *("test_environment_of_a_fork", "test_the_template_is_killed"),
 }

@@ -46,6 +46,9 @@ def declare(pool: colocate.Pool) -> None:
     pool.spawn({"actor": Actor})  # E: wrap the class: colocate.role(...)
     pool.spawn({"actor": Actor(0.1)})  # E: wrap the class: colocate.role(...)
     assert_type(pool[0:2].spawn({"actor": colocate.role(Actor, 0.1)}), colocate.ColocatedGroup)
+    assert_type(colocate.spawn({"actor": colocate.role(Actor, 0.1)}, slots=2, processes=True), colocate.ColocatedGroup)
+    colocate.spawn({"actor": Actor})  # E: wrap the class: colocate.role(...)
+    colocate.spawn({"actor": colocate.role(Actor, 0.1)}, slots="2")  # E: a number
 
 
 def blocks() -> None:

@@ -133,6 +133,12 @@ class Connection(Owned):
                 executors=having,
             )
 
+    def give_up(self, by: str) -> None:
+        """Close it at once: who was making it, or its only group, has been interrupted."""
+        for child in list(self.children.values()):
+            child.give_up(by)  # a pool that waits for slots stops waiting
+        super().give_up(by)
+
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""
         if self.forked:

@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 
 class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
-    """Several roles in one worker per slot. Made by `pool.spawn`; a context manager that closes it.
+    """Several roles in one worker per slot. Made by `pool.spawn` or `colocate.spawn`; a context manager that closes it.
 
     Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
     """
@@ -300,6 +300,8 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.
 
+        One that `colocate.spawn` has made closes its pool and its runtime, too.
+
         Args:
             grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
             force: Close it although other groups use its residents; their calls fail with a clear error.
@@ -308,4 +310,4 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
             BorrowedError: Another group uses one of its residents (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)
+        self._node.closed_as.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)

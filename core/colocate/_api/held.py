@@ -74,4 +74,4 @@ class Held(OnDriver, Generic[N]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._node.leave_block(error)
+        self._node.closed_as.leave_block(error)

@@ -94,6 +94,7 @@ class Owned(OnDriver):
         created: When, in seconds of time.time().
         names: What users hold of it, by type; there is one.
         hurried: Whether nobody waits any more for what still runs in it: its close was interrupted.
+        closed_as: What its user closes by closing it: itself, or the runtime that was made for it alone.
     """
 
     def __init__(self, kind: str, name: str, owner: Owned | None, state: State = State.READY) -> None:
@@ -105,6 +106,7 @@ class Owned(OnDriver):
         self.line = origin()
         self.created = time.time()
         self.hurried = False
+        self.closed_as: Owned = self
         self.names: dict[type, Any] = {}
         self._born_after = _forks
 

@@ -86,6 +86,28 @@ class Signals(Scripted):
         assert (code, errors) == (0, "")
 
     @needs(OwnProcess)
+    def test_interrupted_spawn_in_one_call(self, scripts: Scripts) -> None:
+        """Ctrl-C in `colocate.spawn` gives runtime, pool and group up."""
+        connect = f"executor={self.executor!r}, **{ {**self.options, 'slots': 2, 'cpus': 0}!r}"
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                {_indented(BEGIN)}
+                from colocate._api.connection import live
+                hangs = {{"hangs": colocate.role(HangsAtStart, {gate.address!r})}}
+                say(interrupted(lambda: colocate.spawn(hangs, {connect})))
+                say(len(live))
+                with colocate.spawn(ROLES, {connect}) as group:
+                    say(group.role("echo", Echo).first("works"))
+                """)
+            gate.wait_for()
+            driver.process.send_signal(signal.SIGINT)
+            assert driver.hear() == "interrupted"
+            assert driver.hear() == 0
+            assert driver.hear() == "works"
+            code, errors = driver.end()
+        assert (code, errors) == (0, "")
+
+    @needs(OwnProcess)
     def test_interrupted_close(self, scripts: Scripts) -> None:
         """Ctrl-C while a close waits: what runs has no grace any more. It is raised once all of it is closed."""
         with Gate() as gate:

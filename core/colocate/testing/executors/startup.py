@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import colocate
-from colocate import Runtime
-from colocate.errors import CapabilityError, ConfigError, PluginError, RoleError, RoleStartError, WorkerDied
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate._api.connection import live
+from colocate.errors import (
+    CapabilityError,
+    ClosedError,
+    ConfigError,
+    PlacementError,
+    PluginError,
+    RoleError,
+    RoleStartError,
+    WorkerDied,
+)
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.early import Early
-from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart, ImportsAtStart
+from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, Faulty, HangsAtStart, ImportsAtStart
 from colocate.testing.probes.plain import Echo, Plain
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -22,6 +34,71 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 class Startup(ExecutorCase):
     """Spawning: all roles of all ranks, or one error that names each rank."""
+
+    def spawn_alone(self, roles: Mapping[str, RoleSpec[Any]], **more: Any) -> ColocatedGroup:
+        """A group with a runtime of its own."""
+        return colocate.spawn(roles, executor=self.executor, **{**self.options, "slots": 2, "cpus": 0, **more})
+
+    def test_in_one_call(self, no_leaks: None) -> None:
+        """`colocate.spawn` makes runtime, pool and group; closing the group, or leaving its block, closes all three."""
+        with self.spawn_alone({"echo": colocate.role(Echo, tag="alone")}, name="alone", seed=7) as group:
+            assert group.role("echo", Echo).tag_and_rank() == [("alone", 0), ("alone", 1)]
+            pool, runtime = group.owner, group.owner.owner
+            assert (runtime.owner, runtime.seed, runtime.groups) == (None, 7, {"alone": group})
+            root = runtime.graph.data()
+            assert (root["kind"], [child["name"] for child in root["children"]]) == ("runtime", [pool.name])
+            assert all("startup.py:" in node["line"] for node in (root, *root["children"]))
+        assert [each.state for each in (group, pool, runtime)] == ["closed"] * 3
+        with pytest.raises(ClosedError, match=r"leaving its with block at .*startup\.py:\d+"):
+            runtime.reserve()
+        again = self.spawn_alone({"echo": colocate.role(Echo)}, slots=1)
+        again.close()
+        again.close()
+        assert not again.owner.owner.alive
+        with pytest.raises(ClosedError, match=r"group\.close\(\) at .*startup\.py:\d+"):
+            again.role("echo", Echo).noop()
+
+    @pytest.mark.parametrize(
+        ("error", "options"),
+        [
+            (RoleStartError, {}),
+            (ConfigError, {"no_such_option": 1}),
+            (ConfigError, {"slots": 0}),
+            (ConfigError, {"on_failure": "hope"}),
+            (PlacementError, {"gpus": 1_000_000}),
+        ],
+        ids=lambda given: given.__name__ if isinstance(given, type) else ",".join(given) or "roles",
+    )
+    def test_in_one_call_that_fails(
+        self, no_leaks: None, runtime: Runtime, error: type[Exception], options: dict[str, Any]
+    ) -> None:
+        """Wherever it fails, that is what is raised, and everything is closed."""
+        before = set(live)
+        with pytest.raises(error) as caught:
+            self.spawn_alone({"bad": colocate.role(FailsToStart, (1,))}, **options)
+        assert not hasattr(caught.value, "__notes__")
+        assert set(live) == before
+
+    def test_options_in_one_call(self, no_leaks: None) -> None:
+        """It takes what `reserve` and `Pool.spawn` take, too, as one would give it there."""
+        options = {
+            "strategy": "spread",
+            "device_memory": "1GiB",
+            "reserve_timeout": 5,
+            "restarts": 2,
+            "mesh": {"tp": 2},
+        }
+        with self.spawn_alone({"rows": colocate.role(Rows)}, on_failure="restart", **options) as group:
+            request = group.owner._node.request
+            assert (request.strategy, request.timeout, request.cpus) == ("spread", 5, 0)
+            assert (group.owner._node.budget.device, group._node.restarts.limit) == (1 << 30, 2)
+            assert group.roles["rows"].meshes[""].axes == (("tp", 2),)
+
+    def test_error_in_the_block_of_one_call(self, no_leaks: None) -> None:
+        """A block that is left by an error raises that error, and all is closed."""
+        with pytest.raises(RoleError), self.spawn_alone({"faulty": colocate.role(Faulty)}) as group:
+            group.role("faulty", Faulty).fail()
+        assert not group.owner.owner.alive
 
     def test_by_name(self, spawn: Spawn) -> None:
         """A role can be named "module:Class"."""
