@@ -106,6 +106,7 @@ class Boot:
         generation: How often the group has been restarted.
         imports: Modules that the roles need, take long to import, and are no user's: a worker that is a fork finds them
             imported. None: it is to be none, for the driver has modules of its own in place of Python's.
+        log_levels: The levels that the driver's loggers were given, by name, where it shows logs.
     """
 
     worker: str
@@ -121,6 +122,7 @@ class Boot:
     strict: bool = False
     generation: int = 0
     imports: tuple[str, ...] | None = ()
+    log_levels: Mapping[str, int] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -168,7 +170,10 @@ class HostEvents(Protocol):
         """A message from the worker, in the order in which it was sent."""
 
     def logged(self, line: str) -> None:
-        """A line of the worker's output; core shows it, and keeps the last ones."""
+        """A line of the worker's output; core shows it, and keeps the last ones.
+
+        With a carriage return at its end the line goes on, and will be written over, as those of progress bars.
+        """
 
     def exited(self, exit: Exit) -> None:
         """It is gone. Said exactly once, also after `kill`; nothing is received afterwards."""

@@ -1,11 +1,17 @@
 """`colocate plugins`, `check` and `doctor`, each as a user runs it."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.cli.conftest import CommandLine
+
+from colocate.cli.doctor import shared_memory
 
 ACME = """
     pools:
@@ -213,7 +219,29 @@ class TestDoctor:
         assert (done.returncode, done.stderr) == (0, "")
         assert "python" in done.stdout
         assert "CPUs" in done.stdout
+        assert "shared memory" in done.stdout
         assert "pip install 'broken[needy]'" in done.stdout
+
+    def test_shared_memory_of_which_there_is_none_or_little(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert shared_memory(tmp_path / "none").startswith(f"{tmp_path}/none: No such file or directory; Ray")
+        free = f"{tmp_path}: 32 MiB free of 64 MiB"
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 << 20, free=32 << 20))
+        assert shared_memory(tmp_path).startswith(f"{free}; that is little for Ray")
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=8 << 30, free=1 << 30))
+        assert shared_memory(tmp_path) == f"{tmp_path}: 1 GiB free of 8 GiB"
+        monkeypatch.setattr(os, "access", lambda folder, mode: False)
+        assert "may not write there (mode " in shared_memory(tmp_path)
+
+    def test_a_distribution_that_was_removed_by_half(self, colocate: CommandLine, tmp_path: Path) -> None:
+        lost = tmp_path / "gone-1.0.dist-info"
+        lost.mkdir()
+        (lost / "entry_points.txt").write_text("[colocate.roles]\ngone = gone_plugin\n")
+        done = colocate("doctor", "--json", PYTHONPATH=str(tmp_path))
+        assert done.returncode == 0
+        (gone,) = [plugin for plugin in json.loads(done.stdout)["plugins"] if plugin["name"] == "gone"]
+        assert gone["fault"].startswith(f"the role plugin 'gone' ({lost}, which has no METADATA: install it again, ")
 
     @pytest.mark.parametrize(("folder", "words"), [("/dev/shm", "is a tmpfs"), ("/nowhere", "No such file")])
     def test_a_place_for_what_sleeps(self, colocate: CommandLine, folder: str, words: str) -> None:

@@ -72,7 +72,7 @@ def test_listing_imports_no_plugin(with_distributions: Put) -> None:
 def test_listing_says_where_each_plugin_comes_from(with_distributions: Put) -> None:
     with_distributions("acme", "acme_rival")
     (acme,) = [plugin for plugin in plugins() if plugin.name == "acme"]
-    assert acme == PluginInfo("roles", "acme", "acme", "1.0.0", "acme.plugin", ("acme-rival 0.3",))
+    assert acme == PluginInfo("roles", "acme", "acme", "1.0.0", "acme.plugin", "acme 1.0.0", ("acme-rival 0.3",))
 
 
 def test_only_the_plugin_that_a_name_needs_is_imported(with_distributions: Put) -> None:

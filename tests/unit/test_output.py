@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate._role import context
-from colocate.worker.output import LabelledStream, split_label
+from colocate.worker.output import LabelledStream, Tail, shown, split_label, written_over
 
 
 class Speaker(colocate.Role):
@@ -46,3 +46,24 @@ def test_the_driver_shows_group_role_and_rank(capfd: pytest.CaptureFixture[str])
         group = runtime.reserve(slots=2).spawn({"speaker": colocate.role(Speaker).on(slots=[1])}, name="talk")
         group.role("speaker", Speaker).say("hello")
     assert "[talk/speaker 0] hello\n" in capfd.readouterr().err
+
+
+def test_of_a_line_that_is_written_over_the_last_state_is_shown() -> None:
+    assert [shown(line) for line in ("", "plain", "\r1\r2", "1\r2\r", "1\r\n".strip("\n"), "\r    \rnext")] == [
+        *("", "plain", "2", "2", "1", "next"),
+    ]
+
+
+def test_all_that_is_written_over_needn_t_be_kept() -> None:
+    rest = b""
+    for state in (b"1 of 3\r", b"2 of", b" 3\r", b"3 of 3\r"):
+        rest = written_over(rest + state)
+    assert rest == b"3 of 3\r"
+    assert shown(rest.decode() + "done") == "done"
+
+
+def test_the_last_lines_have_one_state_of_each_line() -> None:
+    tail = Tail()
+    for line in ("before", "1 of 2\r", "2 of 2\r", "2 of 2", "after"):
+        tail.append(line)
+    assert list(tail) == ["before", "2 of 2", "after"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from colocate import wire
 from colocate._definitions.names import is_installed, path_of
+from colocate._system.distributions import version_of
 from colocate.worker.build import Shipped
 
 
@@ -39,12 +40,11 @@ def ship(
 
 @functools.cache
 def _distribution(package: str) -> tuple[str | None, str | None]:
-    """The distribution that an import package belongs to, and its version."""
+    """The distribution that an import package belongs to, and its version; None where metadata doesn't tell."""
+    if (version := version_of(package)) is not None:
+        return package, version
     try:
-        return package, importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    names = importlib.metadata.packages_distributions().get(package)
-    if not names:
+        names = importlib.metadata.packages_distributions().get(package) or [""]
+    except FileNotFoundError:  # some distribution has lost its metadata, and importlib_metadata raises it
         return None, None
-    return names[0], importlib.metadata.version(names[0])
+    return (names[0], version_of(names[0])) if names[0] else (None, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
 from colocate.errors import EngineError
 from colocate.executor import Boot, Exit, Host
-from colocate.worker.output import TAIL_LINES, split_label
+from colocate.worker.output import Tail, split_label
 
 
 class WorkerEvents(Protocol):
@@ -81,7 +80,7 @@ class Worker:
     lane_ended: bool = False
     receiver: Receiver = attrs.field(factory=lambda: Receiver("is given it"))
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
-    _tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=TAIL_LINES))
+    _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
     _where: Request[int, str | None] | None = None
 
@@ -122,12 +121,13 @@ class Worker:
         """A line of its output: shown with the role and rank that printed it, where that is known."""
         label, text = split_label(line)
         self._tail.append(text)
+        text = text.removesuffix("\r")
         who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
         self.services.printer.line(f"[{who}] {text}")
 
     def exited(self, exit: Exit) -> None:
         """It is gone."""
-        tail = "\n".join(self._tail) or None
+        tail = "\n".join(self._tail).removesuffix("\r") or None
         self.exit = exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
         self._questions.fail_all(EngineError("the worker has ended"))
         self.events.exited(self)

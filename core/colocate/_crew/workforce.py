@@ -27,6 +27,7 @@ from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
 from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import Boot, Detachable, Host, Place, Request
+from colocate.worker.output import log_levels
 
 
 class Workforce:
@@ -48,6 +49,7 @@ class Workforce:
         self._building_since: float | None = None
         services = link.services
         generation = f"@{link.generation}" if link.generation else ""
+        levels = log_levels()
         self.workers = [
             Worker(
                 events,
@@ -67,6 +69,7 @@ class Workforce:
                     host=place.host,
                     strict=services.strict,
                     generation=link.generation,
+                    log_levels=levels,
                 ),
             )
             for slot, place in enumerate(places)

@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Collection, Mapping
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points, version
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import pluggy
 
+from colocate._system.distributions import name_and_version, version_of, without_metadata
 from colocate._system.lines import is_own_code
 from colocate._system.nearest import did_you_mean, nearest
 from colocate._system.pip import distribution_line, pip_line
@@ -171,8 +172,8 @@ class PluginGroup:
         return None
 
     def _claimed_twice(self, name: str, entries: list[EntryPoint]) -> PluginError:
-        last = entries[-1].dist
-        hint = f"pip uninstall {last.name}" if last is not None else None
+        last = distribution_name(entries[-1])
+        hint = f"pip uninstall {last}" if last is not None else None
         message = f"the {self.noun} {name!r} is claimed by {listed([origin(entry) for entry in entries])}"
         message += f"; keep one, for example: {hint}" if hint else "; keep one"
         return PluginError(message, name=name, distribution=distribution_name(entries[0]), hint=hint)
@@ -193,12 +194,21 @@ def _installed() -> object:
 
 def origin(entry: EntryPoint) -> str:
     """The distribution of an entry with its version."""
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "no distribution"
+    if entry.dist is None:
+        return "no distribution"
+    known = name_and_version(entry.dist)
+    return " ".join(known) if known is not None else without_metadata(entry.dist)
 
 
 def distribution_name(entry: EntryPoint | None) -> str | None:
-    """The distribution's name, if there is one."""
-    return entry.dist.name if entry is not None and entry.dist is not None else None
+    """The distribution's name, if there is one that tells."""
+    return distribution_of(entry)[0] if entry is not None else None
+
+
+def distribution_of(entry: EntryPoint) -> tuple[str, str] | tuple[None, None]:
+    """The distribution's name and version, if there is one that tells."""
+    known = name_and_version(entry.dist) if entry.dist is not None else None
+    return known or (None, None)
 
 
 def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
@@ -268,14 +278,14 @@ def _cure(entry: EntryPoint, error: BaseException) -> str | None:
     By convention an extra is named like the entry point; otherwise the requirement that fits the module is looked for.
     """
     missing = _missing_module(error)
-    if entry.dist is None or missing is None or missing == entry.module.partition(".")[0]:
+    owner = distribution_name(entry)
+    if entry.dist is None or owner is None or missing is None or missing == entry.module.partition(".")[0]:
         return None
-    extras = extras_of(entry.dist)
-    if entry.name in extras:
-        return distribution_line(entry.dist.name, entry.name)
+    if entry.name in extras_of(entry.dist):
+        return distribution_line(owner, entry.name)
     for requirement in entry.dist.requires or ():
         if _project(requirement) == _normalized(missing):
-            return distribution_line(entry.dist.name, _extra(requirement))
+            return distribution_line(owner, _extra(requirement))
     return None
 
 
@@ -285,10 +295,7 @@ def needed_by_extra(owner: str, extra: str) -> Mapping[str, str | None]:
     for requirement in distribution(owner).requires or ():
         if _extra(requirement) == extra:
             name = _project(requirement)
-            try:
-                found[name] = version(name)
-            except PackageNotFoundError:
-                found[name] = None
+            found[name] = version_of(name)
     return found
 
 

@@ -17,7 +17,7 @@ from colocate._plugins.entry_points import (
     RAISED,
     PluginGroup,
     broken,
-    distribution_name,
+    distribution_of,
     entry_error,
     hookimpl,
     hookspec,
@@ -99,6 +99,7 @@ class PluginInfo:
         distribution: The distribution it comes from.
         version: That distribution's version.
         value: The object that the entry point names.
+        origin: The distribution with its version, or why it doesn't tell.
         rivals: Other distributions that claim the same name; as long as there are any, using it is an error.
     """
 
@@ -107,12 +108,8 @@ class PluginInfo:
     distribution: str | None
     version: str | None
     value: str
+    origin: str
     rivals: tuple[str, ...] = ()
-
-    @property
-    def origin(self) -> str:
-        """The distribution with its version."""
-        return f"{self.distribution} {self.version}" if self.distribution else "no distribution"
 
     @property
     def brings(self) -> str:
@@ -326,8 +323,7 @@ def find_observer(name: str) -> FoundObserver:
     found = _OBSERVERS.call(entry, "colocate_observer")
     if not callable(found):
         raise _wrong_return(entry, "colocate_observer", found, "a class of observers")
-    version = entry.dist.version if entry.dist is not None else None
-    return FoundObserver(name, found, distribution_name(entry), version, entry)
+    return FoundObserver(name, found, *distribution_of(entry), entry)
 
 
 def plugins() -> list[PluginInfo]:
@@ -386,8 +382,7 @@ def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
 
 
 def _found(kind: type[_F], name: str, target: Any, entry: EntryPoint) -> _F:
-    version = entry.dist.version if entry.dist is not None else None
-    return kind(name, target, distribution_name(entry), version, entry)
+    return kind(name, target, *distribution_of(entry), entry)
 
 
 def _listing(group: PluginGroup, kind: str) -> list[PluginInfo]:
@@ -395,9 +390,8 @@ def _listing(group: PluginGroup, kind: str) -> list[PluginInfo]:
     found = []
     for name in sorted({entry.name for entry in entries}):
         first, *rivals = [entry for entry in entries if entry.name == name]
-        version = first.dist.version if first.dist is not None else None
         names = tuple(origin(rival) for rival in rivals)
-        found.append(PluginInfo(kind, name, distribution_name(first), version, first.value, names))
+        found.append(PluginInfo(kind, name, *distribution_of(first), first.value, origin(first), names))
     return found
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import platform
 import sys
 
+from colocate._system.distributions import version_of
 from colocate.gpus import gpu_names
 
 
@@ -19,8 +18,8 @@ def environment() -> dict[str, str]:
         "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
     }
     for name in ("colocate", "torch", "numpy", "transformers", "ray", "distributed"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+        if (version := version_of(name)) is not None:
+            found[name] = version
     torch = sys.modules.get("torch")
     if torch is not None and (names := gpu_names(torch)):
         found["gpus"] = ", ".join(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shutil
 from collections.abc import Iterable
@@ -20,12 +21,15 @@ from colocate._runs.environment import environment
 from colocate._system.pages import Spill
 from colocate._system.pip import pip_line
 from colocate._system.room import free_memory
+from colocate._system.sizes import size_text
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
 from colocate.errors import ColocateError, ConfigError
 from colocate.gpus import gpu_names
 
 _SPILL_DIR = "spill_dir"
+_SHM = Path("/dev/shm")
+_SMALL_SHM = 1 << 30  # of a container that nobody asked for more it has 64 MiB
 
 
 def examine(
@@ -105,7 +109,27 @@ def _devices() -> dict[str, str]:
     # Of what is free on the machine there may be less or more by the time that it is asked again.
     limited = free < 0.9 * memory.available
     of = ", by the limit of its control group" if limited else f" of {memory.total / 2**30:.1f} GiB"
-    return {"CPUs": environment()["cpus"], "memory": f"{free / 2**30:.1f} GiB free{of}", "GPUs": gpus}
+    return {
+        "CPUs": environment()["cpus"],
+        "memory": f"{free / 2**30:.1f} GiB free{of}",
+        "shared memory": shared_memory(_SHM),
+        "GPUs": gpus,
+    }
+
+
+def shared_memory(folder: Path) -> str:
+    """What Ray's object store and DataLoader's processes will find in `/dev/shm`."""
+    try:
+        size = shutil.disk_usage(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}; Ray and DataLoader's processes need it"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        mode = folder.stat().st_mode & 0o7777
+        return f"{folder}: this user may not write there (mode {mode:o}, wanted 1777); Ray can't start"
+    told = f"{folder}: {size_text(size.free)} free of {size_text(size.total)}"
+    if size.total < _SMALL_SHM:
+        told += "; that is little for Ray and DataLoader's processes: in a container --shm-size=8g"
+    return told
 
 
 def _place_for_what_sleeps(wanted: str | None) -> str:

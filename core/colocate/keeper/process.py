@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -17,9 +18,11 @@ from colocate import wire
 from colocate._system.room import OomKills
 from colocate.keeper.forks import Fork, NoFork, fork
 from colocate.worker import processes
+from colocate.worker.output import shown, written_over
 from colocate.worker.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
 
-_LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
+_LINE_BYTES = 8192  # a line without an end is shown by pieces
+_BAR_EVERY_S = 1.0  # one that is written over, a progress bar's, is shown as it is then
 # A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
 _LAST_READS = 16
 AFTER_LANE_S = 1.0
@@ -33,7 +36,7 @@ class ProcessEvents(Protocol):
     """What the owner of a worker process hears of it, on the hub's thread."""
 
     def said(self, line: str) -> None:
-        """A line of its output."""
+        """A line of its output; with a carriage return at its end it isn't the last state of that line."""
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         """It is gone; said once, last. An exit code or the name of a signal, and why it was ended, if it was."""
@@ -56,6 +59,7 @@ class WorkerProcess:
         self._lock = threading.Lock()  # a descriptor that is closed may be another process's at once
         self._log = -1
         self._partial = b""
+        self._bar_shown_at = 0.0
         self._astray: str | None = None
         self._oom_kills = OomKills.now()
 
@@ -168,7 +172,15 @@ class WorkerProcess:
             rest = rest[_LINE_BYTES:]
         self._partial = rest
         for line in lines:
-            self._events.said(line.decode(errors="replace"))
+            self._say(line)
+        if b"\r" in rest:
+            self._partial = written_over(rest)
+            if time.monotonic() - self._bar_shown_at >= _BAR_EVERY_S:
+                self._bar_shown_at = time.monotonic()
+                self._say(rest, "\r")
+
+    def _say(self, line: bytes, ends: str = "") -> None:
+        self._events.said(shown(line.decode(errors="replace")) + ends)
 
     def _ended(self) -> None:
         assert self._process is not None
@@ -201,8 +213,8 @@ class WorkerProcess:
         except BlockingIOError:  # a child of the worker still has the pipe
             pass
         self._hub.unwatch(self._log)
-        for line in self._partial.splitlines():
-            self._events.said(line.decode(errors="replace"))
+        for line in self._partial.removesuffix(b"\n").split(b"\n") if self._partial else ():
+            self._say(line)
 
 
 def _started(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from colocate._protocol.commands import Ended, Inspected, Said
 from colocate._protocol.message import Message
 from colocate.errors import ClosedError
 from colocate.keeper.process import WorkerProcess
-from colocate.worker.output import TAIL_LINES
+from colocate.worker.output import Tail
 from colocate.worker.service import CUT, GIVEN_BYTES, LOOK
 
 
@@ -61,7 +60,7 @@ class StartedWorker:
         self.imports = imports
         self.killed = False
         self.gone = False
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.tail = Tail()
         self.door_process: DoorProcess | None = None
         self._keeper = keeper
         self.process: WorkerProcess = NO_PROCESS

@@ -66,12 +66,11 @@ class Shipped:
     def _compare_versions(self) -> None:
         if self.distribution is None:
             return
-        import importlib.metadata  # takes a while, and only roles from distributions need it
+        from colocate._system.distributions import (
+            version_of,  # takes a while, and only roles from distributions need it
+        )
 
-        try:
-            here = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            here = None
+        here = version_of(self.distribution)
         if here != self.version:
             has = "doesn't have it" if here is None else f"has {here}"
             raise PluginError(

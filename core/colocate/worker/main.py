@@ -21,7 +21,7 @@ from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
-from colocate.worker.output import label_output
+from colocate.worker.output import label_output, show_logs
 from colocate.worker.peers import ChannelPeers
 from colocate.worker.process_memory import ProcessMemory
 from colocate.worker.service import Service, given
@@ -108,6 +108,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
         # torch and its libraries read this when they are first imported, unless they are.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
     raise_thread_counts()
+    show_logs(boot.log_levels)
 
     def leave() -> None:
         service.drain(1.0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
+from collections import deque
+from collections.abc import Mapping
 
 from colocate._role import context
 
@@ -24,7 +27,8 @@ class LabelledStream(io.TextIOWrapper):
         if running is not None and text:
             label = f"{_START}{running.role or 'run'} {running.rank}{_END}"
             ended = text.endswith("\n")
-            labelled = text.removesuffix("\n").replace("\n", f"\n{label}") + ("\n" if ended else "")
+            labelled = text.removesuffix("\n").replace("\n", f"\n{label}").replace("\r", f"\r{label}")
+            labelled += "\n" if ended else ""
             super().write(label + labelled if self._at_start else labelled)
         else:
             super().write(text)
@@ -44,6 +48,26 @@ def label_output() -> None:
         setattr(sys, f"__{name}__", labelled)
 
 
+def log_levels() -> dict[str, int]:
+    """The levels that this process's loggers were given, the root's first; none where no handler shows their logs."""
+    root = logging.getLogger()
+    if not root.handlers:
+        return {}
+    named = logging.Logger.manager.loggerDict.items()
+    return {"": root.level} | {
+        name: each.level for name, each in named if isinstance(each, logging.Logger) and each.level
+    }
+
+
+def show_logs(levels: Mapping[str, int]) -> None:
+    """Show what the driver would: its levels hold here, until a module or a role sets its own, or handlers."""
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    if levels and logging.lastResort is not None:  # what has a record that finds no handler, and only warnings
+        logging.lastResort.setLevel(logging.NOTSET)
+        logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+
+
 def split_label(line: str) -> tuple[str | None, str]:
     """The label and the text of a line that a worker has printed."""
     if line.startswith(_START):
@@ -51,3 +75,27 @@ def split_label(line: str) -> tuple[str | None, str]:
         if found:
             return label, text
     return None, line
+
+
+def shown(line: str) -> str:
+    """What a terminal shows of a line that carriage returns write over: the last that isn't empty."""
+    states = line.split("\r")
+    return next((state for state in reversed(states) if split_label(state)[1].strip()), states[0])
+
+
+def written_over(rest: bytes) -> bytes:
+    """What is still needed of a line that hasn't ended: its state, and the one before, as the last may be empty yet."""
+    return b"\r".join(rest.split(b"\r")[-2:])
+
+
+class Tail(deque[str]):
+    """The last lines of a worker's output; of one that is written over, the last state."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=TAIL_LINES)
+
+    def append(self, line: str) -> None:
+        """Add a line, or with a carriage return at its end the state of one."""
+        if self and self[-1].endswith("\r"):
+            self.pop()
+        super().append(line)

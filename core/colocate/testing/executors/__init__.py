@@ -42,6 +42,7 @@ from colocate.testing.executors.order import Order
 from colocate.testing.executors.ownership import Ownership
 from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement
+from colocate.testing.executors.printing import Printing
 from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import Residents
@@ -110,6 +111,7 @@ class ExecutorSuite(
     Attaching,
     Successors,
     Undisturbed,
+    Printing,
     Watching,
 ):
     """Everything that holds for every executor."""
@@ -148,6 +150,7 @@ __all__ = [
     "Ownership",
     "Pipelines",
     "Placement",
+    "Printing",
     "ProcessGroups",
     "Renewals",
     "Residents",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,6 +29,20 @@ class Talker(Role):
         for _ in range(lines):
             print("x" * characters)
         return lines
+
+    @method
+    def count_to_two(self, address: Address) -> None:
+        """Be a progress bar that stays at one while a gate is closed."""
+        print("\r1 of 2", end="", file=sys.stderr)
+        pass_gate(address)
+        print("\r2 of 2\nafter it", file=sys.stderr)
+
+    @method
+    def log(self, names: list[str]) -> None:
+        """Log at two levels by some loggers."""
+        for name in names:
+            logging.getLogger(name).debug("said")
+            logging.getLogger(name).info("said")
 
 
 class Names:
