@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from colocate.worker.settings import USUAL, Setting, Settings  # noqa: E402
 
-OWN = Settings(grad=False, dtype=torch.float64, device=torch.device("meta"))
+KEPT: list[Any] = []
 
 
 @pytest.fixture
@@ -28,18 +28,35 @@ def setting() -> Iterator[Setting]:
     assert torch._C._len_torch_function_stack() == 0
 
 
-@pytest.mark.parametrize("other", [USUAL, OWN], ids=["usual", "own"])
+def change(setting: Setting) -> Settings:
+    """Settings of a role, as its constructor leaves them on."""
+    blocks = [torch.inference_mode(), torch.autocast("cpu", torch.float16), torch.autograd.graph.save_on_cpu()]
+    for block in blocks:
+        block.__enter__()
+    KEPT.append(blocks)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    own = setting.now()
+    setting.have(setting.base)
+    return own
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["usual", "own"])
 @pytest.mark.parametrize("block", [None, "cpu", "meta"])
-@pytest.mark.parametrize("own", [USUAL, OWN], ids=["usual", "own"])
-def test_amid(setting: Setting, own: Settings, block: str | None, other: Settings) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["usual", "own"])
+def test_amid(setting: Setting, own: bool, block: str | None, other: bool) -> None:
     """Whoever has set them, the role for all of its methods or a block of one; another role's own come in between."""
-    setting.have(own)
+    others = change(setting) if other else USUAL
+    setting.have(change(setting) if own else USUAL)
     with contextlib.nullcontext() if block is None else torch.device(block):
         before: Any = setting.now()
         for _ in range(2):
             with setting.amid():
                 assert setting.now() == USUAL
-                setting.have(other)
+                setting.have(others)
+                assert setting.now() == others
                 setting.have(setting.base)
                 assert setting.now() == USUAL
             assert setting.now() == before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -17,6 +18,9 @@ import attrs
 from colocate._system.imported import imported
 from colocate.gpus import in_use, number_of
 
+_Autocast: TypeAlias = tuple[tuple[tuple[str, bool, Any], ...], bool, int]
+"""Of each kind of device, whether it is on, and its dtype; whether there is a cache, and how many blocks deep."""
+
 
 @attrs.frozen
 class Settings:
@@ -24,19 +28,44 @@ class Settings:
 
     Attributes:
         grad: Whether gradients are recorded.
+        inference: Whether tensors are made that autograd can't use.
+        autocast: Which operations compute in another dtype; None for none.
         dtype: That of new tensors of which none is said; None for the usual one.
-        device: Where such are made; None for the host.
+        modes: What is asked about each operation, a default device among them; None for nothing.
         stream: On which a GPU computes; None for the usual one.
     """
 
     grad: bool = True
+    inference: bool = False
+    autocast: _Autocast | None = None
     dtype: Any = None
-    device: Any = None
+    modes: _Modes | None = None
     stream: Any = None
+
+
+@attrs.frozen
+class _Modes:
+    """What torch keeps on stacks of a thread, the first to be put there first.
+
+    Attributes:
+        functions: Its function modes.
+        default: The one of them that is the default device.
+        device: What code is compiled for, if there are any.
+        operators: Its dispatch modes.
+        saved: What packs and unpacks tensors that a backward pass needs.
+    """
+
+    functions: tuple[Any, ...]
+    default: Any
+    device: Any
+    operators: tuple[Any, ...]
+    saved: tuple[tuple[Any, Any], ...]
 
 
 USUAL = Settings()
 """As torch is imported."""
+
+_guards = threading.local()  # what has a thread in inference mode, or out of it
 
 
 class Setting:
@@ -51,25 +80,29 @@ class Setting:
             leaves: Told of a stream that isn't the current one any more: something may have been begun there.
         """
         self._device = device
+        self._kinds = tuple(dict.fromkeys(("cpu", device.partition(":")[0])))
         self._in_process = in_process
         self._leaves = leaves
         self.base = USUAL
         self._stream: Any = None  # the usual one
         self._torch: Any = None  # once it is imported: each call asks for it
+        self._no_autocast: Any = None
+        self._casts = False  # some role has set something of it
 
     def now(self) -> Settings:
         """As they are."""
-        torch = imported("torch")
+        torch = self._imported()
         if torch is None:
             return USUAL
-        dtype = torch.get_default_dtype()
-        # A default device is one of torch's function modes. To ask for it takes as long as a short call.
-        device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
-        module = in_use(self._device)
+        autocast, dtype, module = self._autocast(torch), torch.get_default_dtype(), in_use(self._device)
+        casts = autocast != self._no_autocast
+        self._casts = self._casts or casts
         return Settings(
             torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            autocast if casts else None,
             None if self._in_process or dtype is torch.float32 else dtype,
-            None if device is None or device.type == "cpu" else device,
+            _modes(torch),
             None if module is None else module.current_stream(self._device),
         )
 
@@ -84,16 +117,24 @@ class Setting:
         if torch is None:
             if "torch" not in sys.modules:  # for each call asks for it
                 return
-            torch = self._torch = imported("torch")
+            torch = self._imported()
             if torch is None:
                 return
         # What each call asks for, and finds as it is to be, mostly.
+        changes = torch.is_inference_mode_enabled() is not wanted.inference
+        others = changes or ((_has_modes(torch) or wanted.modes is not None) and _modes(torch) != wanted.modes)
+        if others:
+            _pop_modes(torch)  # first: they are a part of what a guard gives back
+        if changes:
+            _change_inference(torch, wanted.inference)
+        if self._casts or torch._C._is_any_autocast_enabled():
+            _set_autocast(torch, self._autocast(torch), wanted.autocast or self._no_autocast)
         if torch.is_grad_enabled() is not wanted.grad:
             torch._C._set_grad_enabled(wanted.grad)  # without an object for a block
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
             torch.set_default_dtype(dtype)
-        if (torch._C._len_torch_function_stack() or wanted.device is not None) and self.now().device != wanted.device:
-            torch.set_default_device(wanted.device)
+        if others:
+            _push_modes(torch, wanted.modes)
         if self._device != "cpu" and (module := in_use(self._device)) is not None:
             if module.current_device() != number_of(self._device):
                 module.set_device(self._device)
@@ -118,6 +159,19 @@ class Setting:
         if number and module is not None and module.is_available():
             module.set_device(self._device)
 
+    def _imported(self) -> Any:
+        torch = self._torch = imported("torch")
+        if torch is not None and self._no_autocast is None:
+            usual = [(kind, False, torch.bfloat16 if kind == "cpu" else torch.float16) for kind in self._kinds]
+            self._no_autocast = tuple(usual), True, 0
+        return torch
+
+    def _autocast(self, torch: Any) -> _Autocast:
+        depth = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
+        return tuple(kinds), torch.is_autocast_cache_enabled(), depth
+
     @contextlib.contextmanager
     def amid(self) -> Iterator[None]:
         """A block amid role code, in which colocate's own and other roles' runs: as it usually is, then as it was."""
@@ -125,14 +179,8 @@ class Setting:
         if torch is None:
             yield
             return
-        before = attrs.evolve(self.now(), device=None)
-        with contextlib.ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-            for kind in {"cpu", self._device.partition(":")[0]}:
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            _leave_modes(torch, stack)
+        with _without_transforms(torch):
+            before = self.now()
             self.have(self.base)
             try:
                 yield
@@ -141,75 +189,127 @@ class Setting:
 
 
 class OwnSettings:
-    """Those of code that runs step by step: it finds them as it has left them, and leaves the usual ones to others.
-
-    Among them are torch's function modes, of which a default device is one.
-    """
+    """Those of code that runs step by step: it finds them as it has left them, and leaves the usual ones to others."""
 
     def __init__(self, setting: Setting, first: Settings | None = None) -> None:
         """Args: setting: What makes them. first: Those of the first step; None for those that are made now."""
         self._setting = setting
         self._now = first or setting.now()
-        self._modes: _Modes | None = None
-        self._others: _Modes | None = None
 
     def __enter__(self) -> None:
-        self._others = _without_modes()
         self._setting.have(self._now)
-        _have_modes(self._modes)
 
     def __exit__(self, *_: object) -> None:
-        self._modes = _without_modes()
         self._now = self._setting.now()
-        self._setting.have(attrs.evolve(self._setting.base, device=None) if self._others else self._setting.base)
-        _have_modes(self._others)
+        self._setting.have(self._setting.base)
 
 
-def _leave_modes(torch: Any, stack: contextlib.ExitStack) -> None:
-    """Until a stack ends: no mode of torch's has to do with what runs, nor a transform of `torch.func`."""
-    stack.enter_context(_without_function_modes())
-    if torch._C._len_torch_dispatch_stack():
-        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+def _without_transforms(torch: Any) -> contextlib.AbstractContextManager[object]:
+    """A block that no transform of `torch.func` has to do with."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-        stack.enter_context(temporarily_clear_interpreter_stack())
+    return temporarily_clear_interpreter_stack()
 
 
-@contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
-    """A block in which there are none of torch's function modes."""
-    modes = _without_modes()
-    try:
-        yield
-    finally:
-        _have_modes(modes)
+def _change_inference(torch: Any, wanted: bool) -> None:
+    guard, _guards.guard = getattr(_guards, "guard", None), None
+    if guard is not None:  # which gives back what there was before
+        guard.__exit__(None, None, None)
+    if torch.is_inference_mode_enabled() is not wanted:
+        _guards.guard = torch.inference_mode(wanted)
+        _guards.guard.__enter__()
 
 
-# Torch's function modes, the last one first, and the one of them that is the default device. They can't be ended and
-# begun again: torch takes one that lies under another one's block for that one.
-_Modes: TypeAlias = tuple[list[Any], Any]
-
-
-def _without_modes() -> _Modes | None:
-    """There are none any more; those that there were."""
-    torch = imported("torch")
-    if torch is None or not (count := torch._C._len_torch_function_stack()):
-        return None
-    modes = [torch.overrides._pop_mode() for _ in range(count)]
-    place = torch._GLOBAL_DEVICE_CONTEXT
-    own = getattr(place, "device_context", None)
-    place.device_context = None
-    return modes, own
-
-
-def _have_modes(found: _Modes | None) -> None:
-    """There are these, where there are none."""
-    if found is None:
+def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
+    if now == wanted:
         return
-    torch = imported("torch")
-    assert torch is not None
-    modes, own = found
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = own
-    for mode in reversed(modes):
-        torch.overrides._push_mode(mode)
+    kinds, caches, depth = wanted
+    for kind, is_on, dtype in kinds:
+        torch.set_autocast_enabled(kind, is_on)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(caches)
+    # Torch empties the cache where the outermost block ends, which isn't that of a role that has never left its own:
+    # what others compute with would be weights of before their update.
+    while torch.autocast_increment_nesting() <= depth:
+        pass
+    while torch.autocast_decrement_nesting() > depth:
+        pass
+    torch.clear_autocast_cache()
+
+
+# Modes can't be ended and begun again: torch takes one that lies under another one's block for that one. So they are
+# taken from their stacks, and put back there.
+
+
+def _has_modes(torch: Any) -> bool:
+    c = torch._C
+    return bool(c._len_torch_function_stack() or c._len_torch_dispatch_stack() or _top_saved(c._autograd))
+
+
+def _modes(torch: Any) -> _Modes | None:
+    """Those that there are."""
+    if not _has_modes(torch):
+        return None
+    c = torch._C
+    functions, operators = c._len_torch_function_stack(), c._len_torch_dispatch_stack()
+    saved = _pop_saved(torch)
+    _push_saved(torch, saved)
+    return _Modes(
+        tuple(map(c._get_function_stack_at, range(functions))),
+        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        _compiled_for().CURRENT_DEVICE if functions else None,
+        tuple(map(c._get_dispatch_stack_at, range(operators))),
+        saved,
+    )
+
+
+def _pop_modes(torch: Any) -> None:
+    """There are none any more."""
+    c = torch._C
+    if c._len_torch_function_stack():
+        while c._len_torch_function_stack():
+            c._pop_torch_function_stack()
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = _compiled_for().CURRENT_DEVICE = None
+    while c._len_torch_dispatch_stack():
+        c._pop_torch_dispatch_stack(None)
+    _pop_saved(torch)
+
+
+def _push_modes(torch: Any, wanted: _Modes | None) -> None:
+    """There are these, where there are none."""
+    if wanted is None:
+        return
+    if wanted.functions:
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = wanted.default
+        _compiled_for().CURRENT_DEVICE = wanted.device
+    for mode in wanted.functions:
+        torch._C._push_on_torch_function_stack(mode)
+    for mode in wanted.operators:
+        torch._C._push_on_torch_dispatch_stack(mode)
+    _push_saved(torch, wanted.saved)
+
+
+def _compiled_for() -> Any:
+    from torch.utils import _device
+
+    return _device
+
+
+def _pop_saved(torch: Any) -> tuple[tuple[Any, Any], ...]:
+    autograd, found = torch._C._autograd, []
+    while (hooks := _top_saved(autograd)) is not None:
+        found.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    return tuple(reversed(found))
+
+
+def _top_saved(autograd: Any) -> tuple[Any, Any] | None:
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(True)  # not in each torch
+
+
+def _push_saved(torch: Any, saved: tuple[tuple[Any, Any], ...]) -> None:
+    for pack, unpack in saved:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -13,14 +13,15 @@ from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn
 from colocate.testing.executors.tensors import TensorCase
-from colocate.testing.probes.settings import Asking, Changing, told_by
+from colocate.testing.probes.settings import Asking, Casting, Changing, Learning, told_by
 from colocate.testing.probes.sleepers import Dozing
 
-USUAL = {"grad": True, "dtype": "torch.float32", "device": "cpu"}
+USUAL = {"grad": True, "inference": False, "autocast": None, "dtype": "torch.float32", "device": "cpu"}
+SET = {"grad": False, "inference": True, "autocast": "torch.float16"}
 
 
 class TorchSettings(TensorCase):
-    """Whether gradients are recorded, the usual dtype and the usual device, from call to call."""
+    """Whether gradients are recorded, inference mode, autocast, the usual dtype and device, from call to call."""
 
     @pytest.fixture
     def dtype(self, runtime: colocate.Runtime) -> bool:
@@ -30,7 +31,7 @@ class TorchSettings(TensorCase):
     @pytest.fixture
     def changed(self, dtype: bool) -> dict[str, Any]:
         """What is set where a role has changed it."""
-        return {"grad": False, "dtype": "torch.float64" if dtype else "torch.float32", "device": "meta"}
+        return {**SET, "dtype": "torch.float64" if dtype else "torch.float32", "device": "meta"}
 
     @pytest.fixture
     def group(self, torch: Any, spawn: Spawn, dtype: bool) -> ColocatedGroup:
@@ -52,7 +53,7 @@ class TorchSettings(TensorCase):
         with group.pipeline():
             calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]
             told = first.told.submit()
-        in_blocks = {**USUAL, "grad": False, "device": "meta"}
+        in_blocks = {**USUAL, **SET, "device": "meta"}
         for call, expected in zip(calls, (in_blocks, changed, USUAL), strict=True):
             assert call.result() == [[expected] * 12]
         assert told.result() == [USUAL]
@@ -71,6 +72,14 @@ class TorchSettings(TensorCase):
             first.change_and_fail()
         assert group.role("last", Changing).soon() == [USUAL]
 
+    def test_others_train_beside_it(self, torch: Any, spawn: Spawn) -> None:
+        """A role that never leaves inference mode and autocast takes nobody along, nor what others have cast before."""
+        group = spawn({"casting": colocate.role(Casting), "learning": colocate.role(Learning)}, slots=1)
+        casting, learning = group.role("casting", Casting), group.role("learning", Learning)
+        for computed, casts in enumerate((False, True, True, True)):
+            assert casting.dtype() == "torch.bfloat16"
+            assert learning.step(casts) == computed
+
     def test_in_hooks(self, group: ColocatedGroup, changed: dict[str, Any], tmp_path: Path) -> None:
         """What colocate calls of a role's for its own purposes is role code, too."""
         group.role("first", Changing).change()
@@ -85,7 +94,7 @@ class TorchSettings(TensorCase):
         group = spawn(roles, slots=1, residency="swap", device_memory="7MiB")
         weights = {name: group.role(name, Dozing).look() for name in ("one", "two")}
         for asks, name in (("first", "one"), ("second", "two"), ("first", "one")):
-            told = {"grad": False, "dtype": "torch.float32", "device": "meta", "inference": True}
+            told = {**USUAL, "grad": False, "inference": True, "device": "meta"}
             assert group.role(asks, Asking).reach(name) == [told]
             assert group.role(name, Dozing).look() == weights[name]
         for name in ("one", "two"):
