@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from colocate._system.printer import _BUFFER_CHARS, Printer
+from colocate._system.printer import _BUFFER_CHARS, Printer, told_when_slow
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _LINE = "x" * 1000
@@ -174,3 +174,17 @@ def test_output_that_nobody_reads() -> None:
             assert driver.wait(PATIENCE_S) == 0
         finally:
             driver.kill()
+
+
+def test_what_takes_long_is_told_and_again_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colocate._system.printer.CONNECTING_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", read := io.StringIO())
+    with told_when_slow("reserve(name='main')"):
+        wait_until(lambda: read.getvalue().count("[colocate] reserve(name='main'): 0 s\n") > 1, "it is told twice")
+    assert not [thread for thread in threading.enumerate() if thread.name == "colocate-start"]
+
+
+def test_what_is_soon_done_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with told_when_slow("nothing"):
+        pass
+    assert capfd.readouterr().err == ""

@@ -34,6 +34,7 @@ from colocate._system.numbers import (
     variable_problem,
 )
 from colocate._system.off_main import off_main
+from colocate._system.printer import told_when_slow
 from colocate._system.room import spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
@@ -63,7 +64,8 @@ def begin(
     def start() -> Connection:
         if replace:
             _close_earlier(executor)
-        connected = _connected(executor, cls, options)
+        with told_when_slow(f"connect({executor!r})"):
+            connected = _connected(executor, cls, options)
         return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout, spill))
 
     return making.run(start, Runtime._of)
@@ -210,7 +212,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             slots = making.made(Slots(connection, chosen, request, budget))
             try:
                 connection.check()  # again: who has closed it meanwhile didn't see the pool
-                reservation = connection.services.executor.reserve(request)
+                with told_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):
+                    reservation = connection.services.executor.reserve(request)
             except BaseException as error:
                 if isinstance(error, PlacementTimeout):
                     _name_holders(error, slots)

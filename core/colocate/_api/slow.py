@@ -1,4 +1,4 @@
-"""A word about calls and constructors that take suspiciously long.
+"""A word about starts that take long, and calls and constructors that take suspiciously long.
 
 Nothing has a deadline by default, but nothing hangs silently.
 """
@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping
 
+from colocate._api.starting import SlowStart
 from colocate._calls.services import Services
 from colocate._calls.stacks import Stacks
 from colocate._crew.crew import Crew
@@ -27,6 +28,7 @@ class SlowCalls:
         self._crews = crews
         self._warned: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
         self._unbuilt: weakref.WeakSet[Workforce] = weakref.WeakSet()
+        self._starts: dict[Workforce, SlowStart] = {}
         self._timer = services.timers.after(SLOW_EVERY_S, self._look)
 
     def close(self) -> None:
@@ -35,7 +37,12 @@ class SlowCalls:
 
     def _look(self) -> None:
         now = time.time()
-        for crew in list(self._crews.values()):
+        crews = list(self._crews.values())
+        starting = [(crew, crew.workforce) for crew in crews if crew.life.is_starting]
+        self._starts = {made: self._starts.get(made) or SlowStart(crew, made) for crew, made in starting}
+        for start in self._starts.values():
+            start.look()
+        for crew in crews:
             oldest = next(iter(list(crew.order.pending.values())), None)
             if oldest is not None and now - oldest.submitted > SLOW_S and self._warned.get(crew) != oldest.seq:
                 self._warned[crew] = oldest.seq

@@ -47,6 +47,7 @@ class Workforce:
         self._stacks: Stacks | None = None
         self._timers: list[Timer] = []
         self._building_since: float | None = None
+        self.began = time.time()
         services = link.services
         generation = f"@{link.generation}" if link.generation else ""
         levels = log_levels()
@@ -142,6 +143,10 @@ class Workforce:
         """Which slots lie on one node, as a number for each slot."""
         names = [worker.boot.node for worker in self.workers]
         return [names.index(name) for name in names]
+
+    def starting(self, longer_than: float) -> list[int]:
+        """The slots whose workers have been starting for so many seconds."""
+        return sorted(self._stages.short_of(Stage.BUILT)) if time.time() - self.began > longer_than else []
 
     def constructing(self, longer_than: float) -> list[int]:
         """The slots whose roles have been under construction for so many seconds."""

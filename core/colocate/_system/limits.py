@@ -19,6 +19,10 @@ LEDGERS_WITHIN_S = 10.0
 """Workers say what their memory is used for: they look at all that roles hold, beside what runs."""
 SLOW_S = 60.0
 """A call or a constructor that takes longer is told, once."""
+STARTING_S = 4.0
+"""What a group does that takes longer to start is told, at the next look."""
+CONNECTING_S = 8.0
+"""Likewise of a connection and a reservation: an engine of its own takes so long."""
 SLOW_EVERY_S = 5.0
 """So often such are looked for."""
 TOLD_TOGETHER_S = 0.05

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from colocate._system.jobs import JobThread, error_text, report_exception
-from colocate._system.limits import PRINTED_WITHIN_S
+from colocate._system.limits import CONNECTING_S, PRINTED_WITHIN_S
 
 _BUFFER_CHARS = 1 << 20  # what waits for a reader that is late; what comes beyond that is dropped
 _CHUNK = 4096  # what a pipe takes whole when it says that it takes something (PIPE_BUF)
@@ -72,7 +74,7 @@ class Printer:
     def _print(self) -> None:
         while not self._given_up and (lines := self._take()):
             try:
-                _write("".join(f"{self._text(line)}\n" for line in lines), self)
+                _write("".join(f"{self._text(line)}\n" for line in lines), lambda: self._given_up)
             except (OSError, ValueError):  # the driver's own output is closed: nobody reads it
                 pass
             except BaseException as error:  # it may be a stream of the user's, which raises what it likes
@@ -102,13 +104,31 @@ class Printer:
         what = "1 line of workers' output was" if line == 1 else f"{line} lines of workers' output were"
         return f"[colocate] {what} dropped here: {self._why}"
 
-    @property
-    def given_up(self) -> bool:
-        """Whether nobody waits for the lines any more."""
-        return self._given_up
+
+@contextlib.contextmanager
+def told_when_slow(what: str) -> Iterator[None]:
+    """While the block runs, print what is done once that takes long, and again when it has taken twice as long."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait = CONNECTING_S
+        while not over.wait(wait):
+            wait = time.monotonic() - began
+            with contextlib.suppress(Exception):  # nobody reads it, or it is a stream of the user's
+                _write(f"[colocate] {what}: {wait:.0f} s\n", over.is_set)
+
+    thread = threading.Thread(target=tell, name="colocate-start", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread is to be had: then nothing is told
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join(PRINTED_WITHIN_S)
 
 
-def _write(text: str, printer: Printer) -> None:
+def _write(text: str, given_up: Callable[[], bool]) -> None:
     """Write to `sys.stderr`. To the process's own by its descriptor, and only when that takes something.
 
     A thread that hangs in the stream itself would keep its lock, of which the interpreter would die at its exit.
@@ -127,5 +147,5 @@ def _write(text: str, printer: Printer) -> None:
     while data:
         if poll.poll(_LOOK_MS):
             data = data[os.write(descriptor, data[:_CHUNK]) :]
-        elif printer.given_up:
+        elif given_up():
             return

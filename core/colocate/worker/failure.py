@@ -109,6 +109,11 @@ def stack_of_role_code(thread: threading.Thread) -> list[str]:
     return role_code_in(_frames_of(thread)[::-1])
 
 
+def imported_by(thread: threading.Thread) -> str | None:
+    """The module that a thread is importing; None for none."""
+    return imports.importing(_frames_of(thread))
+
+
 def role_code_in(frames: Sequence[FrameType]) -> list[str]:
     """Frames, the outermost first, as text, from the role's own code on, or all when there is none of that."""
     return traceback.format_list(

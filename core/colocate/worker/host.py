@@ -295,6 +295,8 @@ class WorkerHost(Site):
         told = [f"awaiting in {running[seq].label}\n{frames}" for seq, frames in waits]
         if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
             computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
+            if (module := failure.imported_by(self.lane.thread)) is not None:
+                computing += f", importing {module}"
             told.insert(0, f"running {computing}\n{stack}" if stack else f"running {computing}; its lane has ended")
         return "".join(told)
 

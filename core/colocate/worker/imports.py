@@ -9,10 +9,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from colocate._definitions import known
@@ -31,14 +31,25 @@ def refuse_while_importing(what: str) -> None:
     """
     frame = sys._getframe() if known.find_missing is not None else None  # this process has a driver
     while frame is not None:
-        spec = frame.f_globals.get("__spec__")
-        if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
+        if _imports(frame):
             raise ColocateError(
                 f"module {frame.f_globals['__name__']!r} calls {what} when it is imported "
                 f"({frame.f_code.co_filename}:{frame.f_lineno}), and a worker imports it, for a class or function that "
                 'it defines. Put the call into a function, or under `if __name__ == "__main__":`'
             )
         frame = frame.f_back
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether it is the code of a module that is being imported."""
+    spec = frame.f_globals.get("__spec__")
+    return frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False)
+
+
+def importing(frames: Iterable[FrameType]) -> str | None:
+    """The module that code with these frames, the innermost first, imports; of several that which wants the others."""
+    names = [str(frame.f_globals["__name__"]) for frame in frames if _imports(frame)]
+    return names[-1] if names else None
 
 
 class DriversModules:

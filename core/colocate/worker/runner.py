@@ -73,6 +73,7 @@ class Runner:
         for build in builds:
             if site.boot.slot not in build.slots:
                 continue
+            work.label = f"{build.name}.__init__"
             try:
                 site.definitions.load(work.lots)
                 before = site.device.begin()
