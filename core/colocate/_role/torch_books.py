@@ -285,6 +285,28 @@ def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
     return True
 
 
+def tell_apart() -> None:
+    """From now on, torch doesn't take how a tensor lies on a mesh for how one lies on an equal mesh of other groups.
+
+    It keeps what it has found out of an operation, also which mesh the result lies on. To it, meshes of the same ranks
+    are equal: so the parameters of a second role would lie on the groups of the first one.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    equal: Callable[..., bool] = DTensorSpec.__eq__
+    if getattr(equal, "tells_apart", False):
+        return
+
+    def tells(spec: Any, other: Any) -> bool:
+        return equal(spec, other) and (
+            spec.mesh is other.mesh
+            or getattr(spec.mesh, "_dim_group_names", None) == getattr(other.mesh, "_dim_group_names", None)
+        )
+
+    tells.tells_apart = True  # type: ignore[attr-defined]
+    DTensorSpec.__eq__ = tells  # type: ignore[method-assign]
+
+
 def let_go(mesh: DeviceMesh) -> None:
     """Have a mesh keep no group that was forgotten: torch may keep the mesh for good (2.11 loses references to it)."""
     there = set(map(id, all_groups().values()))

@@ -180,6 +180,8 @@ class ProcessGroups:
         found = self._meshes.get((ctx.role, which))
         if found is None:
             self.have_default()
+            if not self._in_process:
+                torch_books.tell_apart()
             prefix = f"{which}." if which else ""
             axes = tuple(place.shape)
             groups = [self.get(ctx, prefix + axis) for axis in axes]

@@ -97,6 +97,30 @@ class Renewals(ExecutorCase):
             assert updates == {_STEPS}
 
     @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+    @pytest.mark.parametrize("fails", ["first", "second"])
+    def test_models_of_two_roles(self, spawn: Spawn, kind: Kind, fails: str) -> None:
+        """On equal meshes each has groups of its own: a failed step of one is nothing to the other, which can't renew.
+
+        What torch computes with tensors of both is as before.
+        """
+        pytest.importorskip("torch")
+        classes = {name: Renewing if name == fails else Trainer for name in ("first", "second")}
+        group = spawn({name: colocate.role(cls, kind) for name, cls in classes.items()})
+        roles = [group.role(name, cls) for name, cls in classes.items()]
+        losses: list[list[float]] = [[], []]
+        for number in range(_STEPS):
+            if number in (1, 3):
+                self._fail_amid(group.role(fails, Renewing), number)
+            for role, found in zip(roles, losses, strict=True):
+                found.append(sum(role.step(number)) / 2)
+        for found in losses:
+            assert found == pytest.approx(alone()[0], rel=1e-4)
+        for role, name in zip(roles, classes, strict=True):
+            assert role.groups() == [[f"{group.name}/{name}/*"]] * 2
+        assert roles[0].distance("second") == roles[1].distance("first") == [0.0, 0.0]
+
+    @needs(OwnProcess)
     @pytest.mark.parametrize("kind", KINDS)
     def test_the_first_step_is_done_again(self, spawn: Spawn, kind: Kind) -> None:
         """Also where a rank has never been in a forward pass, while the other one waits for it in its first."""

@@ -180,6 +180,22 @@ class Trainer(Role):
         return found
 
     @method
+    def groups(self) -> list[str]:
+        """The groups that its parameters lie on."""
+        meshes = [value.device_mesh for value in self.net.parameters() if hasattr(value, "device_mesh")]
+        return sorted({str(mesh.get_group(0).group_name) for mesh in meshes})
+
+    @method
+    def distance(self, other: str) -> float:
+        """How far its parameters are from another role's, on this rank."""
+        import torch
+
+        pairs = zip(self.net.parameters(), self.ctx.sibling(other, Trainer).net.parameters(), strict=True)
+        with torch.no_grad():
+            apart = [one - two for one, two in pairs]
+        return sum(float((each.to_local() if hasattr(each, "to_local") else each).abs().sum()) for each in apart)
+
+    @method
     def updates(self) -> tuple[int, set[int]]:
         """How often it was renewed, and how many updates the optimizer has counted for its parameters."""
         return self.renewals, {int(state["step"]) for state in self.optimizer.state.values()}
