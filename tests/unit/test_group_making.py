@@ -255,6 +255,9 @@ class Asking:
     def ask(self, *question: Any, **how: Any) -> Any:
         raise AssertionError(question)
 
+    def tell(self, question: Any) -> None:
+        """Nobody hears it."""
+
     def asking(self) -> int | None:
         return self.seq
 

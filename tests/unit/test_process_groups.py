@@ -36,6 +36,9 @@ class Asking:
     def ask(self, *question: Any, **how: Any) -> Any:
         return "127.0.0.1", 1
 
+    def tell(self, question: Any) -> None:
+        """Nobody hears it."""
+
     def asking(self) -> int | None:
         return SEQ
 

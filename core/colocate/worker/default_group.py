@@ -94,7 +94,11 @@ class DefaultGroup:
         return now.address
 
     def join(self) -> _Default:
-        """Have this slot do its part in making it, if that isn't under way; from any thread."""
+        """Have this slot do its part in making it, if that isn't under way; from any thread.
+
+        Raises:
+            RuntimeError: The process may have no more threads just now.
+        """
         with self._lock:
             if self._now is not None:
                 return self._now
@@ -107,7 +111,12 @@ class DefaultGroup:
         else:
             # Not on the lane, which may be in a call that has nothing to do with it, nor where messages are received.
             arguments = default, former
-            threading.Thread(target=self._join, args=arguments, name="colocate-default-group", daemon=True).start()
+            try:
+                threading.Thread(target=self._join, args=arguments, name="colocate-default-group", daemon=True).start()
+            except RuntimeError:
+                with self._lock:
+                    self._now, self._former = None, former
+                raise
         return default
 
     def asked_to_join(self) -> None:
@@ -116,7 +125,13 @@ class DefaultGroup:
             if self._doomed:
                 self._joins_after_that = True
                 return
-        self.join()
+        self._join_for_another()
+
+    def _join_for_another(self) -> None:
+        try:
+            self.join()
+        except RuntimeError as error:
+            self._refuse(self._board(self._epoch), error)
 
     def about_to_drop(self) -> None:
         """The lane will be told to drop it; from any thread."""
@@ -133,12 +148,15 @@ class DefaultGroup:
         with self._lock:
             joins, self._doomed, self._joins_after_that = self._joins_after_that, False, False
         if joins:
-            self.join()
+            self._join_for_another()
+
+    def _board(self, epoch: int) -> str:
+        return f"{self._group}/{self.generation}/{epoch}/default"
 
     def _join(self, default: _Default, former: _Default | None) -> None:
-        board = f"{self._group}/{self.generation}/{default.epoch}/default"
+        board = self._board(default.epoch)
         plan = Plan(self.name, board, range(self.slots), self._slot, True, False, self._device, self.timeout_s)
-        store = None
+        store, have_met = None, self.slots == 1
         try:
             if former is not None:
                 former.made.exception()  # it is over
@@ -150,26 +168,28 @@ class DefaultGroup:
                     "init_process_group() to colocate, and say .on(default_group=True) for it to be there at once"
                 )
             store = torch_groups.hash_store()
-            if self.slots > 1:
-                store = self._store_for(board, default)
+            if not have_met:
+                address = self._meet(board, default)
+                have_met = True
+                store = torch_groups.connect_store(address, self.timeout_s)
             with self._making.half_made(self.name):
                 plan.make(store)
         except BaseException as error:
             with self._lock:
                 # Whoever asks next tries again, where the others can't have gone on meanwhile.
-                if self._now is default and (self.slots == 1 or isinstance(error, Consequence)):
-                    self._now = None
+                if self._now is default and (self.slots == 1 or not have_met or isinstance(error, Consequence)):
+                    self._now, self._former = None, default
             default.made.set_exception(error)
             # Not before: a slot that is told fails, and with that this one would be called back.
-            if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for it
-                self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
+            if self.slots > 1 and not isinstance(error, Consequence | NotMade):  # the others would wait for it
+                self._refuse(board, error)
             if store is not None:
                 can_not(store, board)
         else:
             default.made.set_result(None)
 
-    def _store_for(self, board: str, default: _Default) -> Any:
-        """What the slots make it through, once all of them are about to."""
+    def _meet(self, board: str, default: _Default) -> tuple[str, int]:
+        """Wait until all slots are about to make it; where the store is through which they do."""
         if self._slot == 0 and default.address is None:
             default.store, default.address = torch_groups.serve_store(self._host)
         mine = default.address if self._slot == 0 else None
@@ -180,10 +200,9 @@ class DefaultGroup:
         except ColocateError as error:  # a slot that can't take part
             raise NotMade(str(error)) from None
         default.address = host, port
-        return torch_groups.connect_store(default.address, self.timeout_s)
+        return host, port
 
-    def _refuse(self, board: str, why: str) -> None:
-        try:
-            self._worker.ask(Meet(board, self.slots, None, True, why), apart=True)
-        except ColocateError:  # that is the answer, if it isn't the end of the worker
-            pass
+    def _refuse(self, board: str, error: BaseException) -> None:
+        """Tell the other slots why this one can't take part. It isn't waited for: there is no answer but that."""
+        why = f"slot {self._slot} can't take part in the default group: {message_of(error)}"
+        self._worker.tell(Meet(board, self.slots, None, True, why))

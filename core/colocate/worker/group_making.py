@@ -30,6 +30,9 @@ class Worker(Protocol):
     def ask(self, question: Message, apart: bool = False) -> Any:
         """Ask the driver."""
 
+    def tell(self, question: Message) -> None:
+        """Tell the driver, by a question that says so; the answer isn't waited for."""
+
     def asking(self) -> int | None:
         """The number of the call that asks; None for none."""
         ...

@@ -131,6 +131,10 @@ class Site:
         self.say(from_worker.Ask(request.token, question))
         return request.result()[0]
 
+    def tell(self, question: Message) -> None:
+        """Tell the driver something by a question, the answer to which isn't waited for. From any thread."""
+        self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
+
     def hand_over(self, value: Any) -> Any:
         """A value that comes from another slot or the driver, or goes there, perhaps by reference."""
         if self.in_process and self.boot.device != "cpu" and self.codec.name == "reference":

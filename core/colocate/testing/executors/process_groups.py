@@ -18,7 +18,7 @@ from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.collectives import Collective, Initializing, Launched, Meeting, Own, Together
+from colocate.testing.probes.collectives import Collective, Initializing, Launched, Meeting, Own, Threadless, Together
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.waiting import PATIENCE_S
 
@@ -160,6 +160,24 @@ class ProcessGroups(ExecutorCase):
         group.role("other", Own).make()
         with pytest.raises(RoleError, match=r"slot 1 can't take part in the default group.*in this process already"):
             group.role("one", Collective).sum(1.0)
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("asking", [[0, 1], [0]], ids=["who asks", "who doesn't"])
+    def test_a_slot_without_threads(self, spawn: Spawn, asking: list[int]) -> None:
+        """A process that can start no thread just now can't take part, which is that call's error: the next one works.
+
+        So it is where the role of that slot asks, and where another one's does, which is told.
+        """
+        pytest.importorskip("torch")
+        roles = {"sums": colocate.role(Collective).on(slots=asking), "busy": colocate.role(Threadless).on(slots=[1])}
+        group = spawn(roles)
+        sums, busy = group.role("sums", Collective), group.role("busy", Threadless)
+        busy.may_start(threads=False)
+        with pytest.raises(RoleError, match="can't start new thread"):
+            sums.sum.options(timeout=PATIENCE_S)(1.0)
+        busy.may_start(threads=True)
+        for _ in range(2):
+            assert sums.sum.options(timeout=PATIENCE_S)(1.0) == [float(len(asking))] * len(asking)
 
     @needs(OwnProcess)
     def test_device_mesh(self, ring: ColocatedGroup) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import TYPE_CHECKING, Any, cast
 
 from colocate import PerRank, Role, method, needs
@@ -207,6 +208,22 @@ class Own(Role):
 
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+class Threadless(Role):
+    """Has its process start no more threads, as one does that has as many as it may have."""
+
+    def __init__(self) -> None:
+        self._start = threading.Thread.start
+
+    @method
+    def may_start(self, threads: bool) -> None:
+        """Whether it may."""
+        threading.Thread.start = self._start if threads else _refuse  # type: ignore[method-assign]
+
+
+def _refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 class Launched(Role):
