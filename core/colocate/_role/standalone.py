@@ -81,7 +81,9 @@ def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
+        # Not `asyncio.run`, after which this thread would have no current loop: that is role code's.
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(coroutine)
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1, "colocate-standalone") as thread:
         return thread.submit(context.run, asyncio.run, coroutine).result()

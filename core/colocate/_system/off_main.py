@@ -10,7 +10,8 @@ block, the main thread records by itself: it makes something that nobody else kn
 it leaves a scope by itself where nothing has failed: that takes no lock, and whoever is interrupted in it has the rest
 done by another thread.
 
-On all other threads `off_main` runs its work here and now: no signal comes there.
+On all other threads `off_main` runs its work here and now: no signal comes there. Nor does one come amid colocate's
+own code in a worker process, whose main thread is the lane (`worker/handlers.py`).
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class _Couriers:
 
 COURIER = "colocate-courier-"
 _here = threading.local()
-_main = threading.main_thread().ident
+_main: int | None = threading.main_thread().ident
 _couriers = _Couriers()
 
 
@@ -186,6 +187,12 @@ def _forget_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_fork)
+
+
+def work_on_main() -> None:
+    """In a worker process, where handlers run in role code only: the main thread does its work itself, as any other."""
+    global _main
+    _main = None
 
 
 def on_main() -> bool:

@@ -15,7 +15,6 @@ import psutil
 from colocate._system.limits import LOOKED_AT_WITHIN_S
 from colocate.worker import processes
 from colocate.worker.failure import role_code_of
-from colocate.worker.host import LANE
 
 
 def seen(started: int) -> str | None:
@@ -40,7 +39,7 @@ def seen(started: int) -> str | None:
 
 
 def _lane_of(worker: int) -> dict[str, Any]:
-    """A worker's lane among its threads, as py-spy tells them; nothing where there is no py-spy, or it may not look."""
+    """A worker's lane, its main thread, as py-spy tells of it; nothing where there is no py-spy, or it may not look."""
     beside = Path(sysconfig.get_path("scripts"), "py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -53,4 +52,4 @@ def _lane_of(worker: int) -> dict[str, Any]:
         threads: list[dict[str, Any]] = json.loads(shown.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
-    return next((each for each in threads if str(each["thread_name"]).startswith(LANE)), {})
+    return next((each for each in threads if each["os_thread_id"] == worker), {})

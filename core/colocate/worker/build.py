@@ -21,6 +21,7 @@ from colocate._system.sizes import size_text
 from colocate._values.arguments import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
+from colocate.worker.handlers import calls_role_code
 from colocate.worker.holdings import held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.site import Site
@@ -102,6 +103,7 @@ class RoleBuild:
     keeps_addresses: bool
 
 
+@calls_role_code
 def construct(build: RoleBuild, site: Site) -> HostedRole:
     """Make the role's instance in this worker. What its constructor raises comes through."""
     rank = build.slots.index(site.boot.slot)

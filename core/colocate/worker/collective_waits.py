@@ -24,6 +24,7 @@ from colocate._protocol.consequence import Consequence
 from colocate._role import torch_works
 from colocate._system.deadline import Deadline
 from colocate._system.limits import COLLECTIVE_PATIENCE_S, WORKS_DONE_WITHIN_S
+from colocate.worker.handlers import waits_for_role_code
 
 _SLICE = datetime.timedelta(milliseconds=20)
 _hopeless: Callable[[], str | None] | None = None  # of this process's worker
@@ -67,6 +68,7 @@ def guard(hopeless: Callable[[], str | None]) -> None:
 
 
 def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
+    @waits_for_role_code
     def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
         if not torch_works.is_collective(work):
             with _transferring:

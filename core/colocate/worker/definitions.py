@@ -58,8 +58,12 @@ class Definitions:
     # -- modules
 
     def install(self) -> None:
-        """Have imports of this process find the driver's modules, and definitions that only the driver has."""
+        """Have imports of this process find the driver's modules, and definitions that only the driver has.
+
+        On the receiving thread.
+        """
         self._early = imported_already()
+        self._modules.receiver = threading.get_ident()
         known.find_missing = self.find
         sys.meta_path.insert(0, self._modules)
 

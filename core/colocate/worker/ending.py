@@ -18,8 +18,8 @@ import threading
 from typing import Any, NoReturn
 
 
-def end() -> NoReturn:
-    """End this process, as well as an interpreter does that returns from its script."""
+def end(status: int = 0) -> NoReturn:
+    """End this process, as well as an interpreter does whose script ends with such an exit code."""
     threads: Any = threading
     handlers: Any = atexit
     threads._shutdown()
@@ -30,10 +30,9 @@ def end() -> NoReturn:
             with contextlib.suppress(Exception):  # it is closed, or nobody reads it; an interpreter says nothing either
                 each.flush()
     ctypes.CDLL(None).fflush(None)  # what libraries have printed
-    status = 0
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):  # nobody reads it, or a role has closed it
             status = 120  # an interpreter's
-    os._exit(status)
+    os._exit(status & 0xFF)

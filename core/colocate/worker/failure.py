@@ -35,6 +35,8 @@ from colocate.worker import imports
 from colocate.worker.definitions import Definitions
 
 _OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
+_RUNS_LANE = (threading.__file__, "<frozen runpy>")
+_NEEDS_MAIN = ("signal only works in main thread", "There is no current event loop in thread")
 _HOST_ERRORS = (ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
 _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
@@ -63,13 +65,25 @@ def describe(
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
-    for hint in (imports.hint_for(error), torch_groups.hint_for(error)):
+    for hint in (imports.hint_for(error), torch_groups.hint_for(error), _hint_for_thread(error)):
         if hint is not None:
             note(error, hint)
     may_be_ours = isinstance(error, Consequence) or unmade is not None
     follows = may_be_ours and not frames_of_users(error)  # then there is nothing of a user's to see
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
     return Failure(name, text, trace, host, secondary, role, unmade)
+
+
+def _hint_for_thread(error: BaseException) -> str | None:
+    """What to do about a lane that isn't its process's main thread, where role code needs that one."""
+    needs = isinstance(error, ValueError | RuntimeError) and message_of(error).startswith(_NEEDS_MAIN)
+    if not needs or threading.current_thread() is threading.main_thread():
+        return None
+    return (
+        "Slots are threads of the driver here, and Python lets nothing but a process's main thread set handlers of "
+        "signals, or make its event loop by itself; in a worker process that is the thread of role code: use "
+        "connect('local', processes=True), in a config executor.with.processes=true"
+    )
 
 
 def sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
@@ -154,7 +168,7 @@ def _frames_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def _is_machinery(file: str) -> bool:
-    return file.startswith(_OWN) or file.endswith("colocate/_role/method_spec.py") or file == threading.__file__
+    return file.startswith(_OWN) or file.endswith("colocate/_role/method_spec.py") or file in _RUNS_LANE
 
 
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:

@@ -18,6 +18,7 @@ from colocate._role.standalone import awaited
 from colocate._values.mesh import Mesh
 from colocate.worker import checkpoint
 from colocate.worker.build import Shipped
+from colocate.worker.handlers import calls_role_code
 from colocate.worker.hosted import HostedRole
 from colocate.worker.site import Site
 from colocate.worker.sleeping import Outcome
@@ -30,6 +31,7 @@ class Functions:
         self._site = site
 
     @method
+    @calls_role_code
     def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a function with the worker's context; one that is async is run to its end."""
         result = function.load()(current(), *args, **kwargs)

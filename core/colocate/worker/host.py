@@ -31,7 +31,7 @@ from colocate.worker.runner import Runner
 from colocate.worker.site import Send, Site
 from colocate.worker.template import tell_imports
 
-LANE = "colocate-lane-"  # names of lanes begin with it, and go on with the id of their worker
+LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
 
 class WorkerHost(Site):
@@ -71,7 +71,7 @@ class WorkerHost(Site):
         self._looks: list[Callable[[Mapping[str, Any]], object]] = []  # who waits to be told, as for ledgers
         self._looks_lock = threading.Lock()
         broken = partial(self._thread_failed, "its lane")
-        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
+        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, own_thread=in_process)
         self._runner = Runner(self, self.broken)
         self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
             to_worker.Define: self.definitions.arrived,
@@ -272,7 +272,7 @@ class WorkerHost(Site):
             self.close(reason)
 
     def _end(self) -> None:
-        self.lane.thread.join()
+        self.lane.join()
         self.groups.close()
         self.residency.close()
         self.sleeper.space.close()

@@ -11,6 +11,7 @@ import attrs
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
+from colocate.worker.handlers import calls_role_code
 from colocate.worker.settings import Setting, Settings
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class HostedRole:
         finally:
             reset_current(token)
 
+    @calls_role_code
     def declared(self) -> Sequence[Any]:
         """What it says that it holds, by a hook `device_state`: for memory that nobody can find."""
         hook = getattr(self.instance, "device_state", None)
@@ -115,6 +117,7 @@ class HostedRole:
         return self._labels.get(method) or f"function {method}"
 
 
+@calls_role_code
 def _run_to_its_end(name: str, hook: Callable[..., Any], *args: Any) -> None:
     found = hook(*args)
     if inspect.iscoroutine(found):

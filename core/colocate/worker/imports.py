@@ -62,6 +62,7 @@ class DriversModules:
         self._others: set[str] = set()  # packages that are this machine's own
         self.shadowing: frozenset[str] = frozenset()  # the driver's in place of the standard library's
         self._pid = os.getpid()
+        self.receiver: int | None = None  # the thread that receives what the driver answers
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Where a module is imported from, if the driver has it."""
@@ -98,7 +99,7 @@ class DriversModules:
 
     def _may_ask(self) -> bool:
         """Not in a child that a role has forked, and not on the thread that would have to receive the answer."""
-        return os.getpid() == self._pid and threading.current_thread() is not threading.main_thread()
+        return os.getpid() == self._pid and threading.get_ident() != self.receiver
 
 
 def _spec(name: str, source: Source) -> ModuleSpec | None:

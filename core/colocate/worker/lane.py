@@ -52,6 +52,7 @@ class Work(CallState):
     began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
     taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # what it has got of residents so far
     watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # its arguments, where writes are noticed
+    raised: BaseException | None = attrs.field(default=None, init=False)  # by a handler while an async method awaited
 
 
 @attrs.frozen
@@ -97,7 +98,7 @@ _NEVER = sys.maxsize
 
 
 class Lane:
-    """Runs work in order on a thread of its own; `hold` and `resume` come from the thread that receives messages."""
+    """Runs work in order on one thread; `hold` and `resume` come from the thread that receives messages."""
 
     def __init__(
         self,
@@ -106,17 +107,18 @@ class Lane:
         on_held: Callable[[int, int], None],
         on_broken: Callable[[BaseException], None] = lambda error: None,
         turns: Turns | None = None,
-        daemon: bool = True,
+        own_thread: bool = True,
     ) -> None:
-        """Start the thread.
+        """Start the thread, if it is to have one of its own: else it is the main thread, which calls `run`.
 
         Args:
-            name: Name of the thread.
+            name: Name of its own thread.
             scope: Which drivers' calls count, and whether the worker ends.
             on_held: Called on the lane with (hold, highest call begun) once this rank is back.
             on_broken: Called on the lane when it ends by an exception, which no role can cause but a mistake here.
             turns: How the lane receives messages itself while it idles; None where others always bring them.
-            daemon: Whether the end of the process doesn't wait for it, nor for threads that role code starts.
+            own_thread: Whether it has one, for whose end, and that of threads which role code starts, the process
+                doesn't wait.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
@@ -131,10 +133,11 @@ class Lane:
         self._stopped_for = -1  # the base of the driver that wants nothing begun any more
         self.running: dict[int, Work] = {}
         self.tasks: Tasks | None = None  # of async methods, once there was one
-        # Threads that role code starts are of the same kind: where the process is the worker's own, its end waits for
-        # them, as an interpreter does for those of a script, and for the lane `WorkerHost` waits before.
-        self.thread = threading.Thread(target=self._main, name=name, daemon=daemon)
-        self.thread.start()
+        self._over = threading.Event()
+        self.thread = threading.main_thread()
+        if own_thread:
+            self.thread = threading.Thread(target=self.run, name=name, daemon=True)
+            self.thread.start()
 
     def last(self) -> Work | None:
         """The last of the calls that run; from any thread."""
@@ -230,8 +233,26 @@ class Lane:
         """Messages come by another lane from now on."""
         self._put(_Turned(lane))
 
+    def interrupt(self, error: BaseException) -> bool:
+        """The last of the async calls that run fails of an error, as what it awaits is cancelled; False if none does.
+
+        On the lane, while it runs no step of theirs.
+        """
+        work = self.last()
+        if work is None or self.tasks is None:
+            return False
+        work.raised = error
+        self.tasks.cancel(work.seq)
+        return True
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._over.wait()
+        if self.thread is not threading.main_thread():
+            self.thread.join()
+
     def close(self) -> None:
-        """End the thread after what runs now, now that its scope is closed; queued work is dropped.
+        """End the lane after what runs now, now that its scope is closed; queued work is dropped.
 
         What runs has its grace, in which its results still count: async methods go on awaiting, too.
         """
@@ -247,7 +268,8 @@ class Lane:
 
     # -- on the lane
 
-    def _main(self) -> None:
+    def run(self) -> None:
+        """Be the lane until it is closed."""
         try:
             while (work := self._next()) is not None:
                 if self._begins(work):
@@ -258,10 +280,10 @@ class Lane:
                 del work  # with its arguments, of which some are large
         except BaseException as error:
             self._on_broken(error)
-            raise
         finally:
             if self.tasks is not None:
                 self.tasks.close()
+            self._over.set()
 
     def _next(self) -> Work | None:
         """The next call to begin, or None to end."""
@@ -393,6 +415,19 @@ class Lane:
 
     # -- async methods
 
+    def have_loop(self) -> None:
+        """See that role code that is about to run has a current event loop; without asyncio nobody asks for one."""
+        if "asyncio" in sys.modules:
+            self._with_loop()
+
+    def _with_loop(self) -> Tasks:
+        if self.tasks is None:
+            from colocate.worker.tasks import Tasks
+
+            self.tasks = Tasks(self._has_news)
+        self.tasks.have_current()
+        return self.tasks
+
     def _start(self, work: Work) -> None:
         coroutine = work.run(work)
         if coroutine is None or isinstance(coroutine, bool):  # it failed before there was anything to await
@@ -400,11 +435,7 @@ class Lane:
             if not coroutine:
                 self._stop(work)
             return
-        if self.tasks is None:
-            from colocate.worker.tasks import Tasks
-
-            self.tasks = Tasks(self._has_news)
-        self.tasks.begin(work.seq, self._await(work, coroutine))
+        self._with_loop().begin(work.seq, self._await(work, coroutine))
 
     def _give_up(self, first: int, last: int) -> None:
         for seq, work in list(self.running.items()):  # none of a method that isn't async: that would be on this thread

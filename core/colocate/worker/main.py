@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 
 from colocate import wire
+from colocate._system.jobs import report_exception
 from colocate._system.malloc import merge_at_once
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
+from colocate.worker.handlers import guard, leave
 from colocate.worker.host import WorkerHost
 from colocate.worker.output import label_output, show_logs
 from colocate.worker.peers import ChannelPeers
@@ -74,16 +79,28 @@ def _leave_signals_to_the_driver() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, passed_over)
 
+    # What comes to a fork before the handlers are gone there would be passed over: it waits, until they are.
+    before = threading.local()
+
+    def block() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
     def restore() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) is passed_over:
                 signal.signal(number, signal.SIG_DFL)
+        unblock()
 
-    os.register_at_fork(after_in_child=restore)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door: socket.socket | None = None) -> None:
     """Be the worker at the other end of a connected, authenticated socket; the first message is the boot.
+
+    The calling thread, which is the main one, becomes the lane.
 
     Args:
         sock: The socket.
@@ -92,12 +109,41 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
         door: Where lanes to the drivers after it will come from.
     """
     hub = wire.Hub("worker", own_thread=False)
-    Service(hub, start, tls, door).open(sock, epoch)
-    hub.run()
+    began: queue.SimpleQueue[WorkerHost] = queue.SimpleQueue()
+    over = threading.Event()
+
+    def begin(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
+        host = start(boot, service, lane, over.set)
+        began.put(host)
+        return host
+
+    Service(hub, begin, tls, door).open(sock, epoch)
+    threading.Thread(target=_receive, args=(hub,), name="colocate-worker", daemon=True).start()
+    lane = began.get().lane
+    raise_thread_counts()  # that of OpenMP is each thread's own
+    guard(lane)
+    lane.run()
+    leave()
+    over.wait()
 
 
-def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
-    """Set the process up as the boot says, and start the host."""
+def _receive(hub: wire.Hub) -> None:
+    try:
+        hub.run()
+    except BaseException:  # nothing here has an owner any more, and role code would go on
+        report_exception()
+        os._exit(1)
+
+
+def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
+    """Set the process up as the boot says, and make the host. On the hub's thread.
+
+    Args:
+        boot: It.
+        service: Whose host it is.
+        lane: On which messages come.
+        on_end: Called when the host has ended, and all that it had to say has gone out.
+    """
     os.environ.update(boot.env)
     if (interface := _interface(boot.host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -107,17 +153,17 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
     if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
         # torch and its libraries read this when they are first imported, unless they are.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
-    raise_thread_counts()
     show_logs(boot.log_levels)
 
-    def leave() -> None:
+    def end() -> None:
         service.drain(1.0)
         service.hub.close()
         turns.close()
+        on_end()
 
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
-    host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
+    host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=end, turns=turns)
     host.process = ProcessMemory()
     host.process.notice_imports()
     when_torch_comes(partial(_look_at_torch, host))

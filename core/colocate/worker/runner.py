@@ -25,7 +25,9 @@ from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError, SerializationError
 from colocate.worker import checkpoint, failure
 from colocate.worker.build import RoleBuild, construct
+from colocate.worker.forked import RoleCode
 from colocate.worker.functions import OF_WORKERS
+from colocate.worker.handlers import calls_role_code, raise_put_off
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
@@ -48,6 +50,7 @@ class Runner:
         """
         self._site = site
         self._broken = broken
+        self._role_code = RoleCode()
         self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
@@ -76,8 +79,9 @@ class Runner:
             work.label = f"{build.name}.__init__"
             try:
                 site.definitions.load(work.lots)
+                site.lane.have_loop()
                 before = site.device.begin()
-                with site.residency.constructing(build.name):
+                with site.residency.constructing(build.name), self._role_code:
                     site.roles[build.name] = construct(build, site)
                 site.device.end(f"{build.name}.__init__", before)
                 site.residency.check(build.name, f"the constructor of role {build.name!r}")
@@ -88,7 +92,7 @@ class Runner:
         if message.restored is not None:
             for role in list(site.roles.values()):
                 try:
-                    with site.residency.awake(role, "to be restored"):
+                    with site.residency.awake(role, "to be restored"), self._role_code:
                         checkpoint.restore(role, message.restored)
                         site.device.end(f"{role.name}.restore")
                     site.residency.check(role.name, f"restoring role {role.name!r}")
@@ -126,7 +130,10 @@ class Runner:
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
-            result = role.run(spec.call, role.instance, arguments)
+            if not spec.is_async:
+                site.lane.have_loop()
+            with self._role_code:
+                result = role.run(spec.call, role.instance, arguments)
             if spec.is_async:
                 finishes = self._finish_async(result, work, call, role, spec, resolver, start)
                 return Steps(finishes, OwnSettings(site.setting, role.settings or site.setting.base))
@@ -159,7 +166,7 @@ class Runner:
             for role in list(site.roles.values()):
                 name = role.name
                 if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
-                    with site.residency.awake(role, "process groups were dropped"):
+                    with site.residency.awake(role, "process groups were dropped"), self._role_code:
                         role.renew()
                         site.device.end(f"{name}.renew")
         except BaseException as error:
@@ -178,6 +185,7 @@ class Runner:
     def _ask_aligned(self, seq: int, key: int, others: Sequence[int]) -> Any:
         return self._site.ask(questions.Aligned(seq, key, others))
 
+    @calls_role_code
     async def _finish_async(
         self,
         coroutine: Any,
@@ -193,7 +201,12 @@ class Runner:
         running_call.set(work)
         own_block.set(partial(OwnSettings, self._site.setting))
         try:
-            result = await coroutine
+            try:
+                with self._role_code:
+                    result = await coroutine
+            finally:
+                if work.raised is not None:
+                    raise work.raised from None
             self._site.setting.have(self._site.setting.base)
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:
@@ -284,8 +297,10 @@ class Runner:
                     f"process groups were cut while {label} used them: what it has got of them isn't true"
                 )
         taken = summed(work.taken) if work.taken else ()
+        body = None if result is None or call.keep is not None else site.packed(result, label)
+        if call.method not in OF_WORKERS:  # of which each has done all that it does, or nothing
+            raise_put_off()
         if call.keep is None:
-            body = None if result is None else site.packed(result, label)
             try:
                 site.say(from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken), body)
             except OSError as error:  # no descriptor is free in this process, which isn't the method's fault

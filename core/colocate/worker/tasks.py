@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import warnings
 from collections.abc import Callable, Coroutine
 from types import CoroutineType, FrameType, GeneratorType
 from typing import Any
@@ -21,7 +22,12 @@ class Tasks:
             has_news: Whether something for the lane has come, on which it waits no longer.
         """
         self._has_news = has_news
-        self._loop = asyncio.new_event_loop()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that Python makes one, as a script has it be told
+            loop = _current()
+        # What role code has made for its current loop works in async methods. One that runs is another thread's.
+        self._loop = asyncio.new_event_loop() if loop is None or loop.is_running() else loop
+        asyncio.set_event_loop(self._loop)
         self._loop.set_task_factory(_task)
         self._woken = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -35,6 +41,16 @@ class Tasks:
         Between calls.
         """
         return len(asyncio.all_tasks(self._loop)) > len(self._running) or any(map(_is_of_a_role, _handles(self._loop)))
+
+    def have_current(self) -> None:
+        """See that there is a current loop: role code may have closed it, or left none, as `asyncio.run` does.
+
+        Where role code has made another one current, that stays. Between calls of which none is of these.
+        """
+        if self._loop.is_closed() and not self._running:
+            self.__init__(self._has_news)  # type: ignore[misc]
+        if _current() is None:
+            asyncio.set_event_loop(self._loop)
 
     def begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it up to its first await: async calls start in order."""
@@ -85,6 +101,15 @@ class Tasks:
         finally:
             woken.cancel()
         await asyncio.wait([woken])
+
+
+def _current() -> asyncio.AbstractEventLoop | None:
+    """The current loop of this thread, unless it is closed; on a main thread Python may make its first one now."""
+    try:
+        loop = asyncio.get_event_loop()
+    except RuntimeError:
+        return None
+    return None if loop.is_closed() else loop
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:

@@ -34,6 +34,7 @@ from colocate.testing.executors.endings import Endings
 from colocate.testing.executors.failures import Failures
 from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.functions import Functions
+from colocate.testing.executors.handlers import Handlers
 from colocate.testing.executors.kept_failures import KeptFailures
 from colocate.testing.executors.ledgers import Ledgers
 from colocate.testing.executors.meshes import NamedMeshes
@@ -90,6 +91,7 @@ class ExecutorSuite(
     Failures,
     Serialization,
     Signals,
+    Handlers,
     Startup,
     Templates,
     Deaths,
@@ -141,6 +143,7 @@ __all__ = [
     "Failures",
     "Forks",
     "Functions",
+    "Handlers",
     "KeptFailures",
     "Ledgers",
     "Memory",

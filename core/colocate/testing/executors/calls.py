@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import Call, ColocatedGroup, ColocateError
+from colocate import Call, ColocatedGroup, ColocateError, Runtime
 from colocate.errors import CallTimeout, ConfigError, DispatchError, RoleError
+from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -57,13 +58,14 @@ class Calls(ExecutorCase):
         assert [tag for tag, _ in other.tag_and_rank()] == ["another"] * 2
         assert echo.place() == other.place()
 
-    def test_lane(self, pair: ColocatedGroup) -> None:
-        """Role code runs on one thread per worker, never on the process's main one."""
+    def test_lane(self, pair: ColocatedGroup, runtime: Runtime) -> None:
+        """Role code runs on one thread per worker: the main one of a process that is the worker's own."""
         places = {tuple(pair.role("echo", Echo).place()) for _ in range(3)}
         assert len(places) == 1
         (first, second) = places.pop()
         assert first[:2] != second[:2]
-        assert [is_main for _, _, is_main in (first, second)] == [False, False]
+        own_process = isinstance(runtime._node.services.executor, OwnProcess)
+        assert [is_main for _, _, is_main in (first, second)] == [own_process] * 2
 
     def test_submit(self, pair: ColocatedGroup) -> None:
         """`submit` returns at once with a Call, which tells its result, its error, and whether it is done."""

@@ -1,0 +1,42 @@
+"""A fork that role code has made, and that ends in role code: as that of a script does, and not as the worker."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from colocate.wire import track
+from colocate.worker.ending import end
+
+
+class RoleCode:
+    """A block of role code, which a forked child doesn't leave: it ends there, by the code that a script would have."""
+
+    def __init__(self) -> None:
+        self._is_left = True
+        track(self)
+
+    def forget(self) -> None:
+        """In a forked child."""
+        self._is_left = False
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._is_left:
+            end(_status(error))
+
+
+def _status(error: BaseException | None) -> int:
+    """The exit code of a script that such an exception ends, which is told as there."""
+    if error is None:
+        return 0
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return int(error.code or 0)
+    print(error.code, file=sys.stderr)
+    return 1

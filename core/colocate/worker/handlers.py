@@ -1,0 +1,158 @@
+"""Handlers of signals that role code has set: they run in role code, and what one raises is the error of that call.
+
+The lane is its process's main thread, on which Python runs handlers between any two bytecodes. Amid colocate's own code
+a handler would find locks taken, and what it raises would tear what is half done. So there it is put off: until role
+code goes on, where that has called colocate, otherwise until the lane has nothing under way. Between two calls nobody
+waits for what it raises: that is printed.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import attrs
+
+from colocate._role.method_spec import MethodSpec
+from colocate._role.standalone import awaited
+from colocate._system.lines import is_own_code
+from colocate._system.off_main import work_on_main
+from colocate._system.tracebacks import told
+
+if TYPE_CHECKING:
+    from colocate.worker.lane import Lane
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_AGAIN_S = 0.001
+_set, _get = signal.signal, signal.getsignal
+_calls_role_code: set[CodeType] = {MethodSpec.call.__code__, awaited.__code__}
+_put_off: list[tuple[Handler, int]] = []
+_waits_for_role_code: set[CodeType] = set()
+_lane: Lane | None = None
+
+
+def calls_role_code(function: F) -> F:
+    """Declare of a function of colocate's that it calls role code."""
+    _calls_role_code.add(function.__code__)
+    return function
+
+
+def waits_for_role_code(function: F) -> F:
+    """Declare that it stands for a library's own, in which role code waits: a handler may end that wait."""
+    _waits_for_role_code.add(function.__code__)
+    return function
+
+
+def guard(lane: Lane) -> None:
+    """From now on handlers that are set in this process run in role code only; the lane is its main thread."""
+    global _lane
+    _lane = lane
+    signal.signal, signal.getsignal = _signal, _getsignal
+    work_on_main()
+
+
+def leave() -> None:
+    """The lane has ended: handlers run wherever they come, as at the end of any process."""
+    global _lane
+    _settle()
+    _lane = None
+
+
+def raise_put_off() -> None:
+    """Run what was put off amid a call, before that is over. What it raises comes through."""
+    while _put_off:
+        _run(*_put_off.pop(0))
+
+
+def _settle() -> None:
+    """On the lane, while no code of a call runs: run what was put off. A call that awaits something fails of it."""
+    while _put_off:
+        handler, number = _put_off.pop(0)
+        try:
+            _run(handler, number)
+        except BaseException as error:
+            if _lane is None or not _lane.interrupt(error):
+                name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+                words = f"a handler that a role has set for {name} has raised between two calls, of which none fails"
+                print(f"{words}:\n{told(error)}", file=sys.stderr, end="", flush=True)
+
+
+@attrs.frozen
+class _Guarded:
+    """A handler as Python has it."""
+
+    handler: Handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _lane is None or _is_called_by_role_code(frame):
+            self.handler(number, frame)
+        elif not (_is_within_role_code(frame) and _comes_again(number)):
+            _put_off.append((self.handler, number))
+            _lane.do(_settle)
+
+
+_calls_role_code.add(_Guarded.__call__.__code__)
+
+
+def _comes_again(number: int) -> bool:
+    """Have a signal come again, when colocate's own code has perhaps returned to role code; False if that can't be."""
+
+    def again() -> None:
+        time.sleep(_AGAIN_S)
+        _thread.interrupt_main(number)  # type: ignore[arg-type]  # any signal's number
+
+    try:
+        _thread.start_new_thread(again, ())  # not by `threading`, whose locks may be taken by what was interrupted
+    except RuntimeError:  # no thread is to be had
+        return False
+    return True
+
+
+@calls_role_code
+def _run(handler: Handler, number: int) -> None:
+    handler(number, None)
+
+
+def _signal(signalnum: Any, handler: Any) -> Any:
+    """See `signal.signal`."""
+    # asyncio's own does nothing, and is called once only: a loop is told of each call.
+    guarded = callable(handler) and not str(getattr(handler, "__module__", "")).startswith("asyncio.")
+    return _bare(_set(signalnum, _Guarded(handler) if guarded else handler))
+
+
+def _getsignal(signalnum: Any) -> Any:
+    """See `signal.getsignal`."""
+    return _bare(_get(signalnum))
+
+
+def _bare(handler: Any) -> Any:
+    return handler.handler if isinstance(handler, _Guarded) else handler
+
+
+def _is_called_by_role_code(frame: FrameType | None) -> bool:
+    """Whether code that a signal has interrupted is a role's, or of what that has called, but not colocate's own."""
+    inner = None
+    while frame is not None and not _is_own(frame.f_code):
+        frame, inner = frame.f_back, frame
+    return frame is not None and inner is not None and frame.f_code in _calls_role_code
+
+
+def _is_within_role_code(frame: FrameType | None) -> bool:
+    """Whether role code goes on when what a signal has interrupted returns."""
+    inner = None
+    while frame is not None:
+        if frame.f_code in _calls_role_code and inner is not None and not _is_own(inner.f_code):
+            return True
+        frame, inner = frame.f_back, frame
+    return False
+
+
+def _is_own(code: CodeType) -> bool:
+    return is_own_code(code.co_filename) and code not in _waits_for_role_code
