@@ -8,6 +8,9 @@ MONARCH := .venv/monarch
 OLDEST := .venv/oldest
 TRAINERS := .venv/trainers
 TORCH := .venv/torch
+# What needs one extra alone has an environment of its own, unless there is the one with everything.
+DEMO := $(if $(wildcard $(INSTALLED)),.venv,.venv/demo)
+DOCS := $(if $(wildcard $(INSTALLED)),.venv,.venv/docs)
 # Besides the one of constraints.txt.
 TORCHES := 2.11.0 2.12.0 2.14.1
 # Have an environment see the packages of .venv, after its own.
@@ -26,8 +29,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: install  ## train the PPO example: warm-up, then PPO, about a minute on two cores
-	$(BIN)/colocate run docs/examples/ppo.yaml
+.venv/demo/.installed: EXTRA := ppo
+.venv/docs/.installed: EXTRA := docs
+.venv/demo/.installed .venv/docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRA)]'
+	touch $@
+
+demo: $(DEMO)/.installed  ## train the PPO example: warm-up, then PPO, about a minute on two cores
+	$(DEMO)/bin/colocate run docs/examples/ppo.yaml
 
 $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which some tests run
 	$(PYTHON) -m venv $(BARE)
@@ -77,8 +87,8 @@ build/site.from: FORCE  # their names: it changes when a file goes. A folder cha
 	@mkdir -p build
 	@echo $(SITE_FROM) | cmp -s - $@ || echo $(SITE_FROM) > $@
 
-$(SITE): $(INSTALLED) $(SITE_FROM) build/site.from
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+$(SITE): $(DOCS)/.installed $(SITE_FROM) build/site.from
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 	touch $@
 
 docs: $(SITE)  ## the site of docs/, in build/site; fails on a warning, a dead link or a missing anchor

@@ -96,7 +96,7 @@ def _serve(number: int) -> dict[str, Any]:
 
 
 def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], script: str | None) -> int:
-    """Be what `python -m colocate.cli`, or `python SCRIPT`, is there; its status."""
+    """Be what `python -m colocate`, or `python SCRIPT`, is there; its status."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -104,7 +104,7 @@ def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], sc
     sys.argv = [script or "colocate", *args]
     try:
         if script is None:
-            runpy.run_module("colocate.cli", run_name="__main__", alter_sys=True)
+            runpy.run_module("colocate", run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

@@ -45,6 +45,7 @@ LAYERS = {
     "report": "a run as a page",
     "_job": "running it",
     "cli": "commands",
+    "__main__": "`python -m colocate`",
 }
 
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _HOMES = {
     "_api.audit": ("Audit",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,14 @@ from colocate.config.schema import key_of, keys
 
 _MARKER = re.compile(r"^<!-- generated: (\w+) ([\w.]+) -->$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^\[([\w./-]+)\]\((examples/[\w./-]+\.(py|yaml|toml))\)$", re.MULTILINE)
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Plugins' signatures are read although what they need isn't installed."""
+    sys.path.append(str(Path(__file__).parent))
+    from absent import stand_in
+
+    stand_in()
 
 
 def on_env(env: object, config: MkDocsConfig, files: Files) -> None:

@@ -35,7 +35,7 @@ class CommandLine:
         path = [str(self.installed(name)) for name in distributions]
         path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
-        return [sys.executable, "-W", "error", "-m", "colocate.cli", *args], environment
+        return [sys.executable, "-W", "error", "-m", "colocate", *args], environment
 
     def start(
         self, *args: str, distributions: tuple[str, ...] = (), stdin: bool = False, **variables: str

@@ -366,6 +366,6 @@ def test_no_line_installs_what_is_called_colocate_elsewhere() -> None:
     said = [path for top in ("core", "executors", "plugins", "docs") for path in (root / top).rglob("*")]
     texts = {path: path.read_text() for path in [*said, root / "README.md"] if path.suffix in (".py", ".md")}
     assert [path for path, text in texts.items() if re.search(r"pip install ['\"]?colocate\b", text)] == []
-    assert pip.version_line("colocate", "1.0") == pip.SAME_LINE
+    assert pip.version_line("colocate", "1.0") == pip.same_line()
     assert pip.distribution_line("colocate", "ppo") == pip.pip_line("ppo")
     assert pip.distribution_line("acme", None) == "pip install acme"

@@ -21,7 +21,7 @@ FEW = [
 def planned(file: Path, changes: list[str]) -> dict[str, dict[str, int]]:
     """What the command says of each role, by kind."""
     options = [part for change in changes for part in ("--set", change)]
-    command = [sys.executable, "-W", "error", "-m", "colocate.cli", "plan", str(file), "--json", *options]
+    command = [sys.executable, "-W", "error", "-m", "colocate", "plan", str(file), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     (group,) = json.loads(done.stdout)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import attrs
 import pytest
 from tests.report.sample import Page, calls, graph, record, totals
 
-from colocate import GroupMemory, RoleMemory, SlotMemory, report
+from colocate import GroupMemory, RoleMemory, SlotMemory
 from colocate._runs.calls import KEPT_SPANS, Span
 from colocate._runs.contention import HandedOver, RoleUse
 
@@ -223,13 +222,6 @@ def test_a_page_that_is_there_is_replaced(tmp_path: Path) -> None:
     Page(tmp_path, record(name="first"))
     assert Page(tmp_path, record(name="second")).root.findtext("./body/header/h1") == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-
-
-def test_without_jinja_the_error_has_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"pip install '\.\[report\]' in a checkout"):
-        report.write(tmp_path, record())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import time
@@ -333,10 +332,8 @@ def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
     return folder, step, [*folder.rewind(step)]
 
 
-def _report(record: RunRecord, error: str | None = None) -> Path | None:
-    """Write report.html; None where what makes it isn't installed."""
-    if importlib.util.find_spec("jinja2") is None:
-        return None
+def _report(record: RunRecord, error: str | None = None) -> Path:
+    """Write report.html."""
     from colocate import report
 
     return report.write(record.directory, record, error=error)

@@ -23,7 +23,6 @@ from colocate._runs.contention import waits
 from colocate._runs.record import RunRecord, timed_phases
 from colocate._runs.saved import saved
 from colocate._system.columns import columns, keys_of
-from colocate._system.pip import pip_line
 
 if TYPE_CHECKING:
     from colocate._job.log import RunLog
@@ -229,12 +228,9 @@ class Screen:
             self.say(f"\n{memory}")
         self.say("\n" + record.tree.rstrip())
 
-    def reported(self, path: Path | None) -> None:
-        """Say where the report is, or what it needs."""
-        if path is None:
-            self.say(f"\nno report.html: it needs jinja2; {pip_line('report')}")
-        else:
-            self.say(f"\nreport: {short(path)}")
+    def reported(self, path: Path) -> None:
+        """Say where the report is."""
+        self.say(f"\nreport: {short(path)}")
 
     def say(self, text: str, wraps: bool = False) -> None:
         """A line, or several; of a text that wraps, lines end between words."""

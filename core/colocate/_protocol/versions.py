@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from colocate._system.pip import SAME_LINE
+from colocate._system.pip import same_line
 
 PROTOCOL = 7
 """Goes up with every change to a message, or to what bodies contain."""
@@ -34,7 +34,7 @@ def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
         if key in here and there.get(key) != here[key]:
             cure = "install the same in both"
             if key != "python":
-                cure += f": {SAME_LINE}"
+                cure += f": {same_line()}"
             if key == "protocol" and "colocate" in here:  # it has been compared, so a version's name wouldn't help
                 cure = f"both are colocate {here['colocate']}; {cure}"
             return f"has {name} {there.get(key)}, the driver {here[key]}: {cure}"

@@ -1,15 +1,28 @@
-"""What installs colocate, as messages say it: from a checkout, as its name on the public index is another project's."""
+"""What installs colocate, as messages say it; never by its name, which is another project's on the public index.
+
+Who has installed it from a checkout is told a line for that checkout, and who has a wheel, what an extra consists of.
+"""
 
 from __future__ import annotations
 
-SAME_LINE = "pip install . in checkouts of colocate of the same commit"
-"""What makes two sides the same."""
+import functools
+import re
+from importlib.metadata import PackageNotFoundError, distribution
 
 
 def pip_line(extra: str | None = None) -> str:
     """What installs colocate, with an extra."""
-    what = "." if extra is None else f"'.[{extra}]'"
-    return f"pip install {what} in a checkout of colocate"
+    if _from_checkout():
+        return f"pip install {'.' if extra is None else repr(f'.[{extra}]')} in a checkout of colocate"
+    if extra is None:
+        return "pip install the wheel of colocate again"
+    return f"pip install {' '.join(map(repr, _extra(extra)))}"
+
+
+def same_line() -> str:
+    """What makes two sides the same."""
+    same = "pip install . in checkouts of colocate of the same commit"
+    return same if _from_checkout() else "pip install the same wheel of colocate"
 
 
 def distribution_line(distribution: str, extra: str | None) -> str:
@@ -21,4 +34,21 @@ def distribution_line(distribution: str, extra: str | None) -> str:
 
 def version_line(distribution: str, version: str | None) -> str:
     """What installs any distribution in one version."""
-    return SAME_LINE if distribution == "colocate" else f"pip install '{distribution}=={version}'"
+    return same_line() if distribution == "colocate" else f"pip install '{distribution}=={version}'"
+
+
+@functools.cache
+def _from_checkout() -> bool:
+    """Whether it was installed from a folder, or only lies on the path."""
+    try:
+        origin = distribution("colocate").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return True
+    return origin is not None and '"dir_info"' in origin
+
+
+def _extra(name: str) -> list[str]:
+    """The requirements of an extra of ours. What it names of other extras is among them since the build."""
+    wanted = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
+    needed = (each.partition(";") for each in distribution("colocate").requires or ())
+    return [requirement.strip() for requirement, _, marker in needed if wanted.search(marker)]

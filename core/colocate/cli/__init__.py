@@ -1,4 +1,4 @@
-"""The command line: `colocate run / check / plan / top / plugins / doctor / audit / groups / close`.
+"""The command line: `colocate run / check / plan / example / top / plugins / doctor / audit / groups / close`.
 
 Commands are imported when they are run, and what completes them when a shell asks.
 """
@@ -126,6 +126,16 @@ def plan(
     from colocate.cli.plan import show_memory
 
     raise typer.Exit(show_memory(file, executor, changes or [], json=json, allow_import=not no_import))
+
+
+@app.command()
+def example(
+    name: Annotated[str | None, typer.Argument(help="The example; without a name they are listed.")] = None,
+) -> None:
+    """Copy an example of the documentation into this folder."""
+    from colocate.cli.example import copy_example
+
+    raise typer.Exit(copy_example(name))
 
 
 @app.command()

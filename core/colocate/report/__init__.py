@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colocate._system.atomic import write_whole
-from colocate._system.pip import pip_line
 
 if TYPE_CHECKING:
     from colocate._runs.record import RunRecord
@@ -24,14 +23,7 @@ def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Pa
 
     Returns:
         The page's path.
-
-    Raises:
-        ImportError: Jinja isn't installed.
     """
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as missing:
-        raise ImportError(f"report.html is made by jinja2; {pip_line('report')}") from missing
     from colocate.report.page import render
 
     path = directory / "report.html"

@@ -232,7 +232,7 @@ class Detaching(DetachedCase):
         config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
 
         def command(*arguments: str) -> tuple[int, str]:
-            run = [sys.executable, "-m", "colocate.cli", *arguments, str(config)]
+            run = [sys.executable, "-m", "colocate", *arguments, str(config)]
             found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
             return found.returncode, found.stdout + found.stderr
 

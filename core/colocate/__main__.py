@@ -1,4 +1,4 @@
-"""`python -m colocate.cli`."""
+"""`python -m colocate`."""
 
 from colocate.cli import main
 
