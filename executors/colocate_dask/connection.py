@@ -241,6 +241,11 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
             raise
         text = f"{address} needs certificates: connect('dask', address=..., security=Security(tls_ca_file=..., ...))"
         raise EngineError(text) from error
+    except RuntimeError as error:
+        if "encryption required" not in str(error):
+            raise
+        text = f"connect('dask', address={address!r}): Dask is told to require encryption, which this address hasn't; "
+        raise ConfigError(text + "give the scheduler's tls:// address, and security= with its certificates") from error
     except ValueError as error:
         raise ConfigError(f"connect('dask', address={address!r}): {error}; it should be tcp://host:port") from error
     except FileNotFoundError as error:

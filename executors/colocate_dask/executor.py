@@ -227,7 +227,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         places = []
         for grant in grants:
             kill = partial(self._kill, held, grant.worker)
-            slot = held.slots[grant.worker] = self._keepers.slot(addresses[grant.worker], on_stuck=kill, key=key)
+            slot = held.slots[grant.worker] = self._keepers.slot(
+                addresses[grant.worker], on_stuck=kill, key=key, gone=f"Dask worker {grant.worker} is gone"
+            )
             devices = indices(grant.gpus, self._gpus)
             places.append(Place(self._node(grant), devices, _device(devices), _reached(grant), slot))
         if key is not None:

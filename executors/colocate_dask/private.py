@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from distributed import LocalCluster, Worker
+from distributed import LocalCluster, Security, Worker
 
 from colocate.executor import Running
 from colocate_dask.loop import NAME, LoopThread
@@ -175,6 +175,7 @@ async def _start() -> tuple[Any, str]:
     options: dict[str, Any] = {
         "n_workers": 0,
         "processes": False,
+        "security": Security(require_encryption=False),  # type: ignore[no-untyped-call]  # it is all within this process
         "dashboard_address": _LOOPBACK,
         "scheduler_kwargs": {"dashboard": False, "local_directory": scratch},
         "silence_logs": False,  # it would be for everybody's handlers: see `_quieten`

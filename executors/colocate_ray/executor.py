@@ -138,7 +138,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
 
     def _place(self, number: int, slot: Slot) -> Place:
         key = number, slot.index
-        kept = self._keepers.slot(slot.address, on_stuck=partial(self._end_slot, key))
+        kept = self._keepers.slot(slot.address, on_stuck=partial(self._end_slot, key), gone=is_gone(slot))
         with self._lock:
             self._slots[key] = kept
             words = self._lost.pop(key, None)
@@ -209,6 +209,11 @@ def place_of(slot: Slot, key: _Key) -> Place:
     """Where a slot lies, by which key this driver finds it again."""
     device = torch_device(0 if slot.devices else None)  # Ray shows an actor its own devices only
     return Place(slot.node, slot.devices, device, slot.host, key)
+
+
+def is_gone(slot: Slot) -> str:
+    """What is said of a slot whose keeper can't be reached, as long as Ray says nothing."""
+    return f"Ray node {slot.node} ({slot.host}) is gone, or this driver's Ray actor there"
 
 
 def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:

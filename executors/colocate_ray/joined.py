@@ -37,7 +37,7 @@ from colocate.keeper import (
     look_inside,
     registration_of,
 )
-from colocate_ray.executor import LISTED_WITHIN_S, RELEASED_WITHIN_S, RayExecutor, place_of
+from colocate_ray.executor import LISTED_WITHIN_S, RELEASED_WITHIN_S, RayExecutor, is_gone, place_of
 from colocate_ray.terms import Cluster, Slot
 
 
@@ -189,7 +189,7 @@ class JoinedRayExecutor(RayExecutor, Detachable, Watchable):
 
     def _kept(self, slot: Slot, key: bytes, number: int, owner: str) -> KeptSlot:
         ends = partial(self._end_by_owner, (number, slot.index), owner)
-        return self._keepers.slot(slot.address, on_stuck=ends, key=key)
+        return self._keepers.slot(slot.address, on_stuck=ends, key=key, gone=is_gone(slot))
 
     def _by_owner(self, number: int, owner: str, slot: Slot, kept: KeptSlot) -> Place:
         self._slots[number, slot.index] = kept

@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import RuntimeEnvSetupError
 from ray.runtime_env import RuntimeEnv
 
-from colocate.errors import ColocateError, ConfigError, EngineError
+from colocate.errors import ConfigError, EngineError
 from colocate_ray.greeting import greet
-from colocate_ray.private import PrivateFolder
+from colocate_ray.private import PrivateFolder, last_lines
 from colocate_ray.terms import Cluster
 
 _DIAL_S = 5.0
@@ -27,7 +27,7 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
 
     Raises:
         ConfigError: Ray doesn't take the runtime environment.
-        ColocateError: It doesn't start.
+        EngineError: It doesn't start; has what its processes have logged last.
     """
     environment = _environment(cluster)
     try:
@@ -35,7 +35,9 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
     except _OF_ENVIRONMENTS as error:
         raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
     except Exception as error:
-        raise ColocateError(f"a private Ray could not be started: {last_words(error)}") from None
+        logs = folder.logs()
+        told = f"a private Ray could not be started: {last_words(error)}{last_lines(logs)}"
+        raise EngineError(told, logs=logs) from None
 
 
 def join(cluster: Cluster) -> None:

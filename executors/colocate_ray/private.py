@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_SOCKET = 107
 _BELOW = len("/colocate-ray-12345678/r/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 _ENDS_WITHIN_S = 10.0
+_LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
+_LOG_BYTES, _LINES, _LINE = 64 * 1024, 2, 300
+_SEVERE = re.compile(r"\[\S+ \S+ [WEFC] ")  # of "[2026-11-28 15:04:54,949 C 30173 30184] (raylet) …"
 _STORE_BYTES = 100 * 2**20  # nothing of ours goes through Ray's object store
 
 
@@ -52,9 +58,28 @@ class PrivateFolder:
             "_temp_dir": str(self.path / "r"),  # Ray opens the folder it is given to everybody
         }
 
+    def logs(self) -> dict[str, str]:
+        """What its raylet and its control store have written last, by file."""
+        found = {}
+        for name in _LOGS:
+            with contextlib.suppress(OSError), (self.path / "r" / "session_latest" / "logs" / name).open("rb") as file:
+                file.seek(-min(file.seek(0, os.SEEK_END), _LOG_BYTES), os.SEEK_CUR)
+                found[name] = file.read().decode(errors="replace")
+        return {name: text for name, text in found.items() if text.strip()}
+
     def remove(self) -> None:
         """Remove it with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def last_lines(logs: Mapping[str, str]) -> str:
+    """The last of them that say something: no stacks of C++, no tables of statistics."""
+    found = []
+    for name, text in logs.items():
+        lines = [line for line in text.partition("*** StackTrace Information ***")[0].splitlines() if line[:1] == "["]
+        severe = [line for line in lines if _SEVERE.match(line)]
+        found += [f"\n  {name}: {line[:_LINE]}" for line in (severe or lines)[-_LINES:]]
+    return "".join(found)
 
 
 def new_folder() -> str:

@@ -131,6 +131,10 @@ def test_unreachable() -> None:
             {"address": "tls://127.0.0.1:1", "security": {"tls_ca_file": "/nowhere", "tls_client_cert": "/no"}},
             "missing",
         ),
+        (
+            {"address": "tcp://127.0.0.1:1", "security": {"require_encryption": True}},
+            "^connect.'dask', address='tcp://127.0.0.1:1'.: Dask is told to require encryption, .* tls:// address",
+        ),
         ({"address": "tcp://127.0.0.1:1", "client": object()}, "not both"),
         ({"client": object()}, "distributed.Client"),
         ({"address": "tcp://127.0.0.1:1", "cpus": 2}, "private cluster"),

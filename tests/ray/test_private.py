@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -25,7 +26,7 @@ from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate_ray.executor import RayExecutor
-from colocate_ray.private import _STORE_BYTES
+from colocate_ray.private import _STORE_BYTES, PrivateFolder, last_lines
 
 SCRIPT = """
 import json, os, sys
@@ -253,6 +254,41 @@ def test_one_actor_has_the_keepers_of_all_pools(runtime: Runtime) -> None:
 def test_an_environment_that_ray_does_not_take() -> None:
     with pytest.raises(ConfigError, match=r"runtime_env=\.\.\.\): directory /nowhere/at_all must be"):
         colocate.connect("ray", cpus=1, runtime_env={"working_dir": "/nowhere/at_all"})
+
+
+@pytest.mark.long
+def test_one_that_does_not_start(tmp_path: Path) -> None:
+    """The error has the last lines of Ray's own logs, and they are kept with the run; here its store finds no place."""
+    (tmp_path / "noop.py").write_text("def job(run): ...\n")
+    (tmp_path / "demo.yaml").write_text(
+        "executor: {use: ray, with: {cpus: 1}}\npools: {main: {slots: 1}}\njob: noop:job\n"
+    )
+    command = f"mount -t tmpfs -o ro tmpfs /dev/shm && exec {sys.executable} -m colocate.cli run demo.yaml"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 1
+    assert "error: a private Ray could not be started: The current node timed out during startup." in done.stderr
+    assert re.search(r"raylet\.err: .* failed to open file /dev/shm/plasma\S+ *errorRead-only", done.stderr)
+    kept = (tmp_path / "runs" / "demo" / "engine-raylet.err").read_text()
+    assert "StackTrace" in kept
+
+
+def test_last_lines_of_its_logs(tmp_path: Path) -> None:
+    folder = PrivateFolder(str(tmp_path / "private"))
+    logs = folder.path / "r" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text(
+        "[2026-11-28 15:04:54,949 C 1 1] (raylet) it is broken\n*** StackTrace Information ***\nmain()\n"
+    )
+    (logs / "raylet.out").write_text("")
+    (logs / "gcs_server.out").write_text(
+        "x" * (1 << 20) + "\n[2026-11-28 15:04:54,949 I 1 1] (gcs_server) waits\n\tstatistics\n"
+    )
+    assert last_lines(folder.logs()) == (
+        "\n  raylet.err: [2026-11-28 15:04:54,949 C 1 1] (raylet) it is broken"
+        "\n  gcs_server.out: [2026-11-28 15:04:54,949 I 1 1] (gcs_server) waits"
+    )
 
 
 def test_not_installed() -> None:

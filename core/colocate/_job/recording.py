@@ -32,7 +32,7 @@ from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.tracebacks import told
 from colocate.config.schema import Config
 from colocate.config.secrets import without_secrets
-from colocate.errors import ColocateError, ConfigError, GroupRestarted
+from colocate.errors import ColocateError, ConfigError, EngineError, GroupRestarted
 
 if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup
@@ -180,6 +180,8 @@ def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iter
         log.write(text)
         try:
             folder.write("error.txt", text)
+            for name, logged in ((isinstance(error, EngineError) and error.logs) or {}).items():
+                folder.write(f"engine-{name}", logged)
         except OSError as other:
             error.add_note(f"it could not be written to {folder.path / 'error.txt'}: {other}")
         if not begun.started:

@@ -94,6 +94,8 @@ def _reserve_all(config: Config) -> None:
 
 def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:
     state = "works" if fault is None else fault.message
+    if fault is not None and fault.hint and isinstance(fault.__cause__, ModuleNotFoundError):
+        state = f"needs {fault.__cause__.name}: {fault.hint}"  # nobody may have asked for it
     return {"name": plugin.name, "kind": plugin.brings, "from": plugin.origin, "state": state}
 
 

@@ -45,7 +45,14 @@ class Keepers:
         self._lock = threading.Lock()
         self._closed = False
 
-    def slot(self, address: str, *, on_stuck: Callable[[], None] = lambda: None, key: bytes | None = None) -> KeptSlot:
+    def slot(
+        self,
+        address: str,
+        *,
+        on_stuck: Callable[[], None] = lambda: None,
+        key: bytes | None = None,
+        gone: str = "its keeper is gone",
+    ) -> KeptSlot:
         """Connect to a slot's keeper, in the background.
 
         Args:
@@ -53,8 +60,9 @@ class Keepers:
             on_stuck: Called on a thread of its own when the keeper can't be reached or doesn't confirm a kill: the
                 engine should end the process that it lives in.
             key: The keeper's, where it has one of its own.
+            gone: What is said when it is lost and the engine says nothing: "Dask worker tcp://10.0.0.7:8786 is gone".
         """
-        slot = KeptSlot(self, address, on_stuck, key)
+        slot = KeptSlot(self, address, on_stuck, key, gone)
         self.add(slot)
         return slot
 
@@ -140,9 +148,12 @@ class Keepers:
 class KeptSlot:
     """One slot: the connection that carries the commands to its keeper."""
 
-    def __init__(self, keepers: Keepers, address: str, on_stuck: Callable[[], None], key: bytes | None = None) -> None:
+    def __init__(
+        self, keepers: Keepers, address: str, on_stuck: Callable[[], None], key: bytes | None, gone: str
+    ) -> None:
         """Use `Keepers.slot`."""
         self.keepers = keepers
+        self._is_gone = gone
         self.address = address
         self.key = key
         self.hosts: dict[bytes, KeptHost] = {}
@@ -185,7 +196,7 @@ class KeptSlot:
     def lost(self, words: str | None) -> None:
         """The engine says that the process of the keeper is gone; its words go into `Exit.detail`. From any thread."""
         self._words = words
-        self.keepers.hub.later(0.0, partial(self._over, words or "its keeper is gone"))
+        self.keepers.hub.later(0.0, partial(self._over, words or self._is_gone))
 
     def close(self) -> None:
         """Let go: the keeper kills what runs, and goes."""
@@ -229,7 +240,7 @@ class KeptSlot:
         except BaseException as error:  # whatever it is: there is a group that waits
             if not isinstance(error, OSError | ClosedError):
                 report_exception()
-            self._lost = f"its keeper can't be reached: {error}"
+            self._lost = f"{self._is_gone}: {error}"
             self._end_keeper(partial(self._over, self._lost))
         finally:
             self._connected.set()
@@ -318,7 +329,7 @@ class KeptSlot:
         if self._closed:
             self._over("its keeper was let go")
         else:
-            self.keepers.hub.later(LAST_WORDS_S, partial(self._over, f"the connection to its keeper ended: {reason}"))
+            self.keepers.hub.later(LAST_WORDS_S, partial(self._over, f"{self._is_gone}: {reason}"))
 
     def hub_ended(self, reason: str) -> None:
         """It won't be heard of any more."""
