@@ -224,9 +224,18 @@ class Call(OnDriver, Generic[C_co]):
         return self._underway.exception(timeout)
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
-        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+        """Run `callback(call)` once it is done, on the runtime's dispatcher thread.
+
+        Raises:
+            TypeError: It can't be called, or is that of `asyncio.wait`, which takes futures of its loop only.
+        """
         if not callable(callback):
             raise TypeError(f"add_done_callback() takes a function of the call, not {callback!r}")
+        if getattr(callback, "__module__", None) == "asyncio.tasks":  # on another thread it would wake up nobody
+            raise TypeError(
+                f"asyncio.wait() takes futures and tasks, and {self!r} is neither: give it "
+                "asyncio.ensure_future(call), or wait by asyncio.gather(*calls) or colocate.wait(calls)"
+            )
         self._underway._then(lambda _: callback(self), own=False)
 
     def __await__(self) -> Generator[Any, None, C_co]:

@@ -121,6 +121,18 @@ class Calls(ExecutorCase):
         assert [known for known, _ in heard] == [call, call]
         assert heard[0][1] == heard[1][1] != threading.get_ident()
 
+    def test_asyncio_wait(self, pair: ColocatedGroup) -> None:
+        """`asyncio.wait` takes futures only: a call is refused at once, and what can be awaited is what it says."""
+        echo = pair.role("echo", Echo)
+
+        async def main() -> tuple[int, int]:
+            with pytest.raises(TypeError, match=r"ensure_future\(call\)"):
+                await asyncio.wait([echo.first.submit(0)])  # type: ignore[type-var]  # as who hasn't tried it writes
+            done, waiting = await asyncio.wait([asyncio.ensure_future(echo.first.submit(n)) for n in range(2)])
+            return len(done), len(waiting)
+
+        assert asyncio.run(main()) == (2, 0)
+
     def test_callback_may_call(self, pair: ColocatedGroup) -> None:
         """A callback may submit further calls, and wait for its own."""
         echo = pair.role("echo", Echo)
