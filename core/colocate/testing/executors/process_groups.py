@@ -169,8 +169,8 @@ class ProcessGroups(ExecutorCase):
         So it is where the role of that slot asks, and where another one's does, which is told.
         """
         pytest.importorskip("torch")
-        roles = {"sums": colocate.role(Collective).on(slots=asking), "busy": colocate.role(Threadless).on(slots=[1])}
-        group = spawn(roles)
+        sums_on = colocate.role(Collective).on(slots=asking)
+        group = spawn({"sums": sums_on, "busy": colocate.role(Threadless).on(slots=[1])})
         sums, busy = group.role("sums", Collective), group.role("busy", Threadless)
         busy.may_start(threads=False)
         with pytest.raises(RoleError, match="can't start new thread"):

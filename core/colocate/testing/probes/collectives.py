@@ -219,7 +219,7 @@ class Threadless(Role):
     @method
     def may_start(self, threads: bool) -> None:
         """Whether it may."""
-        threading.Thread.start = self._start if threads else _refuse  # type: ignore[method-assign]
+        threading.Thread.start = self._start if threads else _refuse  # type: ignore[method-assign, assignment]
 
 
 def _refuse(thread: threading.Thread) -> None:
