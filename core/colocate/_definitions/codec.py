@@ -171,6 +171,8 @@ def _placed_tensordict(tensordict: Any) -> Any:
 
 def _reduce_tensor(tensor: Any) -> Any:
     torch = sys.modules["torch"]
+    if isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())):
+        raise TypeError("this process has only a part of it: send .full_tensor(), or .to_local() for that part alone")
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
         tensor = _unwrapped(tensor)

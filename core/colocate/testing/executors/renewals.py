@@ -10,7 +10,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import GroupRestarted, RenewalError, RoleError
+from colocate.errors import GroupRestarted, RenewalError, RoleError, SerializationError
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -119,6 +119,18 @@ class Renewals(ExecutorCase):
         for role, name in zip(roles, classes, strict=True):
             assert role.groups() == [[f"{group.name}/{name}/*"]] * 2
         assert roles[0].distance("second") == roles[1].distance("first") == [0.0, 0.0]
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+    def test_parameters_of_which_each_rank_has_a_part(self, spawn: Spawn, kind: Kind) -> None:
+        """No rank's part is taken for the whole: the error says what to return instead."""
+        pytest.importorskip("torch")
+        trainer = spawn({"trainer": colocate.role(Trainer, kind)}).role("trainer", Trainer)
+        with trainer.parts.keep() as kept:
+            for use in (trainer.parts, kept.fetch):
+                with pytest.raises(SerializationError, match=r"result\['[a-z0-9.]+'\].*DTensor.*\.full_tensor\(\)"):
+                    use()
+        trainer.step(0)
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", KINDS)

@@ -180,6 +180,12 @@ class Trainer(Role):
         return found
 
     @method
+    def parts(self) -> dict[str, Any]:
+        """The parameters as they are."""
+        found: dict[str, Any] = self.net.state_dict()
+        return found
+
+    @method
     def groups(self) -> list[str]:
         """The groups that its parameters lie on."""
         meshes = [value.device_mesh for value in self.net.parameters() if hasattr(value, "device_mesh")]
