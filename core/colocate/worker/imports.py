@@ -120,7 +120,7 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
 _folders_elsewhere: set[str] = set()  # of modules that came as source
 
 
-_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.__main__'")  # as pickle says it
+_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.\w+'")  # as pickle says it
 
 
 def hint_for(error: BaseException) -> str | None:

@@ -35,6 +35,9 @@ from colocate.worker.thread_counts import raise_thread_counts
 from colocate.worker.torch_import import when_torch_comes
 from colocate.worker.updates import count_updates
 
+SPAWNED = "colocate.worker.spawned"
+"""What multiprocessing has for `__main__` in processes that roles spawn."""
+
 
 def main() -> None:
     """Serve one lane until it is closed."""
@@ -44,6 +47,7 @@ def main() -> None:
     label_output()
     faulthandler.enable()
     merge_at_once()
+    sys.modules["__main__"].__spec__.name = SPAWNED  # type: ignore[union-attr]  # as it is run by its name
     os.set_inheritable(fd, False)  # whatever program a role starts, or becomes, the end of the worker shows
     sock = socket.socket(fileno=fd)
     if sys.argv[3] == "waits":

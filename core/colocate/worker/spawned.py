@@ -1,0 +1,61 @@
+"""The `__main__` of a process that a role spawns by `multiprocessing`: a name of the script's is told to be missing.
+
+Such a process is given functions and classes of the script by their names, and hasn't got the script. By itself Python
+tells nobody: a pool's process dies of what it can't unpickle, and the pool starts another one, without an end. So there
+a name stands for something that raises when it is used, which is the error of that piece of work.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from colocate.errors import ColocateError
+
+_GIVES_WORK = ("multiprocessing.queues", "multiprocessing.connection")
+
+
+def __getattr__(name: str) -> Any:
+    caller = sys._getframe(1).f_globals.get("__name__")
+    if not name.startswith("__") and caller in _GIVES_WORK:
+        return _Missing(name, (_Instance,), {})
+    if not name.startswith("__") and caller == "multiprocessing.spawn":  # at the start of one of its own
+        raise _missing(name)
+    raise AttributeError(f"module '__main__' has no attribute {name!r}")
+
+
+def _missing(name: str) -> ColocateError:
+    return ColocateError(
+        f"{name!r} is defined in the driver's script, which a process that a role spawns by multiprocessing hasn't "
+        'got: define it in a module, or start processes by fork, as in multiprocessing.get_context("fork")'
+    )
+
+
+class _Missing(type):
+    """A function or class of the script's."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") in _GIVES_WORK:  # it is a part of what is unpickled
+            return object.__new__(cls)  # type: ignore[arg-type]  # it is a class
+        raise _missing(cls.__name__)
+
+
+class _Instance:
+    """An instance of a class of the script's, which pickle may make, and nobody may use."""
+
+    def __new__(cls, *args: Any) -> _Instance:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        return
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of the script, which isn't here>"
+
+
+def _use(self: object, *args: Any) -> Any:
+    raise _missing(type(self).__name__)
+
+
+for _name in ("getattr", "str", "bool", "len", "iter", "getitem", "contains", "call", "eq", "hash", "reduce_ex"):
+    setattr(_Instance, f"__{_name}__", _use)
