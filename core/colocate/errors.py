@@ -19,7 +19,8 @@ import attrs
 class ColocateError(Exception):
     """The root of all errors of colocate.
 
-    Attributes that the cause doesn't know are None (never a guess).
+    Attributes that the cause doesn't know are None (never a guess). A failure that several calls end with is raised by
+    each as an exception of its own, for a traceback belongs to one thread; these are equal.
     """
 
     _follows = False  # whether it only says what has kept a rank from going on, of which another rank's is the cause
@@ -52,6 +53,8 @@ class ColocateError(Exception):
     remote_traceback: str | None = None
     called_at: str | None = None
 
+    _first: ColocateError | None = None  # that this is a copy of
+
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
         for name, value in facts.items():
@@ -68,11 +71,18 @@ class ColocateError(Exception):
         cause = self.__cause__  # first: it may be made now
         if cause is not None and not isinstance(cause, ColocateError):
             cause = _carried(cause)
-        return _restore, (type(self), self.args, self.__dict__, cause)
+        state = {name: value for name, value in self.__dict__.items() if name != "_first"}
+        return _restore, (type(self), self.args, state, cause)
 
     def __copy__(self) -> ColocateError:
         cause = self.__cause__  # likewise
-        return _restore(type(self), self.args, self.__dict__, cause)
+        return _restore(type(self), self.args, {**self.__dict__, "_first": self._first or self}, cause)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ColocateError) and (self._first or self) is (other._first or other)
+
+    def __hash__(self) -> int:
+        return id(self._first or self)
 
 
 def _carried(cause: BaseException) -> BaseException:

@@ -88,7 +88,7 @@ def test_a_block_that_raises(tmp_path: Path) -> None:
         in_a_run(runtime, tmp_path, notes, fails=True)
     assert notes.told == ["started", "noop", "logged 0", "fail", "finished"]
     assert notes.ended is not None
-    assert notes.ended[1] is caught.value
+    assert notes.ended[1] == caught.value
     for name in ("error.txt", "report.html"):
         assert "a plain one" in (tmp_path / "sums" / name).read_text()
 
@@ -416,7 +416,7 @@ def test_one_that_raises_at_the_start(tmp_path: Path) -> None:
     assert isinstance(error.value.__cause__, LookupError)
     assert (first.told, broken.told, last.told) == (["started", "finished"], ["started"], [])
     assert first.ended is not None
-    assert first.ended[1] is error.value
+    assert first.ended[1] == error.value
 
 
 def test_several_of_a_runtime_that_raise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,6 +285,7 @@ def run(operation: Callable[[Stage], None], engine: str, handler: str, places: P
         assert view(stage.bystander).add(2, 3) == 5
         if stage.group is not None and stage.group.alive and operation is not close:
             assert view(stage.group).add(2, 3) == 5
+            assert not list(stage.group._node.residents.scopes), "a scope is open for good"
         assert not stage.runtime.audit(), stage.runtime.audit()
     close_all()
     return True

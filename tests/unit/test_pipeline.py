@@ -391,3 +391,31 @@ def test_while_another_thread_imports_asyncio(monkeypatch: pytest.MonkeyPatch) -
             with group.scope(), group.pipeline():
                 call = group.role("echo", Echo).first.submit(1)
             assert call.result(PATIENCE_S) == 1
+
+
+def test_interrupted_at_any_place_of_a_scope(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    """It is over: nothing that is kept later is taken for its own."""
+    group, _ = groups
+    residents = group._node.residents
+    places = Places(0, 1)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        places.fired = "not yet"
+        while places.fired:
+            places.fired = ""
+            sys.settrace(places)
+            try:
+                with group.scope():
+                    pass
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            assert (list(residents.scopes), residents.here()) == ([], ()), places.fired
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert places.count > 100

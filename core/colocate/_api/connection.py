@@ -20,6 +20,7 @@ from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import Owned, raise_together
 from colocate._plugins.plugins import find_executor, plugins
 from colocate._system import off_main
+from colocate._system.at_work import DISPATCHER
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.limits import SETTLES_AT_EXIT_S
 from colocate._system.lines import at
@@ -63,7 +64,7 @@ class Connection(Owned):
             collective_timeout,
             spill_dir,
             timers=JobThread(f"colocate-timers-{runtime_id}", self._timers_failed),
-            dispatcher=Dispatcher(f"colocate-dispatcher-{runtime_id}"),
+            dispatcher=Dispatcher(f"{DISPATCHER}{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),
         )
         self.crews: dict[str, Crew] = {}

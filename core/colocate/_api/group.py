@@ -16,6 +16,7 @@ from colocate._role.context import Context
 from colocate._role.info import RoleInfo
 from colocate._role.method import Discardable, Tag
 from colocate._role.role import written_class
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.html import table
 from colocate._system.limits import LEDGERS_WITHIN_S
@@ -310,4 +311,5 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
             BorrowedError: Another group uses one of its residents (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
+        refuse_to_wait(f"closing {self._node.kind} {self.name!r}")
         self._node.closed_as.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)

@@ -19,6 +19,7 @@ from colocate._owned.owned import Making
 from colocate._plugins.needs import check_needs
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.numbers import amount_problem, limit, name_problem, seconds
 from colocate._system.off_main import off_main
 from colocate._system.tracebacks import without_own_frames
@@ -230,4 +231,5 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             BorrowedError: A group elsewhere uses a resident (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
+        refuse_to_wait(f"closing {self._node.kind} {self.name!r}")
         self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)

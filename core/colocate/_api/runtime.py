@@ -22,6 +22,7 @@ from colocate._owned.owned import Making
 from colocate._role.budget import Budget
 from colocate._signatures.annotations import path_text
 from colocate._signatures.arguments import options_of
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.lines import at, caller
 from colocate._system.numbers import (
     amount_problem,
@@ -276,6 +277,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Raises:
             ExceptionGroup: What went wrong, after everything has been freed.
         """
+        refuse_to_wait(f"closing {self._node.kind} {self.name!r}")
         self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)
 
 

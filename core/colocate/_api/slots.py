@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from colocate._crew.crew import Crew, Home
 from colocate._crew.spawn import Declared
 from colocate._owned.owned import raise_together
 from colocate._role.budget import Budget
+from colocate._system.at_work import Section
 from colocate._system.deadline import Deadline
 from colocate._system.epochs import base_of
 from colocate._system.limits import REPLACED_EVERY_S
@@ -46,7 +46,7 @@ class Slots(Home):
         self.attachment: Attachment | None = None
         self.places: tuple[Place, ...] = ()
         self.taken: dict[int, Crew] = {}
-        self.lock = threading.RLock()
+        self.lock = Section()
         self.join()
 
     @property

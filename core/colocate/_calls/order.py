@@ -8,7 +8,6 @@ rank which had begun it; everything else goes on. A rank that doesn't come back 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +27,7 @@ from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
+from colocate._system.at_work import Section
 from colocate._system.jobs import Timer
 from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
 from colocate.errors import ColocateError
@@ -88,7 +88,7 @@ class CallOrder:
     """
 
     def __init__(self, link: Link) -> None:
-        self.lock = threading.RLock()
+        self.lock = Section()
         self.pending: dict[int, PendingCall] = {}
         self.link = link
         self._timers, self._dispatcher = link.services.timers, link.services.dispatcher

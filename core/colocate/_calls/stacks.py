@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +11,7 @@ from colocate._calls.link import Link
 from colocate._protocol.from_worker import Stack
 from colocate._protocol.requests import Request, Requests
 from colocate._protocol.to_worker import AskStack
+from colocate._system.at_work import Section
 from colocate._system.jobs import JobThread
 from colocate._system.limits import SILENT_AFTER_S, STACKS_WITHIN_S
 
@@ -45,7 +45,7 @@ class StackQuestions:
         ran: The calls that each rank ran when it last told its stack.
     """
 
-    def __init__(self, link: Link, timers: JobThread, lock: threading.RLock) -> None:
+    def __init__(self, link: Link, timers: JobThread, lock: Section) -> None:
         self.ran: dict[int, tuple[int, ...]] = {}
         self._link, self._timers, self._lock = link, timers, lock
         self._requests: Requests[int, str] = Requests(link.base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ class Crew(Restartable):
     def check(self) -> None:
         """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
         if self.life.failure is not None and self.alive and (failure := self.life.told()) is not None:
-            raise failure.with_traceback(None)  # of who was told before
+            raise copy.copy(failure)
         super().check()
         self.restarts.check()
 

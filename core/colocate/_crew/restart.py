@@ -8,6 +8,7 @@ has them, and nobody goes on with that by accident.
 from __future__ import annotations
 
 import abc
+import copy
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ class Restarts:
                     continue
                 group.refuse_closed()
                 if (failure := group.life.told()) is not None:
-                    raise failure.with_traceback(None)
+                    raise copy.copy(failure)
                 group.life.overcome = None
                 return self.restored
 

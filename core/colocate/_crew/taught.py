@@ -20,6 +20,7 @@ from colocate._definitions.reached import reached
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._role.info import RoleInfo
+from colocate._system.at_work import Section
 from colocate.errors import ColocateError, SerializationError
 
 
@@ -29,7 +30,7 @@ class Taught:
     def __init__(
         self,
         link: Link,
-        lock: threading.RLock,
+        lock: Section,
         workers: Callable[[], Sequence[Worker]],
         roles: Mapping[Any, RoleInfo],
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from colocate._definitions.lots import Receiver
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
+from colocate._system.at_work import Section
 from colocate.errors import EngineError
 from colocate.executor import Boot, Exit, Host
 from colocate.worker.output import Tail, split_label
@@ -71,7 +71,7 @@ class Worker:
 
     events: WorkerEvents
     services: Services
-    lock: threading.RLock
+    lock: Section
     slot: int
     boot: Boot
     host: Host = NOT_LAUNCHED

@@ -18,6 +18,7 @@ from colocate._protocol.uses import Item, Origin, Own, Part, Rows, Use
 from colocate._role.on_driver import OnDriver
 from colocate._role.resident import INSTEAD_OF_RESIDENT, Resident, ResidentSpec
 from colocate._system import html
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.lines import at
 from colocate._system.numbers import limit
 from colocate._system.off_main import off_main
@@ -103,6 +104,7 @@ class Reference(OnDriver, Deferred):
 
     def fetch(self) -> Any:
         """The value, on the driver."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
         return self._residents.fetch(self._kept)
 
     def _no_use(self, *_args: Any, **_options: Any) -> NoReturn:
@@ -207,11 +209,13 @@ class KeptResident(Resident[T_co]):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it is there, in the workers."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
         self._residents.ask(self._kept)
         self._residents.wait(self._kept, limit(timeout, "wait(timeout)"))
 
     def fetch(self, timeout: float | None = None) -> T_co:
         """The collected value, on the driver; waits until it is there."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
         self._residents.ask(self._kept)
         value: T_co = self._residents.fetch(self._kept, limit(timeout, "fetch(timeout)"))
         return value

@@ -65,7 +65,10 @@ class Borrow:
 
 @attrs.define(eq=False)
 class Scope:
-    """A block of one thread and task that frees what is kept in it; `line` entered it."""
+    """A block of one thread and task that frees what is kept in it; `line` entered it.
+
+    Only the block itself has it, others refer to it weakly: so it ends wherever the block is interrupted.
+    """
 
     of: Residents
     line: tuple[str, int]
@@ -73,7 +76,7 @@ class Scope:
     here: Here = attrs.field(factory=Here)
 
 
-_open: ContextVar[tuple[Scope, ...]] = ContextVar("colocate_scopes", default=())
+_open: ContextVar[tuple[weakref.ref[Scope], ...]] = ContextVar("colocate_scopes", default=())
 
 
 class Residents(Leases):
@@ -91,7 +94,7 @@ class Residents(Leases):
         self.order = order
         self._fetches = Fetches(link.teller(), link.base)
         self._borrows: dict[weakref.ref[Borrow], None] = {}  # in their order
-        self.scopes: list[Scope] = []
+        self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self._flushing = False
 
     # -- one resident
@@ -135,7 +138,8 @@ class Residents(Leases):
 
     def here(self) -> tuple[Scope, ...]:
         """The scopes that the caller's thread or task has open."""
-        return tuple(scope for scope in _open.get() if scope.of is self and scope.here.is_current)
+        scopes = (found() for found in _open.get())
+        return tuple(each for each in scopes if each is not None and each.of is self and each.here.is_current)
 
     def keep(self, kept: Kept, scopes: Sequence[Scope] = ()) -> None:
         """A call is sent, from within some scopes, whose result is kept."""
@@ -152,14 +156,14 @@ class Residents(Leases):
     def scope(self) -> Iterator[None]:
         """Free what this thread or task keeps in the block; raise the failures of kept calls that nobody has used."""
         scope = Scope(self, caller())
-        self.scopes.append(scope)
-        _open.set((*_open.get(), scope))
+        self.scopes.add(scope)
+        _open.set((*(found for found in _open.get() if found() is not None), weakref.ref(scope)))
         raised = True
         try:
             yield
             raised = False
         finally:
-            _open.set(tuple(other for other in _open.get() if other is not scope))
+            _open.set(tuple(found for found in _open.get() if found() is not scope))
             errors = self._end(scope, raised)
         self._raise(errors)
 
@@ -189,8 +193,7 @@ class Residents(Leases):
 
     def leave(self, scope: Scope) -> None:
         """Free what was kept in a scope. Idempotent, and it takes no lock."""
-        with contextlib.suppress(ValueError):
-            self.scopes.remove(scope)
+        self.scopes.discard(scope)
         for kept in scope.kept:
             self.release(kept, "the end of its scope")
 

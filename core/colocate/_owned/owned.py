@@ -276,7 +276,7 @@ class Owned(OnDriver):
             if error is None:
                 raise
             for each in group.exceptions:
-                if each is not error and each is not error.__cause__:
+                if each not in (error, error.__cause__):
                     error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
 
     def give_up(self, by: str) -> None:

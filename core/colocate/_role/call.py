@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from colocate._role.on_driver import OnDriver
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import limit
 from colocate._system.off_main import SLICE_S, Flag, on_main
@@ -32,6 +34,7 @@ class Underway:
         "_error",
         "_joiner",
         "_outcomes",
+        "_raised",
         "_raw",
         "_settled",
         "_trace",
@@ -46,6 +49,7 @@ class Underway:
         self._joiner: Callable[..., Any] | None = None
         self._outcomes: list[_Outcome] = []  # the first one counts
         self._error: BaseException | None = None
+        self._raised: ColocateError | None = None
         self._trace: TracebackType | None = None  # of a collect that failed
         self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # and whether it is the framework's
 
@@ -89,9 +93,13 @@ class Underway:
         cause: BaseException | None = self._error
         while cause is not None:  # looked at now: what prints it may not be Python code
             cause = cause.__cause__
-        if isinstance(self._error, ColocateError):
-            self._error._told = True
-        return self._error
+        error = self._error
+        if not isinstance(error, ColocateError):
+            return error
+        error._told = True
+        if self._raised is None:  # other calls may end with the same
+            self._raised = copy.copy(error)
+        return self._raised
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
         """Run `callback(self)` once it is done.
@@ -110,6 +118,11 @@ class Underway:
     def _wait(self, timeout: float | None) -> None:
         if not self._settled.wait(timeout):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
+
+    def _refuse_to_wait(self) -> None:
+        """Raise where waiting for it would keep the framework from its work."""
+        if not self.done():
+            refuse_to_wait(self.label)
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
@@ -213,6 +226,7 @@ class Call(OnDriver, Generic[C_co]):
             TimeoutError: It isn't done yet; the call goes on.
             ColocateError: What went wrong with the call.
         """
+        self._underway._refuse_to_wait()
         try:
             value: C_co = self._underway.result(timeout)
         finally:
@@ -221,6 +235,7 @@ class Call(OnDriver, Generic[C_co]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error instead of raising it; None when there is none."""
+        self._underway._refuse_to_wait()
         return self._underway.exception(timeout)
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:

@@ -14,7 +14,7 @@ from colocate._crew.saved import Checkpoint, Tag, refuse_others, savable
 from colocate._system.atomic import atomic_folder
 from colocate._system.numbers import FOREVER_S, shown
 from colocate._values.dispatch import plan
-from colocate._views.sending import ready, refuse_inside, submit
+from colocate._views.sending import ready, refuse_inside, start
 from colocate._views.waking import everyone
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.checkpoint import RECORD, role_folder
@@ -75,4 +75,4 @@ def _submit(crew: Crew, part: Path) -> PendingCall:
     role, spec = everyone(crew), SPECS[CHECKPOINT]
     planned = plan(spec.dispatch, {"directory": str(part)}, role.ranks)
     call = PendingCall(CHECKPOINT, "", CHECKPOINT, role.slots)
-    return submit(ready(crew, call, role, spec, planned, [], FOREVER_S))  # large ones take long
+    return start(ready(crew, call, role, spec, planned, [], FOREVER_S))  # large ones take long

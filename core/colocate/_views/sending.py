@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -12,11 +13,13 @@ from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._definitions.packed import packed_bytes
 from colocate._kept.handles import Consumer, KeptResident, Reference
+from colocate._kept.kept import Kept
 from colocate._role import context
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._role.on_driver import lives_on_driver
 from colocate._role.resident import Resident
+from colocate._system.at_work import at_work
 from colocate._system.by_type import by_type
 from colocate._system.lines import caller
 from colocate._system.off_main import hand_over, off_main, on_main
@@ -98,10 +101,12 @@ def ready(
 def submit(ready: Ready) -> PendingCall:
     """Send a call to its ranks."""
     draft = ready.draft
-    if ready.pipeline is None:
-        off_main(lambda: _send(draft), waits_s=None)
-    else:
+    if ready.pipeline is not None:
         ready.pipeline.add(draft)
+    elif at_work():
+        _send_soon(draft)
+    else:
+        off_main(lambda: _send(draft), waits_s=None)
     return draft.call
 
 
@@ -136,12 +141,27 @@ def keep(ready: Ready) -> KeptResident[Any]:
         crew.residents.keep(resident._kept, scopes)
         return resident
 
-    if ready.pipeline is None:
+    if ready.pipeline is None and not at_work():
         return off_main(send_and_keep, waits_s=None)
     resident = ready.resident()
-    ready.pipeline.add(draft, resident._kept)
+    if ready.pipeline is not None:
+        ready.pipeline.add(draft, resident._kept)
+    else:
+        _send_soon(draft, resident._kept)
     crew.residents.free_with(scopes, resident._kept)
     return resident
+
+
+def _send_soon(draft: Draft, kept: Kept | None = None) -> None:
+    """Send a call that was made where the framework is at work, when that is over: as a pipeline of its own."""
+    pipeline = Pipeline()
+    pipeline.add(draft, kept)
+
+    def end() -> None:
+        with suppress(BaseException):  # which the call has been given
+            pipeline.end()
+
+    draft.crew.services.timers.soon(end)
 
 
 def _send(draft: Draft) -> None:

@@ -16,6 +16,7 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.on_driver import OnDriver
 from colocate._role.resident import Resident
 from colocate._role.role import no_such_method
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Plan, chosen_ranks, plan
 from colocate._values.nesting import no_end
@@ -151,6 +152,8 @@ class ViewCall(OnDriver):
         crew, spec = self._crew, self._spec
         crew.check()
         refuse_inside(self._label, crew.name)
+        if how is start:
+            refuse_to_wait(self._label)
         arguments = spec.bind(args, kwargs)
         uses: list[Reference] = []
         try:

@@ -351,8 +351,8 @@ class Order(ExecutorCase):
             assert "did not come back within 0.1 s" in str(error)
             assert "pass_gate" in str(error)
             assert error.rank == 0
-            assert error.__cause__ is root
+            assert error.__cause__ == root
             with pytest.raises(ColocateError) as again:
                 log.add("never")
-            assert again.value is error
+            assert again.value == error
             group.close(grace=0)

@@ -102,7 +102,7 @@ class Restarting(ExecutorCase):
             calls = [role.wait.submit(gate.address), role.kill.submit(), role.add.submit()]
             queued = role.counted.keep([3, 4])
         errors = [call.exception(PATIENCE_S) for call in calls[1:]]
-        assert errors[0] is errors[1]
+        assert errors[0] == errors[1]
         assert isinstance(errors[0], GroupRestarted)
         assert isinstance(errors[0], WorkerDied)
         assert isinstance(errors[0].__cause__, WorkerDied)
@@ -151,13 +151,13 @@ class Restarting(ExecutorCase):
         error = killed(group)
         with pytest.raises(WorkerDied) as caught:
             group.wait_ready(PATIENCE_S)
-        assert caught.value is error.__cause__
+        assert caught.value == error.__cause__
         assert not isinstance(caught.value, GroupRestarted)
         assert "doesn't come back in generation 2" in caught.value.__notes__[0]
         assert (group.state, group.generation) == ("failed", 2)
         with pytest.raises(WorkerDied) as again:
             group.role("lasting", Lasting).add()
-        assert again.value is caught.value
+        assert again.value == caught.value
         group.close()
 
     @needs(OwnProcess)

@@ -260,7 +260,7 @@ class Memory(TensorCase):
             else:
                 first, second = tensors.keep_and_write(mine, on_rank=1)
                 assert (sum(first), sum(second)) == (size, 0)
-            assert sum(tensors.still_has()[0]) == size
+                assert sum(tensors.still_has()[0]) == size
             assert float(mine.sum()) == size
 
     def test_residents_are_not_shared(self, torch: Any, copying: ColocatedGroup) -> None:

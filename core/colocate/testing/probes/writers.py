@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from colocate import First, PerRank, Role, method
-from colocate.testing.gate import Address, pass_gate_async
+from colocate.testing.gate import pass_gate_async
 
 
 def _through_operators(value: Any) -> None:
@@ -102,7 +102,7 @@ class Writer(Role):
         WRITES[how](value)
 
     @method(dispatch=PerRank("gate"), concurrency=2)
-    async def write_later(self, value: Any, how: str | None, gate: Address | None) -> None:
+    async def write_later(self, value: Any, how: str | None, gate: Any) -> None:
         """A rank with a gate writes when that is open, if it is told how; another call may run beside this one."""
         if gate is not None:
             await pass_gate_async(gate)

@@ -1,0 +1,127 @@
+"""What a user's `__del__` does that the garbage collector runs in the middle of the framework's own work."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Resident, Role, method
+from colocate._system.at_work import at_work
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Notes(Role):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    @method
+    def note(self, what: str) -> list[str]:
+        self.notes.append(what)
+        return list(self.notes)
+
+
+class Dropped:
+    """Garbage in a cycle, which does something at its end."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self.itself = self
+        self.end = end
+
+    def __del__(self) -> None:
+        self.end()
+
+
+@pytest.fixture
+def group() -> Iterator[ColocatedGroup]:
+    with colocate.connect() as runtime, runtime.reserve(slots=2) as pool:
+        yield pool.spawn({"notes": colocate.role(Notes)})
+
+
+@pytest.fixture
+def collected(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Have something done by a `__del__` that runs when the next message has been sent to the first slot only."""
+    host: Any = group._node.workforce.workers[0].host
+    send = host.send
+
+    def arm(end: Callable[[], object]) -> None:
+        Dropped(end)
+
+        def send_and_collect(frame: Any) -> None:
+            monkeypatch.setattr(host, "send", send)
+            send(frame)
+            gc.collect()
+
+        monkeypatch.setattr(host, "send", send_and_collect)
+
+    gc.disable()  # so that it happens there, and not before
+    try:
+        yield arm  # type: ignore[misc]
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_is_submitted_there_comes_later(group: ColocatedGroup, collected: Any) -> None:
+    """It doesn't overtake, on any slot, the call of which a part has been sent."""
+    notes = group.role("notes", Notes)
+    calls: list[colocate.Call[Any]] = []
+    collected(lambda: calls.append(notes.note.submit("from __del__")))
+    assert notes.note("first") == [["first"], ["first"]]
+    assert calls[0].result(PATIENCE_S) == [["first", "from __del__"]] * 2
+
+
+def test_a_result_that_is_kept_there_is_there_later(group: ColocatedGroup, collected: Any) -> None:
+    """As that of any call."""
+    notes = group.role("notes", Notes)
+    kept: list[Resident[Any]] = []
+    collected(lambda: kept.append(notes.note.keep("from __del__")))
+    notes.note("first")
+    wait_until(lambda: bool(kept), "the __del__ has run")
+    assert kept[0].fetch(PATIENCE_S) == [["first", "from __del__"]] * 2
+    kept[0].free()
+
+
+@pytest.mark.parametrize("what", ["call", "result", "fetch", "run", "close"])
+def test_what_would_wait_there_is_refused(group: ColocatedGroup, collected: Any, what: str) -> None:
+    """With words that say what to do instead; the call that was being sent goes on."""
+    notes = group.role("notes", Notes)
+    kept = notes.note.keep("kept")
+    ways: dict[str, Callable[[], object]] = {
+        "call": lambda: notes.note("never"),
+        "result": lambda: notes.note.submit("later").result(),
+        "fetch": kept.fetch,
+        "run": lambda: group.run(lambda ctx: None),
+        "close": group.close,
+    }
+    errors: list[str] = []
+
+    def end() -> None:
+        try:
+            ways[what]()
+        except colocate.ColocateError as error:
+            errors.append(str(error))
+
+    collected(end)
+    assert notes.note("first")[0][:2] == ["kept", "first"]
+    assert len(errors) == 1
+    assert "would wait for an answer on a thread on which colocate is at work" in errors[0]
+    kept.free()
+
+
+def test_threads_of_users_wait(group: ColocatedGroup) -> None:
+    """A thread of the user's may, and so may a callback."""
+    notes = group.role("notes", Notes)
+    heard: list[Any] = []
+    done = threading.Event()
+
+    def callback(call: Any) -> None:
+        heard.append((at_work(), notes.note("from a callback")[0]))
+        done.set()
+
+    notes.note.submit("first").add_done_callback(callback)
+    assert done.wait(PATIENCE_S)
+    assert heard == [(False, ["first", "from a callback"])]
