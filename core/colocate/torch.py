@@ -6,6 +6,7 @@ themselves need of torch is in `_role/torch_groups.py` and `_role/torch_books.py
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -104,7 +105,16 @@ def _point_to_new_groups(module: nn.Module, optimizer: torch.optim.Optimizer | N
     for each in module.modules():
         if isinstance(each, DistributedDataParallel):
             wrapped: Any = each
-            wrapped._update_process_group(_again(wrapped.process_group, "DistributedDataParallel"))
+            former = wrapped.process_group
+            wrapped._update_process_group(_again(former, "DistributedDataParallel"))
+            _replace_in_copies(former, wrapped.process_group)
+
+
+def _replace_in_copies(former: Any, group: Any) -> None:
+    """Let functions by which `torch.compile` wraps a model go on, too: as of any function, it copies its attributes."""
+    for each in gc.get_referrers(former):
+        if isinstance(each, dict) and each.get("process_group") is former:
+            each["process_group"] = group
 
 
 def _again(group: Any, what: str) -> Any:

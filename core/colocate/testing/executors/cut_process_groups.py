@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import Call, ColocatedGroup
+from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import (
     CallTimeout,
     ColocateError,
@@ -59,6 +59,18 @@ class CutProcessGroups(ExecutorCase):
             assert isinstance(error, RoleError)
             assert error.rank == failing
             assert [call.result(PATIENCE_S) for call in calls] == [[2.0 * index] * 2 for index in range(8)]
+
+    @needs(OwnProcess)
+    def test_with_details_of_torch(self, no_leaks: None, runtime: Runtime) -> None:
+        """A worker's environment asks torch for checks of each operation: a failed call costs no more than without."""
+        pytest.importorskip("torch")
+        env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+        with runtime.reserve(2, cpus=0, env=env) as pool, pool.spawn({"pair": colocate.role(Collective)}) as group:
+            pair = group.role("pair", Collective)
+            for failing in (0, 1):
+                with pytest.raises(RoleError, match="left before the collective"):
+                    pair.sum_unless(1.0, failing)
+                assert pair.sum(1.0) == [2.0] * 2
 
     @needs(OwnProcess)
     def test_hold_while_groups_are_made(self, ring: ColocatedGroup) -> None:

@@ -22,6 +22,7 @@ from colocate.testing.probes.trainers import (
     Broken,
     ByHand,
     Coach,
+    Compiled,
     InTwoMethods,
     Kind,
     Rebuilding,
@@ -131,6 +132,18 @@ class Renewals(ExecutorCase):
                 with pytest.raises(SerializationError, match=r"result\['[a-z0-9.]+'\].*DTensor.*\.full_tensor\(\)"):
                     use()
         trainer.step(0)
+
+    @needs(OwnProcess)
+    def test_a_compiled_model(self, spawn: Spawn) -> None:
+        """What `torch.compile` has made of DDP goes on with it."""
+        pytest.importorskip("torch")
+        trainer = spawn({"trainer": colocate.role(Compiled, "ddp")}).role("trainer", Compiled)
+        losses = []
+        for number in range(_STEPS):
+            if number in (1, 3):
+                assert isinstance(trainer.step.submit(number, number // 2).exception(PATIENCE_S), RoleError)
+            losses.append(sum(trainer.step(number)) / 2)
+        assert losses == pytest.approx(alone()[0], rel=1e-4)
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", KINDS)

@@ -225,6 +225,17 @@ class Renewing(Trainer):
 
 
 @needs("process_group")
+class Compiled(Renewing):
+    """Computes by what torch has compiled of its model."""
+
+    def __init__(self, kind: Kind) -> None:
+        import torch
+
+        super().__init__(kind)
+        self.net = torch.compile(self.net, backend="eager")
+
+
+@needs("process_group")
 class Rebuilding(Renewing):
     """Goes on after a failed step with a model that is made anew, where it can't be renewed in place.
 
