@@ -139,6 +139,26 @@ class Exit:
 
 
 @attrs.frozen
+class About:
+    """What commands and errors say of an executor that nobody has connected to: it is told without being imported.
+
+    Attributes:
+        capabilities: The names of its capabilities, each with what to connect to for it ("ray with address=…").
+        distributions: Those of the engine, whose versions matter when something is reported ("ray").
+        joins: The option that names a cluster to join, which `--address` gives; empty when there is none to join.
+        packages: Packages or modules of the executor's own, whose frames tracebacks only count.
+        left_here: Says what drivers that are gone have left on this machine, without connecting. It imports what it
+            needs when it is called, and needs no engine.
+    """
+
+    capabilities: Mapping[str, str] = attrs.field(factory=dict)
+    distributions: tuple[str, ...] = ()
+    joins: str = ""
+    packages: tuple[str, ...] = ()
+    left_here: Callable[[], Sequence[Running]] | None = None
+
+
+@attrs.frozen
 class Running:
     """Something that an engine runs or holds under our name, as its far side tells it.
 
@@ -258,6 +278,8 @@ class Executor(abc.ABC):
         Raises:
             PlacementError: It can never fit (at once).
             PlacementTimeout: It doesn't fit now; nothing stays pending.
+            EngineError: The engine doesn't answer, or is gone.
+            ConfigError: The engine has no word for what is wanted.
         """
 
     def withdraw(self, request: Request) -> None:  # noqa: B027  # it may do nothing
@@ -291,11 +313,6 @@ class Executor(abc.ABC):
 
     def strays(self) -> Sequence[Running]:
         """What the engine has under colocate's name, from any driver, although that driver is gone."""
-        return ()
-
-    @classmethod
-    def left_here(cls) -> Sequence[Running]:
-        """What drivers that are gone have left on this machine; found without connecting."""
         return ()
 
     @abc.abstractmethod

@@ -64,17 +64,17 @@ _PREFIXES = ("GPU-", "MIG-")
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
-def listed(environ: Mapping[str, str] = os.environ, machine: Sequence[str] = ()) -> tuple[str, ...] | None:
+def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()) -> tuple[str, ...] | None:
     """The GPUs that an environment names, as CUDA reads it; None when it leaves them all visible.
 
     CUDA takes the list up to its first entry that names no GPU, and nothing of one that names a GPU twice.
 
     Args:
-        environ: The environment.
+        environ: The environment; None for this process's. (As a default it would be shown, secrets too, by `help`.)
         machine: The UUIDs of the machine's GPUs, in order ("" where unknown); empty when they aren't known, and entries
             are taken at their word.
     """
-    text = environ.get(VARIABLE)
+    text = (os.environ if environ is None else environ).get(VARIABLE)
     if text is None:
         return None
     prefix = next((prefix for prefix in _PREFIXES if text.strip().startswith(prefix)), None)
@@ -104,14 +104,19 @@ def _uuid(entry: str, prefix: str, machine: Sequence[str]) -> str | None:
     return entry if not known or not machine or any(uuid.startswith(entry) for uuid in machine) else None
 
 
-def names(count: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """What the first so many GPUs of this process are called: indices are of this list.
+
+    Args:
+        count: How many.
+        environ: The environment; None for this process's.
 
     Raises:
         ConfigError: The environment shows this process fewer.
     """
     if not isinstance(count, int) or count < 0:
         raise ConfigError(f"gpus={count!r}: an executor hands out whole GPUs; give how many, or leave it out")
+    environ = os.environ if environ is None else environ
     visible = listed(environ, machine_gpus() if count else ())
     if visible is None:
         return tuple(map(str, range(count)))
@@ -145,7 +150,7 @@ def indices(some: Iterable[str], gpus: Sequence[str] = ()) -> tuple[int, ...]:
     return tuple(known.get(name, int(name) if name.isdigit() else index) for index, name in enumerate(some))
 
 
-def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
+def count_gpus(environ: Mapping[str, str] | None = None) -> int:
     """How many GPUs this process may hand out to workers: those of the machine that its environment shows it."""
     if listed(environ) == ():
         return 0

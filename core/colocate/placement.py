@@ -74,11 +74,11 @@ class Ledger:
             PlacementError: It could never fit.
             PlacementTimeout: It didn't fit in time.
         """
-        if not can_ever_fit(self._nodes, request):
-            raise PlacementError(words(request, "can never fit"), nodes=self._table(request))
         deadline = Deadline(request.timeout)
         with self._news:
             while True:
+                if not can_ever_fit(self._nodes, request):
+                    raise PlacementError(words(request, "can never fit"), nodes=self._table(request))
                 chosen = _assign(self._accounts, request)
                 if chosen is not None:
                     places = [account.take(request, self._device) for account in chosen]
@@ -103,12 +103,32 @@ class Ledger:
     def release(self, reservation: Reservation) -> None:
         """Give slots back."""
         request: Request = reservation.handle
-        by_name = {account.node.name: account for account in self._accounts}
         with self._news:
+            by_name = {account.node.name: account for account in self._accounts}
             for place in reservation.places:
-                by_name[place.node].give(place, request)
+                if place.node in by_name:  # otherwise the node is gone
+                    by_name[place.node].give(place, request)
             self._held.pop(id(reservation), None)
             self._news.notify_all()
+
+    def without(self, node: str) -> list[Reservation]:
+        """A node is gone: nothing more is placed there, and nothing of it is given back.
+
+        What waits for slots that can't be had without it is told so at once.
+
+        Args:
+            node: Its name. One that isn't known, or not any more, changes nothing.
+
+        Returns:
+            The reservations with slots on it. They are still to be released, as their pools are closed or reserved
+            anew; `Executor.lost` is to say of these slots that they are lost.
+        """
+        with self._news:
+            self._accounts = [account for account in self._accounts if account.node.name != node]
+            self._nodes = [each for each in self._nodes if each.name != node]
+            self._news.notify_all()
+            held = [reservation for reservation, _ in self._held.values()]
+        return [each for each in held if any(place.node == node for place in each.places)]
 
     def running(self) -> list[Running]:
         """The reservations that are held (for `Executor.running`)."""

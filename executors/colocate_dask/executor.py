@@ -8,7 +8,7 @@ import platform
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import distributed
@@ -37,7 +37,7 @@ from colocate_dask.certificates import security_of
 from colocate_dask.connection import Connection
 from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Grant, Held, Refusal, Wanted, host_key
-from colocate_dask.private import PrivateCluster, left_here
+from colocate_dask.private import PrivateCluster
 
 __all__ = ["DaskExecutor"]
 
@@ -62,7 +62,6 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
     """Slots are Dask workers that are held; roles run in processes beside them."""
 
     name = "dask"
-    variants: ClassVar[dict[str, str]] = dict.fromkeys(("Detachable", "Watchable"), "dask with address=…")
 
     @classmethod
     def connect(  # type: ignore[override]  # its options are the user's to see
@@ -204,11 +203,6 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
     def strays(self) -> Sequence[Running]:
         """Dask workers that are held for drivers that are gone."""
         return [_running(held) for held in self._listed() if not held.present]
-
-    @classmethod
-    def left_here(cls) -> Sequence[Running]:
-        """Folders of private clusters, which are made to be removed at once."""
-        return left_here()
 
     def _listed(self) -> list[Held]:
         found: list[Held] = self._connection.on_scheduler(reservations.held, within_s=ANSWER_S)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from colocate import hookimpl
-from colocate.executor import Executor
+from colocate.executor import About, Executor, Running
 
 
 @hookimpl
@@ -12,3 +14,22 @@ def colocate_executor() -> type[Executor]:
     from colocate_dask.executor import DaskExecutor
 
     return DaskExecutor
+
+
+@hookimpl
+def colocate_about() -> About:
+    """What is said of it as long as nobody uses it."""
+    joined = "dask with address=…"
+    return About(
+        capabilities={"Detachable": joined, "Watchable": joined, "OwnProcess": "dask", "MultiNode": "dask"},
+        distributions=("distributed",),
+        joins="address",
+        packages=("colocate_dask",),
+        left_here=_left_here,
+    )
+
+
+def _left_here() -> Sequence[Running]:
+    from colocate_dask.scratch import left_here
+
+    return left_here()

@@ -9,20 +9,16 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 from distributed import LocalCluster, Security, Worker
 
-from colocate.executor import Running
 from colocate_dask.loop import NAME, LoopThread
+from colocate_dask.scratch import PREFIX
 
 _LOOPBACK = "127.0.0.1:0"
-_PREFIX = "colocate-dask-"
-_MADE_WITHIN_S = 60.0
 _STARTS_WITHIN_S = 30.0  # a worker needs milliseconds: it is in this process, as is its scheduler
 
 
@@ -86,7 +82,7 @@ class PrivateCluster:
         return [each.worker.address for each in made]
 
     async def _make(self, slots: int, cpus: float, gpus: int) -> list[_Made]:
-        scratch = tempfile.mkdtemp(prefix=_PREFIX)
+        scratch = tempfile.mkdtemp(prefix=PREFIX)
         started = [
             Worker(
                 self.cluster.scheduler_address,
@@ -171,7 +167,7 @@ async def _end(doomed: Sequence[_Made]) -> None:
 
 async def _start() -> tuple[Any, str]:
     """The cluster, and the folder that Dask wants for its scheduler."""
-    scratch = tempfile.mkdtemp(prefix=_PREFIX)
+    scratch = tempfile.mkdtemp(prefix=PREFIX)
     options: dict[str, Any] = {
         "n_workers": 0,
         "processes": False,
@@ -187,19 +183,6 @@ async def _start() -> tuple[Any, str]:
     cluster.shutdown_on_close = False  # at interpreter exit core closes it, after what uses it
     _stop_listening(cluster.scheduler)
     return cluster, scratch
-
-
-def left_here() -> list[Running]:
-    """Folders that have stayed, of drivers that ended in just that moment."""
-    found = []
-    for entry in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
-        try:
-            since = entry.stat().st_mtime
-        except FileNotFoundError:
-            continue
-        if time.time() - since > _MADE_WITHIN_S:
-            found.append(Running("folder", str(entry), since=since, detail="of a private Dask cluster"))
-    return found
 
 
 def _forget(scratch: str) -> None:

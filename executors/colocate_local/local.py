@@ -6,7 +6,7 @@ import abc
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from colocate.executor import Executor, Node, Request, Reservation, Running
 from colocate.gpus import count_gpus, names, torch_device
@@ -18,7 +18,6 @@ class Local(Executor):
     """Slots on this machine: threads of the driver, or with `processes=True` a process each."""
 
     name = "local"
-    variants: ClassVar[dict[str, str]] = {"OwnProcess": "local with processes=True"}
 
     @classmethod
     def connect(  # type: ignore[override]  # its options are the user's to see

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colocate import hookimpl
-from colocate.executor import Executor
+from colocate.executor import About, Executor
 
 
 @hookimpl
@@ -12,3 +12,9 @@ def colocate_executor() -> type[Executor]:
     from colocate_local.local import Local
 
     return Local
+
+
+@hookimpl
+def colocate_about() -> About:
+    """What is said of it as long as nobody uses it."""
+    return About(capabilities={"OwnProcess": "local with processes=True"}, packages=("colocate_local",))

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from colocate.errors import ConfigError, EngineError, PlacementTimeout
 from colocate.executor import (
@@ -25,11 +25,10 @@ from colocate.executor import (
     Running,
 )
 from colocate.gpus import count_gpus, listed, names, torch_device
-from colocate.keeper import Keepers, KeptSlot
+from colocate.keeper import Asked, Keepers, KeptSlot
 from colocate.placement import words
 from colocate_ray.certificates import tls_of_environment
-from colocate_ray.envoy import Asked, Envoy
-from colocate_ray.leftovers import left_here
+from colocate_ray.envoy import Envoy
 from colocate_ray.terms import Cluster, Slot
 
 if importlib.util.find_spec("ray") is None:
@@ -45,7 +44,6 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
     """Workers on the machines of a Ray cluster, or of a private Ray on this one."""
 
     name = "ray"
-    variants: ClassVar[dict[str, str]] = dict.fromkeys(("Detachable", "Watchable"), "ray with address=…")
 
     @classmethod
     def connect(  # type: ignore[override]  # its options are the user's to see
@@ -193,11 +191,6 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         """Placement groups and Ray actors of ours whose jobs have ended."""
         found: list[Running] = self._envoy.call("list_strays", within_s=LISTED_WITHIN_S)
         return found
-
-    @classmethod
-    def left_here(cls) -> Sequence[Running]:
-        """Envoys, and what is left of private Rays."""
-        return left_here()
 
     def close(self) -> None:
         """Leave the cluster, or end the private one."""

@@ -12,12 +12,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 import colocate
 from colocate.errors import ColocateError, EngineError
 from colocate.executor import Request, Running, Window
-from colocate.keeper import Registration
+from colocate.keeper import Failure, Registration
 from colocate_ray import listing, names
 from colocate_ray.holders import kill
 from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing, start_words
-from colocate_ray.terms import Cluster, Failure, Slot
+from colocate_ray.terms import Cluster, Slot
 
 _OPENS_WITHIN_S = 120.0
 _RELEASES_WITHIN_S = 15.0

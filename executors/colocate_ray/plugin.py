@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from colocate import hookimpl
-from colocate.executor import Executor
+from colocate.executor import About, Executor, Running
 
 
 @hookimpl
@@ -12,3 +14,22 @@ def colocate_executor() -> type[Executor]:
     from colocate_ray.executor import RayExecutor
 
     return RayExecutor
+
+
+@hookimpl
+def colocate_about() -> About:
+    """What is said of it as long as nobody uses it."""
+    joined = "ray with address=…"
+    return About(
+        capabilities={"Detachable": joined, "Watchable": joined, "OwnProcess": "ray", "MultiNode": "ray"},
+        distributions=("ray",),
+        joins="address",
+        packages=("colocate_ray",),
+        left_here=_left_here,
+    )
+
+
+def _left_here() -> Sequence[Running]:
+    from colocate_ray.leftovers import left_here
+
+    return left_here()

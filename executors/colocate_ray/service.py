@@ -6,18 +6,13 @@ It ends with the driver, whose process id is there for whoever looks at the proc
 from __future__ import annotations
 
 import os
-import queue
-import signal
-import socket
-import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate import wire
-from colocate.errors import ColocateError
-from colocate.keeper import Message, read
+from colocate.keeper import Proxied
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
-from colocate_ray.terms import OPEN, PING, Cluster, EnvoyDid, EnvoyDo, EnvoyLost, Failure
+from colocate_ray.terms import Cluster
 
 if TYPE_CHECKING:
     from colocate_ray.owners import OwnedPlacing
@@ -26,30 +21,19 @@ _LEAVES_WITHIN_S = 5.0
 _TRIES = "3"  # to join, of a second each, where Ray makes twenty
 
 
-class Service:
-    """Does what the driver asks, each request on a thread of its own, until the driver lets go or is gone."""
+class Service(Proxied):
+    """Does what the driver asks: what its side of Ray can do, `OwnedPlacing`."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Serve one driver."""
-        self._sock = sock
-        self._to_open: queue.SimpleQueue[tuple[int, Cluster, str | None]] = queue.SimpleQueue()
+    engine = "Ray"
+
+    def __init__(self) -> None:
+        """Be in none yet."""
         self._folder: PrivateFolder | None = None
         self._placing: OwnedPlacing | None = None
         self._joined = False
 
-    def run(self) -> None:
-        """Serve. On the main thread: the kernel ties the lives of Ray's processes to the thread that starts them."""
-        self._lane = wire.Hub("driver").attach(self._sock, self._heard, self._leave)
-        token, cluster, folder = self._to_open.get()
-        try:
-            self._open(cluster, folder)
-        except BaseException as error:
-            self._answer(token, _portable(error))
-        else:
-            self._answer(token, None)
-        threading.Event().wait()
-
-    def _open(self, cluster: Cluster, folder: str | None) -> None:
+    def open(self, cluster: Cluster, folder: str | None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Be in a Ray: its own, in a folder, or one that is there."""
         if folder is not None:
             self._folder = PrivateFolder(folder)
             _keep_to_ourselves()
@@ -64,35 +48,16 @@ class Service:
             joining.join(cluster)
             self._joined = True
 
-        self._placing = OwnedPlacing(cluster, lambda *what: self._say(EnvoyLost(), what))
+        self._placing = OwnedPlacing(cluster, self.say)
 
-    def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
-        asked = read(head)
-        assert isinstance(asked, EnvoyDo)
-        assert body is not None
-        arguments = wire.unpack(body)
-        if asked.name == PING:
-            self._answer(asked.token, None)
-        elif asked.name == OPEN:
-            self._to_open.put((asked.token, *arguments))
-        else:
-            threading.Thread(target=self._do, args=(asked, arguments), name=asked.name, daemon=True).start()
-
-    def _do(self, asked: EnvoyDo, arguments: tuple[Any, ...]) -> None:
+    def method(self, name: str) -> Callable[..., Any]:
+        """By name, of its side of Ray."""
         assert self._placing is not None
-        try:
-            self._answer(asked.token, getattr(self._placing, asked.name)(*arguments))
-        except BaseException as error:
-            self._answer(asked.token, _portable(error))
+        found: Callable[..., Any] = getattr(self._placing, name)
+        return found
 
-    def _answer(self, token: int, answer: Any) -> None:
-        self._say(EnvoyDid(token), answer)
-
-    def _say(self, message: Message, value: Any) -> None:
-        self._lane.send(message.head(), wire.pack(value))  # if nobody listens, `_leave` is about to be called
-
-    def _leave(self, _reason: str) -> None:
-        """The driver has let go, or is gone: end all that is ours, and this process."""
+    def leave(self) -> None:
+        """The driver has let go, or is gone: end all that is ours."""
         if self._joined:
             import ray
 
@@ -103,7 +68,6 @@ class Service:
         end_children()
         if self._folder is not None:
             self._folder.remove()
-        os._exit(0)
 
 
 def _prepare_environment(token_file: str | None) -> None:
@@ -133,22 +97,6 @@ def _keep_to_ourselves() -> None:
     )
 
 
-def _portable(error: BaseException) -> Failure:
-    """An error for the driver, which may have no Ray to unpickle one of Ray's with."""
-    if not isinstance(error, ColocateError):
-        error = ColocateError(f"Ray failed: {type(error).__name__}: {error}")
-    return Failure(type(error), error.message, dict(error.__dict__))
-
-
-def main() -> None:
-    """Run as a process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, lambda *_: None
-        )  # the driver decides when it ends; by handlers, which children don't inherit
-    adopt_orphans()
-    Service(socket.socket(fileno=int(sys.argv[1]))).run()
-
-
 if __name__ == "__main__":
-    main()
+    adopt_orphans()
+    Service.serve()

@@ -7,42 +7,7 @@ from typing import Any
 
 import attrs
 
-from colocate.errors import ColocateError
-from colocate.keeper import Message, message
-
-# Requests that the envoy itself does; all others are what its side of Ray can do.
-OPEN = "open"
-PING = "ping"  # answered at once, whatever else goes on
-HEAD = "check_head"  # of the others the one that takes a few seconds at most, whatever the cluster is up to
-
-
-@message
-class EnvoyDo(Message):
-    """Do something; the body has the arguments. Answered by `EnvoyDid`.
-
-    Attributes:
-        token: The request's.
-        name: What.
-    """
-
-    token: int
-    name: str
-
-
-@message
-class EnvoyDid(Message):
-    """It is done; the body has the result, or a `Failure`.
-
-    Attributes:
-        token: The request's.
-    """
-
-    token: int
-
-
-@message
-class EnvoyLost(Message):
-    """An actor is gone; the body says which, and in Ray's words why."""
+HEAD = "check_head"  # of all requests the one that takes a few seconds at most, whatever the cluster is up to
 
 
 @attrs.frozen
@@ -87,16 +52,3 @@ class Slot:
     devices: tuple[int, ...]
     host: str
     address: str
-
-
-@attrs.frozen
-class Failure:
-    """An error on its way to the driver."""
-
-    kind: type[ColocateError]
-    message: str
-    facts: Mapping[str, Any]
-
-    def error(self) -> ColocateError:
-        """The error."""
-        return self.kind(self.message, **self.facts)

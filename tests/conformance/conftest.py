@@ -93,11 +93,18 @@ OF_TORCH = {"test_environment_of_a_fork", "test_the_template_is_killed", "test_r
 # What a driver does itself before its engine hears of it, as on Dask; that one which is killed leaves nothing is asked
 # everywhere.
 OF_DRIVERS = {"test_interrupted", "test_executor_is_called_off_the_main_thread"}
+# What keeps a slot vanishes. That one which is stuck is ended takes as long as its keeper is waited for.
+VANISHES = {
+    *("test_others_take_the_place_of_a_slot_that_has_vanished", "test_the_engine_tells_why_a_slot_has_vanished"),
+    "test_the_slots_of_what_has_vanished_are_given_back",
+}
 ENGINES = {
     "test_ray": (ON_KEEPERS | DETACHES | RESERVES | {"test_all_ranks"}) - OF_RAY - OF_TORCH - OF_DRIVERS,
     "test_dask": STARTS | BRINGS | NOTICES | LEAVES | DETACHES | OF_LEADS | RESERVES | ON_DASK,
     # It stands for all executors that others write on core's keepers and ledger.
-    "test_outpost": ON_KEEPERS - OF_TORCH - OF_DRIVERS,
+    # The same, where its slots lie on two machines: that they reach each other, and the test.
+    "test_two_machines": {"test_plain_call", "test_between_slots", "test_killed_in_a_call"},
+    "test_outpost": (ON_KEEPERS | VANISHES) - OF_TORCH - OF_DRIVERS,
 }
 # Threads and processes have no detached pools: Dask stands for core here. A module of other content is
 # asked for as one that is imported late.

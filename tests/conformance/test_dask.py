@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.conformance.shared import cluster
 
+from colocate.executor import Place
 from colocate.testing.executors import ExecutorSuite
 
 pytest.importorskip("distributed")
@@ -23,3 +25,22 @@ class TestDask(ExecutorSuite):
 
     executor = "dask"
     private = {}
+    last_words = "left the cluster"
+
+    def vanish(self, place: Place) -> None:
+        """Close the Dask worker: all of the cluster's are in one process."""
+        from distributed import Client
+
+        async def close(keeper: str, dask_worker: Any) -> None:
+            from colocate_dask.far import _on_workers
+
+            here = _on_workers.get(dask_worker)
+            if here is not None and any(each.address == keeper for each in here.keepers.values()):
+                dask_worker.loop.add_callback(dask_worker.close, nanny=False)
+
+        with Client(self.options["address"], set_as_default=False) as client:
+            client.run(close, place.handle.address)
+
+    def freeze(self, place: Place) -> None:
+        """Their process can't be stopped without the scheduler's."""
+        pytest.skip("the Dask workers of this cluster are in the scheduler's process; tests/dask stops one")

@@ -25,6 +25,7 @@ class TestOutpost(ExecutorSuite):
     """Slots are kept by processes that a stranger's executor has started."""
 
     executor = "outpost"
+    last_words = "its post ended with exit code -9"
 
 
 def test_it_needs_no_more_than_two_hundred_lines() -> None:

@@ -23,3 +23,4 @@ class TestRay(ExecutorSuite):
 
     executor = "ray"
     private = {}
+    last_words = "actor"

@@ -18,10 +18,10 @@ from tests.closing import ended
 import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError, EngineError
+from colocate.keeper import janitor
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 from colocate.worker import supervisor
-from colocate_ray import janitor
 
 DRIVER = """
 import sys, colocate

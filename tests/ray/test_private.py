@@ -25,7 +25,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
-from colocate_ray.executor import RayExecutor
+from colocate_ray.leftovers import left_here
 from colocate_ray.private import _STORE_BYTES, PrivateFolder, last_lines
 
 SCRIPT = """
@@ -344,7 +344,7 @@ def test_nothing_of_it_is_taken_for_a_leftover(runtime: Runtime) -> None:
     """While it runs; tests/ray/test_leftovers.py has what is."""
     ours = {str(each.pid) for each in psutil.Process(envoy(runtime)._process.pid).children(recursive=True)}
     ours |= {str(envoy(runtime)._process.pid), envoy(runtime).folder}
-    assert not ours & {text for each in RayExecutor.left_here() for text in (each.id, str(each.pid))}
+    assert not ours & {text for each in left_here() for text in (each.id, str(each.pid))}
 
 
 @pytest.mark.long

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import os
+import pydoc
 import shutil
 import subprocess
 import sys
@@ -251,3 +254,13 @@ def test_nvml(library: Callable[[int], Any]) -> None:
     assert gpus._by_nvml(lambda name: nvml) == ("GPU-0", "", "GPU-2")
     assert nvml.still_open() == 0
     assert gpus._by_nvml(lambda name: library(9)) is None
+
+
+def test_help_shows_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults are shown by `help`, in tracebacks of some debuggers, and in reference pages: none is os.environ."""
+    monkeypatch.setenv("COLOCATE_TEST_SECRET", "hidden")
+    assert "hidden" not in pydoc.render_doc(gpus)
+    for name, module in list(sys.modules.items()):
+        for function in vars(module).values() if name.partition(".")[0] == "colocate" else ():
+            if inspect.isfunction(function):
+                assert not any(default is os.environ for default in function.__defaults__ or ()), function

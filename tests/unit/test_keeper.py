@@ -24,7 +24,7 @@ from colocate._protocol.message import Message, read
 from colocate._protocol.to_worker import Listen
 from colocate._system.deadline import Deadline
 from colocate.executor import Boot, Exit, Host
-from colocate.keeper import Adoption, Keeper, Keepers, KeptSlot, Lease, Registration, adopt_lead, listed
+from colocate.keeper import Adoption, Keeper, Keepers, KeptSlot, Lease, Patience, Registration, adopt_lead, listed
 from colocate.keeper.forks import NoFork
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.started import DoorProcess
@@ -178,9 +178,9 @@ def test_nobody_listens(keepers: Keepers) -> None:
     assert stuck.wait(WAIT_S)
 
 
-def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
     """It accepts and stays silent, as a stopped process would: the kill isn't confirmed, and the engine is asked."""
-    monkeypatch.setattr("colocate.keeper.kept_host.KEEPER_KILLS_WITHIN_S", 0.05)
+    keepers.patience = Patience(kill_s=0.05)
     hub = wire.Hub("silent")
     listener = wire.listen("unix")
     held: list[socket.socket] = []
@@ -209,13 +209,37 @@ def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers, monkeypatch
     hub.close()
 
 
+def test_where_a_keeper_listens(keepers: Keepers) -> None:
+    """At a port of a range, on another address than the one that is dialled; when none is free, that is said."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"no port of {port}-{port} is free on 127\.0\.0\.1: give more of them"):
+            Keeper(keepers.key, host="127.0.0.1", ports=(port, port))
+    kept = Kept(keepers, host="localhost", bind="0.0.0.0", ports=(port, port))
+    assert kept.address == f"tcp:localhost:{port}"
+    _host, heard = kept.launch()
+    heard.hello()
+    kept.keeper.close()
+
+
+def test_how_long_a_machine_may_be_silent(keepers: Keepers) -> None:
+    """Both sides say when a connection is cut; where nothing is said it is after 8 s."""
+    kept = Kept(keepers, host="127.0.0.1", cut_s=20)
+    assert kept.slot.wait_connected() is None
+    wait_until(lambda: kept.keeper._driver, "the keeper has its driver")
+    lanes: list[Any] = [kept.slot._commands, kept.keeper._driver.lane]  # type: ignore[union-attr]
+    silent_ms = [lane._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for lane in lanes]
+    assert silent_ms == [8000, 20000]
+    kept.keeper.close()
+
+
 def test_a_stranger_and_a_second_driver_are_turned_away(kept: Kept, keepers: Keepers) -> None:
     _host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
     stranger = Keepers("stranger")
     other = Heard()
     stranger.slot(kept.keeper.address).launch(Boot("x", "g", 0, "here"), other)
-    assert "can't be reached" in str(other.exits.get(timeout=WAIT_S).detail)
+    assert "the keys differ" in str(other.exits.get(timeout=WAIT_S).detail)
     stranger.close()
     second = Heard()
     keepers.slot(kept.keeper.address).launch(Boot("y", "g", 0, "here"), second)
@@ -404,7 +428,7 @@ def test_a_slot_after_all_are_closed(keepers: Keepers) -> None:
 
 def test_what_is_detached_is_listed(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever answers, as he says; who doesn't, as known; who is gone, or has detached nothing, not at all."""
-    monkeypatch.setattr("colocate.keeper.slots.KEEPER_CONNECTS_WITHIN_S", 0.2)
+    keepers.patience = Patience(dial_s=0.2)
     monkeypatch.setattr("colocate.wire.auth.REOPENS_WITHIN_S", 0.0)
     kept, not_detached = (Kept(keepers, detachable=True) for _ in range(2))
     assert kept.slot.wait_connected() is None

@@ -152,8 +152,8 @@ def test_mistakes_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert find_strays(Cluster(executor="lokal"), json=False) == 1
     assert "did you mean 'local'?" in capsys.readouterr().err
     assert find_strays(Cluster(executor="local", address="here"), json=False) == 1
-    assert "has no parameter 'address'" in capsys.readouterr().err
+    assert "executor 'local' has no cluster to join" in capsys.readouterr().err
     assert find_strays(Cluster(address="auto"), json=False) == 1
-    assert "Say --executor ray" in capsys.readouterr().err
+    assert "Say --executor dask, --executor ray" in capsys.readouterr().err
     assert find_strays(Cluster(changes=["executor=ray"]), json=False) == 1
     assert "name one" in capsys.readouterr().err

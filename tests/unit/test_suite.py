@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from colocate.testing.executors import ExecutorSuite
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from colocate.testing.executors import _SMOKE, ExecutorSuite, Smoke, drivers
 
 
 def test_no_area_hides_a_test_of_another() -> None:
@@ -11,3 +17,36 @@ def test_no_area_hides_a_test_of_another() -> None:
     names = [name for area in areas for name in vars(area) if name.startswith("test_")]
     assert len(areas) > 15
     assert sorted(names) == sorted(set(names))
+
+
+def test_a_process_that_outlives_a_script_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fault of the executor under test ends the test, and not in a wait for the end of the script's output."""
+    monkeypatch.setattr(drivers, "_FOLLOWS_WITHIN_S", 0.1)
+    scripts = drivers.Scripts(tmp_path, "")
+    script = scripts.start("""
+        import subprocess
+        say(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+        wait()
+        """)
+    pid = script.hear()
+    with pytest.raises(AssertionError, match=rf"these still have its output open.*: {pid} \(sleep 1000\)"):
+        scripts.close()
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_script_that_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is waited for as long as anything else in a test."""
+    monkeypatch.setattr(drivers, "PATIENCE_S", 0.1)
+    scripts = drivers.Scripts(tmp_path, "")
+    script = scripts.start("wait()")
+    with pytest.raises(AssertionError, match="has said nothing for"):
+        script.hear()
+    scripts.close()
+
+
+def test_smoke_is_a_small_part_of_the_suite() -> None:
+    """Each of its tests is one of the suite's; those that it doesn't have aren't run."""
+    there = [name for name in dir(Smoke) if name.startswith("test_") and getattr(Smoke, name) is not None]
+    assert set(there) == _SMOKE
+    assert 18 <= len(there) <= 25
+    assert all(getattr(Smoke, name) is getattr(ExecutorSuite, name) for name in there)

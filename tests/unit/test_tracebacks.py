@@ -1,6 +1,7 @@
 """Tracebacks as users read them: their own frames, and the framework's as a number."""
 
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import pytest
 
 import colocate
 from colocate import Concat, Role, Scatter, method
+from colocate._system import tracebacks
 from colocate._system.lines import is_own_code
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.worker.failure import is_out_of_memory
@@ -168,3 +170,14 @@ def test_what_is_out_of_memory(error: BaseException, is_one: bool) -> None:
     """Of torch's allocators, of CUDA's own, and of its libraries."""
     pytest.importorskip("torch")
     assert is_out_of_memory(error) is is_one
+
+
+def test_frames_of_an_executor_are_a_number_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says which packages are its own: nobody knows them by name."""
+    monkeypatch.setattr(tracebacks, "_executors", set())
+    with pytest.raises(ValueError, match="Expecting value") as caught:
+        json.loads("no JSON")
+    assert "json/decoder.py" in told(caught.value)
+    tracebacks.fold_frames_of(("json", "colocate_of_nobody"))
+    assert "json/decoder.py" not in told(caught.value)
+    assert "frames of colocate" in told(caught.value)

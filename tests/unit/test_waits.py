@@ -40,6 +40,8 @@ KNOWN = {
     "placement": "slots that somebody gives back",
     "wire.hub": "the end of a hub's thread",
     "wire.lane": "what is sent, to have gone out",
+    "keeper.janitor": "the end of a driver and of its proxy; it imports nothing of colocate",
+    "keeper.proxied": "the order to begin, on the main thread",
     "keeper.keeper": "its own end, by another thread",
     "keeper.slots": "the connection to a keeper, and its end",
     "keeper.started": "the end of a keeper's worker",
@@ -66,10 +68,8 @@ KNOWN = {
     "colocate_ray.greeting": "the first bytes of Ray's own servers, which speak no messages of ours",
     "colocate_ray.holder": "the end of processes, and its own by Ray",
     "colocate_ray.holders": "actors, by Ray",
-    "colocate_ray.janitor": "the end of a driver and of its envoy; it imports nothing of colocate",
     "colocate_ray.owners": "actors, by Ray",
     "colocate_ray.placing": "placement groups and actors, by Ray",
-    "colocate_ray.service": "the order to join, on the main thread; and its own end",
 }
 
 

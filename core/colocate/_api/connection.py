@@ -18,7 +18,7 @@ from colocate._calls.services import Services
 from colocate._crew.crew import Crew
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import Owned, raise_together
-from colocate._plugins.plugins import find_executor, plugins
+from colocate._plugins.plugins import abouts
 from colocate._system import off_main
 from colocate._system.at_work import DISPATCHER
 from colocate._system.jobs import JobThread, error_text, report_exception
@@ -173,18 +173,13 @@ class Connection(Owned):
 
 
 def having_capability(capability: type) -> tuple[str, ...]:
-    """Names of the installed executors that have a capability."""
-    found = []
-    for info in plugins():
-        if info.kind != "executor":
-            continue
-        try:
-            cls = find_executor(info.name)
-        except ImportError:  # one that can't be imported here can't be recommended
-            continue
-        if issubclass(cls, capability) or capability.__name__ in getattr(cls, "variants", {}):
-            found.append(getattr(cls, "variants", {}).get(capability.__name__, info.name))
-    return tuple(found)
+    """What to connect to for a capability, as the installed executors say (`About`); none of them is imported."""
+    return tuple(
+        about.capabilities[capability.__name__]
+        for info, about in abouts()
+        if capability.__name__ in about.capabilities
+        and None not in info.engine().values()  # one whose engine isn't installed can't be recommended
+    )
 
 
 @atexit.register

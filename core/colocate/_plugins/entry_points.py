@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import CodeType
@@ -291,12 +291,13 @@ def _cure(entry: EntryPoint, error: BaseException) -> str | None:
 
 def needed_by_extra(owner: str, extra: str) -> Mapping[str, str | None]:
     """What an extra of a distribution names, with the version that is installed; None where it isn't."""
-    found: dict[str, str | None] = {}
-    for requirement in distribution(owner).requires or ():
-        if _extra(requirement) == extra:
-            name = _project(requirement)
-            found[name] = version_of(name)
-    return found
+    requirements = distribution(owner).requires or ()
+    return versions_of(_project(requirement) for requirement in requirements if _extra(requirement) == extra)
+
+
+def versions_of(names: Iterable[str]) -> Mapping[str, str | None]:
+    """The versions of some distributions; None for one that isn't installed."""
+    return {name: version_of(name) for name in names}
 
 
 def extras_of(owner: Distribution | str) -> Collection[str]:

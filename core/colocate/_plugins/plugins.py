@@ -7,7 +7,7 @@ A plugin is an entry point of the group `colocate.executors`, `colocate.roles` o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -27,18 +27,22 @@ from colocate._plugins.entry_points import (
     needed_by_extra,
     origin,
     unknown_plugin,
+    versions_of,
 )
 from colocate._system.nearest import did_you_mean
+from colocate._system.tracebacks import fold_frames_of
 from colocate.errors import PluginError
 
 if TYPE_CHECKING:
-    from colocate.executor import Executor
+    from colocate.executor import About, Executor
 
 __all__ = [
     "FoundJob",
     "FoundObserver",
     "FoundRole",
     "PluginInfo",
+    "about_executor",
+    "abouts",
     "find_executor",
     "find_job",
     "find_observer",
@@ -58,6 +62,11 @@ class ExecutorHooks:
     @hookspec
     def colocate_executor(self) -> type[Executor]:
         """The executor's class."""
+        raise NotImplementedError
+
+    @hookspec
+    def colocate_about(self) -> About:
+        """What there is to say of it as long as it isn't imported; may be left out."""
         raise NotImplementedError
 
 
@@ -119,6 +128,11 @@ class PluginInfo:
     def needed(self) -> Mapping[str, str | None]:
         """The distributions of the extra that is named like it, with the installed version; None where it isn't."""
         return needed_by_extra(self.distribution, self.name) if self.distribution else {}
+
+    def engine(self) -> Mapping[str, str | None]:
+        """The distributions of an executor's engine, as far as it says, with their versions; None where one lacks."""
+        about = about_executor(self.name)
+        return versions_of(about.distributions) if about is not None and about.distributions else self.needed()
 
     def fault(self) -> PluginError | None:
         """Import it with all that it brings, and say what is wrong first; None when it works."""
@@ -281,6 +295,8 @@ def find_executor(name: str) -> type[Executor]:
 
     entry = _EXECUTORS.find(name)
     found = _EXECUTORS.call(entry, "colocate_executor")
+    if (about := about_executor(name)) is not None:
+        fold_frames_of(about.packages)
     if not (isinstance(found, type) and issubclass(found, Executor)):
         raise _wrong_return(entry, "colocate_executor", found, "a subclass of colocate.executor.Executor")
     what = f"the executor {name!r} ({origin(entry)}): its class {found.__qualname__}"
@@ -291,6 +307,27 @@ def find_executor(name: str) -> type[Executor]:
     if lacking and makes_itself:  # one that picks a variant needn't be whole
         raise entry_error(entry, f"{what} lacks {listed(lacking)}, which are duties of an executor")
     return found
+
+
+def about_executor(name: str) -> About | None:
+    """What the executor of this name says of itself without being imported; None when it says nothing.
+
+    Nor is anything said by one that is claimed twice, or whose plugin doesn't work: whoever uses it is told why.
+    """
+    from colocate.executor import About
+
+    try:
+        found = _EXECUTORS.call(_EXECUTORS.find(name), "colocate_about")
+    except PluginError:
+        return None
+    return found if isinstance(found, About) else None
+
+
+def abouts() -> Iterator[tuple[PluginInfo, About]]:
+    """The executors that say something of themselves without being imported."""
+    for plugin in plugins():
+        if plugin.kind == "executor" and (about := about_executor(plugin.name)) is not None:
+            yield plugin, about
 
 
 def find_role(name: str) -> FoundRole:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from colocate._plugins.plugins import find_executor, plugins
-from colocate.errors import ColocateError
+from colocate._plugins.plugins import abouts
 from colocate.executor import Running
 from colocate.worker import processes
 
@@ -14,7 +13,7 @@ _MEMORY = Path("/dev/shm")
 
 
 def of_this_machine() -> list[Running]:
-    """All of it, that of every installed executor included."""
+    """All of it, that of every installed executor included; none of them is imported (`About.left_here`)."""
     return [*_workers(), *(left.running() for left in processes.left_by()), *_memory(), *_of_executors()]
 
 
@@ -35,11 +34,6 @@ def _memory() -> Iterator[Running]:
 
 
 def _of_executors() -> Iterator[Running]:
-    for plugin in plugins():
-        if plugin.kind != "executor":
-            continue
-        try:
-            found = find_executor(plugin.name)
-        except ColocateError:  # one that can't be imported here has started nothing here
-            continue
-        yield from found.left_here()
+    for _, about in abouts():
+        if about.left_here is not None:
+            yield from about.left_here()

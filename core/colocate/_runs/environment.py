@@ -6,7 +6,8 @@ import os
 import platform
 import sys
 
-from colocate._system.distributions import version_of
+from colocate._plugins.entry_points import versions_of
+from colocate._plugins.plugins import plugins
 from colocate.gpus import gpu_names
 
 
@@ -17,9 +18,10 @@ def environment() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
     }
-    for name in ("colocate", "torch", "numpy", "transformers", "ray", "distributed"):
-        if (version := version_of(name)) is not None:
-            found[name] = version
+    known = dict(versions_of(("colocate", "torch", "numpy", "transformers")))
+    for plugin in plugins():
+        known |= plugin.engine() if plugin.kind == "executor" else {}
+    found |= {name: version for name, version in known.items() if version is not None}
     torch = sys.modules.get("torch")
     if torch is not None and (names := gpu_names(torch)):
         found["gpus"] = ", ".join(names)

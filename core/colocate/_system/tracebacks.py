@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,7 @@ from colocate._system.jobs import error_text
 from colocate._system.lines import is_own_code
 from colocate.errors import RoleError, RoleStartError
 
-_EXECUTORS = tuple(f"{os.sep}colocate_{name}{os.sep}" for name in ("local", "ray", "dask"))
+_executors: set[str] = set()  # where the code of executors lies that are in use
 _BETWEEN = tuple(  # what the framework is called through, or calls users' code through
     f"{os.sep}{name}"
     for name in ("contextlib.py", "functools.py", "threading.py", f"typer{os.sep}", f"bin{os.sep}colocate")
@@ -20,6 +21,15 @@ _BETWEEN = tuple(  # what the framework is called through, or calls users' code 
 
 
 _CARRIED: Any = object()
+
+
+def fold_frames_of(packages: Iterable[str]) -> None:
+    """The frames of some packages, or modules, are the framework's: those of an executor that is used."""
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            folders = [f"{folder}{os.sep}" for folder in spec.submodule_search_locations or ()]
+            _executors.update(folders or filter(None, [spec.origin]))
 
 
 def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
@@ -111,7 +121,7 @@ def _runs(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[list[trace
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return is_own_code(frame.filename) or any(folder in frame.filename for folder in _EXECUTORS)
+    return is_own_code(frame.filename) or frame.filename.startswith(tuple(_executors))
 
 
 def _is_between(frame: traceback.FrameSummary) -> bool:

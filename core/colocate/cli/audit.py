@@ -11,8 +11,7 @@ from colocate._api.audit import Audit, audit_strays
 from colocate._job.screen import console
 from colocate._plugins.plugins import find_executor
 from colocate._plugins.strays import of_this_machine
-from colocate._signatures.arguments import options_of
-from colocate.cli.cluster import ADDRESS, Cluster
+from colocate.cli.cluster import Cluster, joins
 from colocate.cli.output import guarded, print_json
 from colocate.errors import ColocateError
 
@@ -22,10 +21,12 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
 
     def command() -> int:
         name, options = cluster.engine("audit")
-        joins = name is not None and ADDRESS in options_of(find_executor(name)).parameters
+        if name is not None:
+            find_executor(name)  # one that there isn't is told of as such
+        option = "" if name is None else joins(name)
         audit = audit_strays(of_this_machine)
         looked_at = ["this machine"]
-        if name is not None and options.get(ADDRESS) is not None:
+        if name is not None and options.get(option) is not None:
             try:
                 there = _of_cluster(name, options)
             except ColocateError:
@@ -33,13 +34,13 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
                     _show(audit, looked_at)
                 raise
             audit = Audit((*audit.leaked, *there.leaked))
-            looked_at.append(f"{name} at {options[ADDRESS]}")
+            looked_at.append(f"{name} at {options[option]}")
         if json:
             print_json({**audit.data(), "looked_at": looked_at})
         else:
             _show(audit, looked_at)
-            if joins and len(looked_at) == 1:
-                console().print(f"no cluster of {name} was looked at: that needs its --{ADDRESS}", markup=False)
+            if option and len(looked_at) == 1:
+                console().print(f"no cluster of {name} was looked at: that needs its --address", markup=False)
         return 1 if audit else 0
 
     return guarded(command, as_json=json)

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._plugins.plugins import find_executor
+from colocate._plugins.plugins import about_executor, abouts, find_executor
 from colocate.cli.output import load
 from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
     from colocate._api.runtime import Runtime
 
-ADDRESS = "address"  # the option by which an executor joins what is there; without it there is nothing to join
+_ADDRESS = "address"  # of an executor that doesn't say by which option it joins a cluster
+
+
+def joins(executor: str) -> str:
+    """The option by which an executor joins a cluster that is there, as it says; empty when there is none to join."""
+    about = about_executor(executor)
+    return _ADDRESS if about is None else about.joins
 
 
 @attrs.frozen
@@ -48,9 +54,10 @@ class Cluster:
         name, options = self.engine(command)
         if name is not None:
             find_executor(name)  # one that there isn't is told of as such
-        if name is None or options.get(ADDRESS) is None:
+        if name is None or options.get(joins(name)) is None:
+            which = name if name is not None and joins(name) else next(iter(_joining()), "NAME")
             raise ConfigError(
-                f"which cluster? A private one has no {lacks}: `colocate {command} --executor ray --address ...`, "
+                f"which cluster? A private one has no {lacks}: `colocate {command} --executor {which} --address ...`, "
                 "or a config whose executor has an address"
             )
         return connect(name, **options)
@@ -62,13 +69,29 @@ class Cluster:
             ConfigError: The config is wrong, or it isn't said of what `--set` and `--address` are.
         """
         if self.file is not None:
-            more = [] if self.address is None else [f"executor.with.{ADDRESS}={self.address}"]
-            config = load(self.file, self.executor, [*self.changes, *more], allow_import=self.allow_import)
-            return config.executor.use, config.executor.with_
+            config = load(self.file, self.executor, self.changes, allow_import=self.allow_import)
+            return config.executor.use, {**config.executor.with_, **self._joining(config.executor.use)}
         if self.changes:
             raise ConfigError(f"--set changes a config: name one, as in `colocate {command} FILE --set ...`")
         if self.address is not None and self.executor is None:
-            raise ConfigError(
-                f"--address {self.address} is that of which engine? Say --executor ray, --executor dask, ..."
-            )
-        return self.executor, {} if self.address is None else {ADDRESS: self.address}
+            which = ", ".join(f"--executor {name}" for name in _joining()) or "--executor NAME"
+            raise ConfigError(f"--address {self.address} is that of which engine? Say {which}")
+        return self.executor, {} if self.executor is None else self._joining(self.executor)
+
+    def _joining(self, executor: str) -> dict[str, str]:
+        """The option that names the cluster, if an address is given.
+
+        Raises:
+            ConfigError: The executor joins none.
+        """
+        if self.address is None:
+            return {}
+        option = joins(executor)
+        if not option:
+            raise ConfigError(f"--address {self.address}: executor {executor!r} has no cluster to join; leave it out")
+        return {option: self.address}
+
+
+def _joining() -> list[str]:
+    """The installed executors that say that they join clusters."""
+    return [plugin.name for plugin, about in abouts() if about.joins]

@@ -18,6 +18,7 @@ from colocate._plugins.plugins import (
     FoundJob,
     FoundRole,
     PluginInfo,
+    about_executor,
     find_executor,
     find_observer,
     jobs_of,
@@ -70,11 +71,12 @@ def _or_error(details: Callable[[], dict[str, Any]], faults: list[PluginError]) 
 def _executor(name: str) -> dict[str, Any]:
     cls: Any = find_executor(name)
     options = _options(options_of(cls), cls, cls.__init__, cls.connect)
+    about = about_executor(name)
     can = {each.__name__: name for each in (OwnProcess, MultiNode, Detachable) if issubclass(cls, each)}
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "about": _first_line(cls),
-        "capabilities": getattr(cls, "variants", {}) | can,
+        "capabilities": {**(about.capabilities if about is not None else {}), **can},
         "options": options,
     }
 

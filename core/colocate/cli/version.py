@@ -11,13 +11,13 @@ from colocate._protocol.versions import PROTOCOL
 
 
 def lines() -> Iterator[str]:
-    """What it says. Nothing is imported for it but colocate."""
+    """What it says. No executor is imported for it."""
     yield f"colocate {colocate.__version__} (protocol {PROTOCOL}), Python {platform.python_version()}"
     yield f"executors: {', '.join(_engine(plugin) for plugin in plugins() if plugin.kind == 'executor')}"
 
 
 def _engine(plugin: PluginInfo) -> str:
-    needed = plugin.needed()
+    needed = plugin.engine()
     if not needed:
         return plugin.name
     versions = [f"{name} {version or 'is not installed'}" for name, version in needed.items()]

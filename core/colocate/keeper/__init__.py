@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colocate._protocol.message import Message, message, read
+    from colocate._protocol.proxying import Failure
     from colocate._protocol.requests import Request, Requests
     from colocate._protocol.versions import difference
     from colocate._system.parent import die_with
@@ -27,15 +28,19 @@ if TYPE_CHECKING:
         registration_of,
     )
     from colocate.keeper.keeper import Keeper
+    from colocate.keeper.kept_host import Patience
     from colocate.keeper.launcher import Launcher
     from colocate.keeper.looking import listed, look_inside
     from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
+    from colocate.keeper.proxied import Proxied
+    from colocate.keeper.proxy import Asked, DriverProxy
     from colocate.keeper.slots import Keepers, KeptSlot
     from colocate.worker.processes import arguments_of, below_this, left_by
     from colocate.worker.service import first_message
 
 _HOMES = {
     "colocate._protocol.message": ("Message", "message", "read"),
+    "colocate._protocol.proxying": ("Failure",),
     "colocate._protocol.requests": ("Request", "Requests"),
     "colocate._protocol.versions": ("difference",),
     "colocate._system.parent": ("die_with",),
@@ -49,9 +54,12 @@ _HOMES = {
         "registration_of",
     ),
     "colocate.keeper.keeper": ("Keeper",),
+    "colocate.keeper.kept_host": ("Patience",),
     "colocate.keeper.launcher": ("Launcher",),
     "colocate.keeper.looking": ("listed", "look_inside"),
     "colocate.keeper.process": ("AFTER_LANE_S", "ProcessEvents", "WorkerProcess"),
+    "colocate.keeper.proxied": ("Proxied",),
+    "colocate.keeper.proxy": ("Asked", "DriverProxy"),
     "colocate.keeper.slots": ("Keepers", "KeptSlot"),
     "colocate.worker.processes": ("arguments_of", "below_this", "left_by"),
     "colocate.worker.service": ("first_message",),
@@ -62,14 +70,19 @@ __all__ = [
     "AFTER_LANE_S",
     "AdoptedSlot",
     "Adoption",
+    "Asked",
+    "DriverProxy",
+    "Failure",
     "Keeper",
     "Keepers",
     "KeptSlot",
     "Launcher",
     "Lease",
     "Message",
+    "Patience",
     "PoolKeepers",
     "ProcessEvents",
+    "Proxied",
     "Registration",
     "Request",
     "Requests",

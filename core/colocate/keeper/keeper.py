@@ -41,6 +41,9 @@ class Keeper:
     Args:
         key: The secret that the driver knows (`Keepers.key`).
         host: Address under which other machines reach this one; None when the driver is on this machine.
+        bind: Address to listen on, where that isn't `host`: "0.0.0.0" behind a translation of addresses.
+        ports: The first and the last port of those to listen on, where others are closed; None for any.
+        cut_s: How long nothing may be heard of the driver's machine until its connections are taken for cut.
         env: Environment of the workers on top of this process's own; None when there will be no workers.
         tls: What connections with other machines are encrypted with; None leaves them in clear text.
         name: Whose it is (`Request.id`), for whoever looks at the processes of its machine.
@@ -55,6 +58,9 @@ class Keeper:
         key: bytes,
         *,
         host: str | None = None,
+        bind: str | None = None,
+        ports: tuple[int, int] | None = None,
+        cut_s: float = wire.CUT_AFTER_S,
         env: Mapping[str, str] | None = None,
         tls: wire.Tls | None = None,
         name: str = "",
@@ -68,7 +74,9 @@ class Keeper:
         self._starts = env is not None
         self._tls = tls
         self._on_end = on_end
-        listeners = wire.listen_widely(host, tls)  # first: it may raise, and there is nothing to be undone yet
+        self._cut_s = cut_s
+        # First: it may raise, and there is nothing to be undone yet.
+        listeners = wire.listen_widely(host, tls, bind=bind, ports=ports)
         self.hub = wire.Hub("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
         self._leased = Leased() if detachable else None
@@ -120,6 +128,7 @@ class Keeper:
 
     def _greet(self, sock: socket.socket) -> None:
         self._greetings.add(sock)
+        wire.cut_after(sock, self._cut_s)
         with contextlib.suppress(ClosedError):  # just now: `close` closes it
             Greeting(self.hub, self._connected, sock)
 

@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+import attrs
+
 from colocate import wire
 from colocate._protocol import commands
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._system.jobs import error_text, report_exception
-from colocate._system.limits import KEEPER_KILLS_WITHIN_S, LANE_ENDS_WITHIN_S
+from colocate._system.limits import (
+    KEEPER_CONNECTS_WITHIN_S,
+    KEEPER_KILLS_WITHIN_S,
+    LANE_ENDS_WITHIN_S,
+    LAST_WORDS_S,
+)
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES
@@ -23,10 +30,32 @@ from colocate.worker.service import first_message
 _LOOK_S = 0.05
 
 
+@attrs.frozen
+class Patience:
+    """How long a driver waits for keepers, in seconds.
+
+    Attributes:
+        dial_s: For one that takes a connection.
+        kill_s: For one that confirms a kill; then it is stuck, and the engine is told (`on_stuck`).
+        words_s: For the engine's words about one whose connection has ended (`KeptSlot.lost`), which come another way.
+        cut_s: For a sign of life of its machine; then the connections to that are taken for cut.
+    """
+
+    dial_s: float = KEEPER_CONNECTS_WITHIN_S
+    kill_s: float = KEEPER_KILLS_WITHIN_S
+    words_s: float = LAST_WORDS_S
+    cut_s: float = wire.CUT_AFTER_S
+
+
 class Dialler(Protocol):
     """What a host needs of all keepers' connections."""
 
     hub: wire.Hub
+
+    @property
+    def patience(self) -> Patience:
+        """How long they are waited for."""
+        ...
 
     def dial(
         self, address: str, token: bytes, on_message: wire.OnMessage, on_closed: wire.OnClosed, key: bytes | None
@@ -104,7 +133,7 @@ class KeptHost(Host):
             return
         self._killed = True
         self.slot.command(commands.Kill(self.token, astray))
-        self.slot.keepers.hub.later(KEEPER_KILLS_WITHIN_S, self._check_killed)
+        self.slot.keepers.hub.later(self.slot.keepers.patience.kill_s, self._check_killed)
 
     # -- on a dialling thread
 

@@ -38,10 +38,15 @@ def seen(started: int) -> str | None:
     return f"{state}\n{stack}" if stack or stopped else None
 
 
+def py_spy() -> str | None:
+    """Where py-spy is: beside this interpreter, or on the path; None when there is none."""
+    beside = Path(sysconfig.get_path("scripts"), "py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
 def _lane_of(worker: int) -> dict[str, Any]:
     """A worker's lane, its main thread, as py-spy tells of it; nothing where there is no py-spy, or it may not look."""
-    beside = Path(sysconfig.get_path("scripts"), "py-spy")
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    program = py_spy()
     if program is None:
         return {}
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(worker)]

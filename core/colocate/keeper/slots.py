@@ -15,11 +15,11 @@ from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
-from colocate._system.limits import KEEPER_CONNECTS_WITHIN_S, LAST_WORDS_S, LISTED_WITHIN_S
+from colocate._system.limits import LISTED_WITHIN_S
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.greeting import COMMANDS, NEWCOMER
-from colocate.keeper.kept_host import KeptHost
+from colocate.keeper.kept_host import KeptHost, Patience
 
 
 class Keepers:
@@ -29,13 +29,15 @@ class Keepers:
         key: The secret to give to each `Keeper`.
     """
 
-    def __init__(self, name: str, tls: wire.Tls | None = None) -> None:
+    def __init__(self, name: str, tls: wire.Tls | None = None, patience: Patience | None = None) -> None:
         """Make none yet.
 
         Args:
             name: That of the threads.
             tls: This machine's certificates, where connections with others are encrypted.
+            patience: How long keepers are waited for; None for what is usual within a cluster.
         """
+        self.patience = patience or Patience()
         self.tls = tls
         self.key = wire.new_key()
         self.hub = wire.Hub(name, on_death=self._hub_ended)
@@ -125,8 +127,9 @@ class Keepers:
             OSError: It can't be reached.
             ClosedError: All of it was closed meanwhile.
         """
-        sock = wire.connect(address, key or self.key, KEEPER_CONNECTS_WITHIN_S, self.tls)
+        sock = wire.connect(address, key or self.key, self.patience.dial_s, self.tls)
         try:
+            wire.cut_after(sock, self.patience.cut_s)
             sock.sendall(token)
             if token not in (COMMANDS, NEWCOMER):  # it is handed on to the worker
                 sock = wire.anew(sock, token)
@@ -149,7 +152,12 @@ class KeptSlot:
     """One slot: the connection that carries the commands to its keeper."""
 
     def __init__(
-        self, keepers: Keepers, address: str, on_stuck: Callable[[], None], key: bytes | None, gone: str
+        self,
+        keepers: Keepers,
+        address: str,
+        on_stuck: Callable[[], None],
+        key: bytes | None = None,
+        gone: str = "its keeper is gone",
     ) -> None:
         """Use `Keepers.slot`."""
         self.keepers = keepers
@@ -258,6 +266,7 @@ class KeptSlot:
 
     def stuck(self, then: Callable[[], None]) -> None:
         """The keeper doesn't do what it is told. `then` runs on the hub's thread, once the engine has been told."""
+        self._lost = self._lost or "its keeper was stuck, and was ended"  # before the engine says so: a restart asks
         self.keepers.soon(partial(self._end_keeper, then))
 
     def _end_keeper(self, then: Callable[[], None]) -> None:
@@ -329,7 +338,8 @@ class KeptSlot:
         if self._closed:
             self._over("its keeper was let go")
         else:
-            self.keepers.hub.later(LAST_WORDS_S, partial(self._over, f"{self._is_gone}: {reason}"))
+            over = partial(self._over, f"{self._is_gone}: {reason}")
+            self.keepers.hub.later(self.keepers.patience.words_s, over)
 
     def hub_ended(self, reason: str) -> None:
         """It won't be heard of any more."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from colocate.testing.waiting import PATIENCE_S
 
@@ -16,8 +16,10 @@ Address = tuple[str, int]
 class Gate:
     """Made closed by a test, which opens it at its end at the latest; a context manager that does so."""
 
+    host: ClassVar[str] = "127.0.0.1"  # where workers reach the test; `ExecutorCase.address` sets it
+
     def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener = socket.create_server((self.host, 0), backlog=64)
         self._listener.settimeout(PATIENCE_S)
         self._waiting: list[socket.socket] = []
         host, port = self._listener.getsockname()[:2]

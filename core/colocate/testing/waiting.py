@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Self
 
 import psutil
 
@@ -62,6 +63,12 @@ class Processes:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
             assert poll.poll(PATIENCE_S * 1000), f"process {pid} is still there"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Let go of them."""

@@ -10,10 +10,11 @@ from colocate.wire.handshake import KEY_BYTES
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
-from colocate.wire.tls import Tls, anew, hand_on, take_over
+from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, hand_on, take_over
 from colocate.wire.turns import Turns
 
 __all__ = [
+    "CUT_AFTER_S",
     "KEY_BYTES",
     "LOOPBACK",
     "Frame",
@@ -30,6 +31,7 @@ __all__ = [
     "Turns",
     "anew",
     "connect",
+    "cut_after",
     "encode",
     "explain",
     "hand_on",

@@ -13,6 +13,7 @@ kernel for the other side's user: only one's own gets as far as the proof.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import random
@@ -114,32 +115,49 @@ class Listener:
         self._sock.close()
 
 
-def listen_widely(host: str | None, tls: Tls | None = None) -> list[Listener]:
+def listen_widely(
+    host: str | None, tls: Tls | None = None, *, bind: str | None = None, ports: tuple[int, int] | None = None
+) -> list[Listener]:
     """Open what others on this machine reach and, with a host, what those on other machines do.
 
     Args:
         host: The address of this machine under which others reach it.
         tls: What the connections from other machines are encrypted with.
+        bind: See `listen`.
+        ports: See `listen`.
 
     Returns:
         The listeners; an address for all of them is theirs, joined by commas.
+
+    Raises:
+        OSError: See `listen`; nothing is left open.
     """
-    listeners = [listen("unix")]
-    if host is not None:
-        listeners.append(listen("tcp", host, tls))
-    return listeners
+    widely = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports)]  # first: it may raise
+    return [listen("unix"), *widely]
 
 
-def listen(kind: Kind = "unix", host: str = LOOPBACK, tls: Tls | None = None) -> Listener:
+def listen(
+    kind: Kind = "unix",
+    host: str = LOOPBACK,
+    tls: Tls | None = None,
+    *,
+    bind: str | None = None,
+    ports: tuple[int, int] | None = None,
+) -> Listener:
     """Open a listening socket.
 
     Args:
         kind: `"unix"` (only this machine reaches it; faster: large memory is passed, not copied) or `"tcp"`.
-        host: With `"tcp"`: the address of this machine to listen on; loopback for this machine only.
+        host: With `"tcp"`: the address of this machine that others dial; loopback for this machine only.
         tls: With `"tcp"`: what the connections are encrypted with.
+        bind: With `"tcp"`: the address to listen on, where that isn't the one that others dial; "0.0.0.0" for all.
+        ports: With `"tcp"`: the first and the last port of those to listen on; None for any that is free.
 
     Returns:
         The listener.
+
+    Raises:
+        OSError: It can't be listened there, or no port of these is free.
     """
     context = None if tls is None else tls.context(server=True)
     if kind == "unix":
@@ -147,12 +165,26 @@ def listen(kind: Kind = "unix", host: str = LOOPBACK, tls: Tls | None = None) ->
         sock = listening(socket.AF_UNIX, f"\0{name}")
         address = f"unix:{name}"
     elif kind == "tcp":
-        sock = listening(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+        sock = _at_some_port(bind or host, ports)
         address = f"{'tcp' if context is None else 'tls'}:{host}:{sock.getsockname()[1]}"
     else:
         raise ValueError(f"no kind of address is called {kind!r}: use 'unix' or 'tcp'")
     sock.setblocking(False)
     return Listener(sock, address, context)
+
+
+def _at_some_port(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ports is None:
+        return listening(family, (host, 0))
+    first, last = ports
+    for port in range(first, last + 1):
+        try:
+            return listening(family, (host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no port of {first}-{last} is free on {host}: give more of them (ports=...)")
 
 
 def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:

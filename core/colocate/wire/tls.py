@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _NO_TLS = b"-"
 _CHUNK_BYTES = 1 << 17
-_PROBE_EVERY_S, _PROBES = 2, 3
+CUT_AFTER_S = 8.0
+"""A connection to a machine that is gone without a word is taken for cut after so long, unless somebody says more."""
+_PROBES = 3
 
 
 @attrs.frozen
@@ -323,16 +325,26 @@ def take_over(sock: socket.socket, told: bytes) -> tuple[socket.socket, Tls | No
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Send small messages at once, and find out in seconds that the other machine is gone without a word.
-
-    The kernel asks and answers: a process that is stopped, or busy, isn't taken for a machine that is gone.
-    """
+    """Send small messages at once, and find out in seconds that the other machine is gone without a word."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    if not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # what was said for this connection stays
+        cut_after(sock, CUT_AFTER_S)
+
+
+def cut_after(sock: socket.socket, seconds: float) -> None:
+    """Have a connection to another machine taken for cut when nothing of that is heard for so long; whole seconds.
+
+    The kernel asks and answers: a process that is stopped, or busy, isn't taken for a machine that is gone. Nothing is
+    changed of connections within a machine.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    every_s = max(1, round(seconds / (_PROBES + 1)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PROBE_EVERY_S * (_PROBES + 1) * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, every_s * (_PROBES + 1) * 1000)
 
 
 def _proof(secret: bytes, server: bool) -> bytes:

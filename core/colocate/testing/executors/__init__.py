@@ -8,8 +8,9 @@ Subclass it in a test file of your own:
         executor = "mine"
         options = {"address": "…"}
 
-Each area is a class of its own too (`Calls`, `Residents` …), for a start with less than everything. What the executor
-lacks a capability for is skipped with the capability's name; what needs torch is skipped where it isn't installed.
+`Smoke` is some twenty of its tests, to begin with. Each area is a class of its own too (`Calls`, `Residents` …). What
+the executor lacks a capability for is skipped with the capability's name; what needs torch is skipped where it isn't
+installed.
 """
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -61,6 +62,7 @@ from colocate.testing.executors.threads import Undisturbed
 from colocate.testing.executors.transfers import Transfers
 from colocate.testing.executors.turns import TakingTurns
 from colocate.testing.executors.unfinished import SleepingAmidSteps
+from colocate.testing.executors.vanishing import Vanishing
 from colocate.testing.executors.watching import Watching
 
 
@@ -114,9 +116,33 @@ class ExecutorSuite(
     Successors,
     Undisturbed,
     Printing,
+    Vanishing,
     Watching,
 ):
     """Everything that holds for every executor."""
+
+
+_SMOKE = frozenset(
+    {
+        # Workers start where and as they were asked for, and values and errors come and go.
+        *("test_by_name", "test_environment", "test_facts", "test_dying_constructor", "test_plain_call", "test_large"),
+        *("test_role_error", "test_class_of_the_script", "test_scatter_then_concat", "test_between_slots"),
+        # Slots are held together, and given back.
+        *("test_slots_of_a_pool", "test_never_fits", "test_does_not_fit_now", "test_waits", "test_close_frees"),
+        # Whatever dies is noticed, and leaves nothing.
+        *("test_killed_in_a_call", "test_left", "test_the_pool_lives", "test_hung_process", "test_killed"),
+        *("test_clean_at_each_stage", "test_others_take_the_place_of_a_slot_that_has_vanished"),
+    }
+)
+
+
+class Smoke(ExecutorSuite):
+    """Some twenty tests of an executor's own duties, to begin with: what fails here fails everywhere in the suite."""
+
+
+for _name in dir(ExecutorSuite):
+    if _name.startswith("test_") and _name not in _SMOKE:
+        setattr(Smoke, _name, None)  # what is None is no test
 
 
 __all__ = [
@@ -163,6 +189,7 @@ __all__ = [
     "Sleeping",
     "SleepingAmidSteps",
     "SleepingBeside",
+    "Smoke",
     "Spawn",
     "Startup",
     "Successors",
@@ -172,6 +199,7 @@ __all__ = [
     "TorchSettings",
     "Transfers",
     "Undisturbed",
+    "Vanishing",
     "Watching",
     "needs",
 ]

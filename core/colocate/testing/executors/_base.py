@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import attrs
@@ -12,7 +14,9 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
+from colocate.executor import Place
 from colocate.testing import leaks
+from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.meshes import Meshes
@@ -20,6 +24,7 @@ from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Axes, Own, Rows
 from colocate.testing.probes.tensors import Tensors
 from colocate.testing.runtimes import make_first_worker
+from colocate.testing.waiting import send, starter_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,6 +58,7 @@ class Shared:
     slots: int
     name: str
     mesh: Mapping[str, Any] | None = None
+    strategy: str = "pack"
     warm_up: Callable[[ColocatedGroup], object] = lambda group: None
     _pool: Pool | None = None
     _group: ColocatedGroup | None = None
@@ -64,7 +70,7 @@ class Shared:
                 if self._pool is not None:
                     with contextlib.suppress(BaseExceptionGroup):  # what broke it was told to the test that broke it
                         self._pool.close(grace=0, force=True)
-                self._pool = self.runtime.reserve(self.slots, cpus=0)
+                self._pool = self.runtime.reserve(self.slots, cpus=0, strategy=self.strategy)
                 self._group = self._pool.spawn(self.roles, self.name, self.mesh)
                 self.warm_up(self._group)
         return self._group
@@ -90,14 +96,22 @@ class ExecutorCase:
         options: The options to connect with.
         private: The options for an engine of the test's own, where `options` join one that is shared; None: the same.
         device: What torch calls the device of a slot without `gpus=` here.
+        address: Of the test's machine, under which workers reach it; where slots lie on other machines.
+        strategy: How the slots of the fixtures' groups are placed; "spread" puts them on as many machines as there are.
         start_s: How long the start of a worker took here, for tests with a time limit in which some have to start.
+        last_words: A part of what the engine says of a slot that has vanished (`KeptSlot.lost`); empty when it says
+            nothing.
     """
 
     executor: ClassVar[str] = "local"
     options: ClassVar[Mapping[str, Any]] = {}
     private: ClassVar[Mapping[str, Any] | None] = None
     device: ClassVar[str] = "cpu"
+    address: ClassVar[str] = Gate.host
+    strategy: ClassVar[str] = "pack"
     start_s: ClassVar[float] = 0.0
+    last_words: ClassVar[str] = ""
+    _workers: Mapping[int, int]
 
     def connect(self, **more: Any) -> Runtime:
         """Connect to the executor with its options and some more (such as `seed=`)."""
@@ -106,6 +120,31 @@ class ExecutorCase:
     def connect_privately(self, **more: Any) -> Runtime:
         """Connect to an engine of the test's own, with what it offers (such as `cpus=`)."""
         return colocate.connect(self.executor, **{**(self.options if self.private is None else self.private), **more})
+
+    def vanish(self, place: Place) -> None:
+        """End what keeps a slot, as the end of its machine would, without telling the executor.
+
+        Here that is the process that has started the slot's worker, on this machine. Override it where more goes with
+        that, or where it is on another machine.
+        """
+        os.kill(self._starter(place), signal.SIGKILL)
+
+    def freeze(self, place: Place) -> None:
+        """Stop what keeps a slot, so that it answers nothing any more; override it as `vanish`."""
+        send(self._starter(place), signal.SIGSTOP)
+
+    def _starter(self, place: Place) -> int:
+        starter = starter_of(self._workers[id(place)])
+        if starter == os.getpid():
+            pytest.skip(f"executor {self.executor!r} keeps its slots in the driver's own process, which can't vanish")
+        return starter
+
+    def places_of(self, group: ColocatedGroup) -> Sequence[Place]:
+        """Where a group's slots lie, for `vanish` and `freeze`. On each it has its role "echo"."""
+        places: Sequence[Place] = group.owner._node.places
+        ranks = group.role("echo", Echo).place()
+        self._workers = {id(place): pid for place, (pid, *_) in zip(places, ranks, strict=True)}
+        return places
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -116,6 +155,10 @@ class ExecutorCase:
             make_first_worker(runtime)
             cls.start_s = time.monotonic() - began
             yield runtime
+
+    @pytest.fixture(autouse=True)
+    def _machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Gate, "host", self.address)
 
     @pytest.fixture(autouse=True)
     def _capabilities(self, request: pytest.FixtureRequest, runtime: Runtime) -> None:
@@ -140,7 +183,7 @@ class ExecutorCase:
             "left_tensors": colocate.role(Tensors).on(slots=[0]),
             "right_tensors": colocate.role(Tensors).on(slots=[1]),
         }
-        return Shared(runtime, roles, 2, name="pair", warm_up=_warm_up)
+        return Shared(runtime, roles, 2, name="pair", strategy=cls.strategy, warm_up=_warm_up)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -154,7 +197,7 @@ class ExecutorCase:
             "pair": colocate.role(Collective).on(slots=[1, 2]),
             "solo": colocate.role(Collective).on(slots=[3]),
         }
-        return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2}, _warm_up_square)
+        return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2}, cls.strategy, _warm_up_square)
 
     @pytest.fixture
     def pair(self, no_leaks: None, shared_pair: Shared) -> ColocatedGroup:
@@ -197,7 +240,7 @@ class ExecutorCase:
         pools: list[Pool] = []
 
         def make(roles: Mapping[str, RoleSpec[Any]], *, slots: int = 2, **options: Any) -> ColocatedGroup:
-            pools.append(runtime.reserve(slots, cpus=0))
+            pools.append(runtime.reserve(slots, cpus=0, strategy=self.strategy))
             return pools[-1].spawn(roles, **options)
 
         yield make

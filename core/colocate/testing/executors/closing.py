@@ -14,6 +14,7 @@ from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._calls.stacks import HAS_LEFT, Stacks
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
+from colocate.keeper.outside import py_spy
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -172,6 +173,8 @@ class Closing(ExecutorCase):
     @needs(OwnProcess)
     def test_where_a_silent_rank_is(self, runtime: Runtime) -> None:
         """One that C code keeps from answering, and one that is stopped, are looked at from outside."""
+        if py_spy() is None:
+            pytest.skip("py-spy is neither beside this interpreter nor on the path: pip install py-spy")
         with runtime.reserve(2, cpus=0) as pool, Gate() as gate:
             group = pool.spawn(ROLES)
             faulty = group.role("faulty", Faulty)

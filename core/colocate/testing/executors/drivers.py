@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 import pytest
 
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, needs
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+
+_FOLLOWS_WITHIN_S = 20.0  # a killed driver's output is closed: what it has started ends with it, or soon after
 
 PREAMBLE = """
 import json, os, signal, sys, threading
@@ -42,11 +48,21 @@ class Driver:
     """A script that runs."""
 
     process: subprocess.Popen[str]
+    _heard: bytes = b""
 
     def hear(self) -> Any:
-        """What it says next."""
+        """What it says next; a failure when it says nothing within a test's patience."""
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        said = self.process.stdout.fileno()
+        deadline = time.monotonic() + PATIENCE_S
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([said], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"the script has said nothing for {PATIENCE_S:g} s"
+            more = os.read(said, 2**16)
+            assert more, "the script has ended, or closed its output, and had more to say"
+            self._heard += more
+        line, _, self._heard = self._heard.partition(b"\n")
+        return json.loads(line)
 
     def go_on(self) -> None:
         """Let it go on where it waits."""
@@ -84,10 +100,38 @@ class Scripts:
         return Driver(process)
 
     def close(self) -> None:
-        """End what still runs."""
+        """End what still runs; a failure when something that a script has started outlives it."""
+        holders: set[int] = set()
         for process in self.started:
             process.kill()
-            process.communicate()
+            try:
+                process.communicate(timeout=_FOLLOWS_WITHIN_S)
+            except subprocess.TimeoutExpired:  # its output has no end as long as somebody has it open
+                for pipe in filter(None, (process.stdout, process.stderr)):
+                    holders |= _having_open(pipe.fileno())
+                    pipe.close()
+                process.wait()  # it has been killed
+        outlive = ", ".join(f"{pid} ({_command_of(pid)})" for pid in sorted(holders))
+        assert not outlive, f"after a driver's end these still have its output open, which it has started: {outlive}"
+
+
+def _having_open(pipe: int) -> set[int]:
+    """The other processes that have a pipe of this one open, as far as they can be seen."""
+    wanted = os.fstat(pipe)
+    found: set[int] = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has gone, or is somebody else's
+            folder = f"/proc/{pid}/fd"
+            if any(os.path.samestat(os.stat(f"{folder}/{each}"), wanted) for each in os.listdir(folder)):
+                found.add(pid)
+    return found - {os.getpid()}
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())[:200]
+    except psutil.Error:  # gone meanwhile
+        return "gone"
 
 
 class Scripted(ExecutorCase):

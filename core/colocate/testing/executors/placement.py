@@ -15,8 +15,9 @@ import pytest
 
 import colocate
 from colocate import Pool, Runtime, gpus
+from colocate._plugins.plugins import about_executor
 from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
-from colocate.executor import Detachable, OwnProcess
+from colocate.executor import Detachable, MultiNode, OwnProcess, Watchable
 from colocate.testing.executors._base import ExecutorCase, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -232,6 +233,15 @@ class Placement(ExecutorCase):
         with pytest.raises(CapabilityError) as caught:
             runtime.reserve(1, cpus=0, detachable=True)
         assert caught.value.capability == "Detachable"
+
+    def test_capabilities_are_said(self, runtime: Runtime) -> None:
+        """What the executor says of itself without being imported, is what it can do (`About`)."""
+        about = about_executor(self.executor)
+        if about is None:
+            pytest.skip(f"executor {self.executor!r} says nothing of itself: its plugin has no hook colocate_about()")
+        executor = runtime._node.services.executor
+        can = {each.__name__ for each in (OwnProcess, MultiNode, Detachable, Watchable) if isinstance(executor, each)}
+        assert can <= about.capabilities.keys()
 
     def test_unknown_option(self) -> None:
         """An option that the executor doesn't have is refused, with the nearest it has."""

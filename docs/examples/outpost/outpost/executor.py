@@ -44,9 +44,10 @@ class Outposts(Executor, OwnProcess):
         reservation = self._ledger.reserve(request)
         posts: list[Post] = []
         try:
-            posts += [Post(self._keepers, place, request, self._gpus) for place in reservation.places]
+            posts += [self.post(place, request) for place in reservation.places]
             places = [
-                attrs.evolve(place, handle=post.slot()) for place, post in zip(reservation.places, posts, strict=True)
+                attrs.evolve(place, handle=post.connected())
+                for place, post in zip(reservation.places, posts, strict=True)
             ]
         except BaseException:
             for post in posts:
@@ -54,6 +55,10 @@ class Outposts(Executor, OwnProcess):
             self._ledger.release(reservation)
             raise
         return attrs.evolve(reservation, places=tuple(places), handle=(reservation, posts))
+
+    def post(self, place: Place, request: Request) -> "Post":
+        """A post for a slot. On another machine: what gets a command there, and the address of that machine."""
+        return Post(self._keepers, place, request, self._gpus)
 
     def withdraw(self, request: Request) -> None:
         """Nobody waits for them any more."""
@@ -63,6 +68,11 @@ class Outposts(Executor, OwnProcess):
         """Start a worker."""
         kept: KeptSlot = place.handle
         return kept.launch(boot, events)
+
+    def lost(self, place: Place) -> bool:
+        """Whether the post of a slot is gone: a restart reserves others then."""
+        kept: KeptSlot = place.handle
+        return kept.is_lost
 
     def release(self, reservation: Reservation) -> None:
         """End the posts, and give the slots back."""
@@ -85,17 +95,26 @@ class Outposts(Executor, OwnProcess):
 class Post:
     """A process that keeps one slot."""
 
-    def __init__(self, keepers: Keepers, place: Place, request: Request, gpus: Sequence[str]) -> None:
+    def __init__(
+        self,
+        keepers: Keepers,
+        place: Place,
+        request: Request,
+        gpus: Sequence[str],
+        through: Sequence[str] = (),
+        host: str | None = None,
+    ) -> None:
         self._keepers = keepers
         self._kept: KeptSlot | None = None
         env = {**request.env, **shown(gpus, place.devices)}
-        command = [sys.executable, "-m", "outpost.post"]
+        command = [*through, sys.executable, "-m", "outpost.post"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
-        print(json.dumps({"key": keepers.key.hex(), "env": env}), file=self._process.stdin, flush=True)
+        told = {"key": keepers.key.hex(), "env": env, "name": request.id, "host": host}
+        print(json.dumps(told), file=self._process.stdin, flush=True)
         self._watch = threading.Thread(target=self._wait, name="outpost-watch", daemon=True)
 
-    def slot(self) -> KeptSlot:
+    def connected(self) -> KeptSlot:
         """The slot that it keeps, once it has said where."""
         assert self._process.stdout is not None
         address = self._process.stdout.readline().strip()

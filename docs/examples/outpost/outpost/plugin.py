@@ -1,7 +1,7 @@
-"""Entry point of the executor."""
+"""Entry point of the executor. It imports the executor only when asked for it."""
 
 from colocate import hookimpl
-from colocate.executor import Executor
+from colocate.executor import About, Executor
 
 
 @hookimpl
@@ -10,3 +10,9 @@ def colocate_executor() -> type[Executor]:
     from outpost.executor import Outposts
 
     return Outposts
+
+
+@hookimpl
+def colocate_about() -> About:
+    """What is said of it as long as nobody uses it."""
+    return About(capabilities={"OwnProcess": "outpost"}, packages=("outpost",))

@@ -1,8 +1,8 @@
-"""The janitor: a small process that outlives a driver and its envoy, for as long as it takes to end what they leave.
+"""The janitor: a small process that outlives a driver and its proxy, for as long as it takes to end what they leave.
 
-`python janitor.py DRIVER ENVOY SESSION MARK FOLDER`: two pidfds, the envoy's session, a text that is in the environment
-of everything below the envoy, and the folder of a private Ray ("" for a cluster that was joined: what happens there is
-the cluster's to end). It imports only the standard library, so that it is there soon and takes little.
+`python janitor.py DRIVER PROXY SESSION MARK FOLDER`: two pidfds, the proxy's session, a text that is in the environment
+of everything below the proxy, and the folder of what it has started ("" where that isn't the driver's to end, but its
+cluster's). It imports only the standard library, so that it is there soon and takes little.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 
-_LEAVES_WITHIN_S = 0.7  # an envoy whose driver is gone leaves by itself, unless it is stopped or stuck
+_LEAVES_WITHIN_S = 0.7  # a proxy whose driver is gone leaves by itself, unless it is stopped or stuck
 _SWEEPS_FOR_S = 10.0
 # As the supervisors of workers have it, which can't be imported here: Python's trackers remove roles' shared memory.
 _TRACKERS_S = 5.0
@@ -24,30 +24,30 @@ _PAUSE_S = 0.02
 
 def main() -> None:
     """Wait for the ends of both, and leave nothing of theirs."""
-    driver, envoy, session = (int(number) for number in sys.argv[1:4])
+    driver, proxy, session = (int(number) for number in sys.argv[1:4])
     mark, folder = sys.argv[4].encode(), sys.argv[5]
-    if not _wait([driver, envoy], None, envoy):
-        _wait([envoy], _LEAVES_WITHIN_S, envoy)
+    if not _wait([driver, proxy], None, proxy):
+        _wait([proxy], _LEAVES_WITHIN_S, proxy)
         try:
-            signal.pidfd_send_signal(envoy, signal.SIGKILL)
+            signal.pidfd_send_signal(proxy, signal.SIGKILL)
         except ProcessLookupError:  # it has left by itself
             pass
-        _wait([envoy], None, envoy)
+        _wait([proxy], None, proxy)
     if folder:
         _sweep(session, mark)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(pidfds: list[int], patience: float | None, envoy: int) -> bool:
-    """Wait until one of some processes has ended; whether the envoy has."""
+def _wait(pidfds: list[int], patience: float | None, proxy: int) -> bool:
+    """Wait until one of some processes has ended; whether the proxy has."""
     poll = select.poll()
     for pidfd in pidfds:
         poll.register(pidfd, select.POLLIN)
-    return envoy in [pidfd for pidfd, _ in poll.poll(None if patience is None else patience * 1000)]
+    return proxy in [pidfd for pidfd, _ in poll.poll(None if patience is None else patience * 1000)]
 
 
 def _sweep(session: int, mark: bytes) -> None:
-    """End all that the envoy has started, below it or not: some of Ray's processes outlive their parents."""
+    """End all that the proxy has started, below it or not: some outlive their parents."""
     began = time.monotonic()
     while (found := _left(session, mark)) and time.monotonic() - began < _SWEEPS_FOR_S:
         for pid in found:

@@ -1,0 +1,258 @@
+"""The driver's end of a process that is in an engine on its behalf. Imports no engine."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+
+from colocate import wire
+from colocate._protocol.message import read
+from colocate._protocol.proxying import OPEN, PING, Failure, ProxyDid, ProxyDo, ProxySaid
+from colocate._protocol.requests import Request, Requests
+from colocate.errors import ColocateError, EngineError
+from colocate.keeper import janitor
+
+_ENDS_WITHIN_S = 10.0
+# A proxy that has been silent for so long is asked whether it is there, and ended when it isn't.
+SILENCE_S = 2.0
+_PONG_WITHIN_S = 3.0
+_PARTY = "the proxy"  # who owes answers
+_LAST_WORDS_BYTES = 2000
+
+Asked: TypeAlias = Request[str, Any]
+
+
+class DriverProxy:
+    """A module beside the driver that is called, heard, and ends with it: it is in an engine on the driver's behalf.
+
+    For an engine that would mark the driver's process for good: by threads, signal handlers, settings, one connection
+    per process. The module has a `Proxied`, whose methods are what can be asked for. It ends when it is closed, and
+    with the driver in whatever way that ends; its janitor, a small process, sees to one that is stopped or stuck then.
+
+    Args:
+        module: The module, which is run as a program. What it prints is kept for errors.
+        engine: What errors call the engine ("Ray", "the cluster at …").
+        heard: Called with what `Proxied.say` was given, in order, on a thread of the proxy's: it mustn't wait.
+        env: The process's environment; None for this one's. What it needs to import colocate and the module is added.
+        mark: A variable that is set in its environment, and so in that of all that it starts.
+        folder: A folder of what it starts: when the process has ended, its janitor ends all that has the mark, and
+            removes the folder. None where nothing of that is the driver's to end.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        engine: str,
+        heard: Callable[..., object] = lambda *what: None,
+        env: Mapping[str, str] | None = None,
+        mark: str = "COLOCATE_PROXY",
+        folder: str | None = None,
+    ) -> None:
+        """Start the process; `open` is to be called next.
+
+        Raises:
+            OSError: It can't be started; nothing is left.
+        """
+        self._engine = engine
+        self._said = heard
+        self._requests = Requests[str, Any]()
+        self._closing = False
+        self._log = tempfile.TemporaryFile(prefix="colocate-")  # noqa: SIM115  # until `close`
+        value = secrets.token_hex(8)
+        whole = {**(os.environ if env is None else env), mark: value}
+        whole["PYTHONPATH"] = os.pathsep.join(_import_path(whole.get("PYTHONPATH"), module))
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = _started(module, theirs, self._log.fileno(), whole)
+            self._janitor = _watched(self._process, f"{mark}={value}", folder)
+        except BaseException:
+            ours.close()
+            self._log.close()
+            raise
+        self._hub = wire.Hub("proxy")
+        self._lane = self._hub.attach(ours, self._heard, self._gone)
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def open(self, *arguments: Any, within_s: float) -> bool:
+        """Have it begin (`Proxied.open`), and wait; False when that takes longer. It is closed when it isn't open.
+
+        Raises:
+            ColocateError: It failed, or the process is gone.
+        """
+        try:
+            opened = self.post(OPEN, *arguments)
+            if opened.wait(within_s):
+                opened.result()
+                return True
+        except BaseException:
+            self.close()
+            raise
+        return False
+
+    def call(self, name: str, *arguments: Any, within_s: float) -> Any:
+        """Have it do something, and wait for the result: while the proxy lives, and at most so many seconds.
+
+        Args:
+            name: The method of its `Proxied`.
+            arguments: Its arguments.
+            within_s: How long.
+
+        Raises:
+            ColocateError: It failed, or took longer, or the proxy is gone.
+        """
+        asked = self.post(name, *arguments)
+        if not self.wait([asked], within_s):
+            raise ColocateError(f"{self._engine} hasn't done within {within_s:g} s what it was asked for ({name})")
+        [answer] = asked.result()
+        return answer
+
+    def wait(self, posted: Sequence[Asked], within_s: float | None = None) -> bool:
+        """Wait for what was posted; whether all of it is done. A proxy that shows no life meanwhile is ended."""
+        deadline = math.inf if within_s is None else time.monotonic() + within_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            silent = time.monotonic() + min(SILENCE_S, left)
+            if all(each.wait(max(0.0, silent - time.monotonic())) for each in posted):
+                return True
+            if left <= SILENCE_S:
+                return False
+            if not self.post(PING).wait(_PONG_WITHIN_S):
+                # Stopped, or stuck. What it holds can be freed by its end alone, of which the reader will tell.
+                self._process.kill()
+
+    def post(self, name: str, *arguments: Any) -> Asked:
+        """Have it do something; doesn't wait."""
+        body = wire.pack(arguments)
+        asked = self._requests.open([_PARTY])
+        if not asked.over:  # if it is gone, whatever is asked for is about to fail
+            self._lane.send(ProxyDo(asked.token, name).head(), body)
+        return asked
+
+    def close(self) -> None:
+        """End it: `Proxied.leave` is called there, and the process ends. Idempotent."""
+        self._closing = True
+        self._hub.close()
+        self._end()
+        self._log.close()
+
+    def last_words(self) -> str:
+        """The end of what it has printed, for an error; empty when that is nothing."""
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
+        text = tail.decode(errors="replace").strip()
+        return f"Its last words:\n{text}" if text else ""
+
+    def _end(self) -> None:
+        deadline = time.monotonic() + _ENDS_WITHIN_S
+        while not _has_ended(self._process, 1.0):
+            if time.monotonic() > deadline or _is_stopped(self._process.pid):
+                self._process.kill()
+        if not _has_ended(self._janitor, _ENDS_WITHIN_S):
+            self._janitor.kill()
+            self._janitor.wait()
+
+    def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
+        told = read(head)
+        assert body is not None
+        said = wire.unpack(body)
+        if isinstance(told, ProxySaid):
+            self._said(*said)
+            return
+        assert isinstance(told, ProxyDid)
+        if isinstance(said, Failure):
+            self._requests.refused(told.token, said.error())
+        else:
+            self._requests.answered(told.token, _PARTY, said)
+
+    def _gone(self, _reason: str) -> None:
+        why = "it was closed" if self._closing else self._post_mortem()
+        self._requests.fail_all(EngineError(f"the connection to {self._engine} has ended: {why}"))
+
+    def _post_mortem(self) -> str:
+        self._end()
+        ended = f"the process that was in it ended with code {self._process.returncode}"
+        return f"{ended}. Close the runtime, and connect again. {self.last_words()}".strip()
+
+
+def _started(module: str, sock: socket.socket, log: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-W", "ignore", "-m", module, str(sock.fileno()), str(os.getpid())],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[sock.fileno()],
+        start_new_session=True,  # Ctrl-C is the driver's
+    )
+
+
+def _watched(proxy: subprocess.Popen[bytes], mark: str, folder: str | None) -> subprocess.Popen[bytes]:
+    """Start its janitor."""
+    try:
+        pidfds = [os.pidfd_open(pid) for pid in (os.getpid(), proxy.pid)]
+        try:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", janitor.__file__),
+                    *(*map(str, pidfds), str(proxy.pid), mark, folder or ""),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=pidfds,
+                start_new_session=True,
+            )
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
+    except BaseException:
+        proxy.kill()
+        proxy.wait()
+        raise
+
+
+def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _import_path(given: str | None, module: str) -> Iterable[str]:
+    """A path on which colocate and the module are found, however this process has come to find them."""
+    return dict.fromkeys([*filter(None, [given]), *map(_home_of, ("colocate", module.partition(".")[0]))])
+
+
+def _home_of(name: str) -> str:
+    """The folder in which a top-level package, or module, lies."""
+    spec = find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    places = [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]
+    return str(Path(places[0]).parent)

@@ -1,0 +1,25 @@
+"""The folders that Dask wants for a private cluster: made, and removed at once. Imports no Dask."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+from colocate.executor import Running
+
+PREFIX = "colocate-dask-"
+_MADE_WITHIN_S = 60.0
+
+
+def left_here() -> list[Running]:
+    """Folders that have stayed, of drivers that ended in just that moment."""
+    found = []
+    for entry in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        try:
+            since = entry.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if time.time() - since > _MADE_WITHIN_S:
+            found.append(Running("folder", str(entry), since=since, detail="of a private Dask cluster"))
+    return found

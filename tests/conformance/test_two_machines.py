@@ -1,0 +1,172 @@
+"""The suite where slots lie on two machines: network namespaces that reach each other by a cable alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+from tests.distributions.install import Installed
+
+import colocate
+from colocate import RoleSpec
+from colocate.errors import WorkerDied
+from colocate.testing.executors import ExecutorSuite, Smoke
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, Processes
+
+FAR = """
+from collections.abc import Mapping
+
+import attrs
+import colocate
+from colocate.executor import About, MultiNode, Node
+from colocate.placement import Ledger
+from outpost.executor import Outposts, Post
+
+
+@colocate.hookimpl
+def colocate_executor():
+    return Far
+
+
+class Far(Outposts, MultiNode):
+    name = "far"
+
+    def __init__(self, *, cpus=None, gpus=0, addresses: Mapping | None = None, namespace: str = ""):
+        super().__init__(cpus=cpus, gpus=gpus)
+        self._addresses = dict(addresses or {})
+        self._namespace = namespace
+        self._machines = [Node(name, cpus, gpus) for name in self._addresses] or [self._node]
+        self._ledger = Ledger(self._machines, lambda devices: "cpu")
+
+    def nodes(self):
+        return self._machines
+
+    def reserve(self, request):
+        held = super().reserve(request)
+        reached = [attrs.evolve(each, host=self._addresses.get(each.node, each.host)) for each in held.places]
+        return attrs.evolve(held, places=tuple(reached))
+
+    def post(self, place, request):
+        through = ["nsenter", f"--net=/run/netns/{self._namespace}"] if place.node == "there" else []
+        return Post(self._keepers, place, request, self._gpus, through, self._addresses.get(place.node))
+"""
+
+
+@attrs.frozen
+class Cable:
+    """Between this machine and the other one."""
+
+    namespace: str
+    here: str
+    there: str
+    end: str
+
+    def pull(self) -> None:
+        """Cut it: nobody is told."""
+        ip("link", "set", self.end, "down")
+
+    def plug(self) -> None:
+        """Mend it."""
+        ip("link", "set", self.end, "up")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable]:
+    """The other machine, and a cable to it; skipped where this user may make none."""
+    number = os.getpid()
+    name, end, other = f"colocate-{number}", f"ch{number}", f"ct{number}"
+    subnet = f"10.213.{number % 250}"
+    cable = Cable(name, f"{subnet}.1", f"{subnet}.2", end)
+    try:
+        ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or error
+        pytest.skip(f"no network namespace can be made here (`ip netns add`): {why}")
+    try:
+        try:
+            ip("link", "add", end, "type", "veth", "peer", "name", other)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no cable between network namespaces can be made here (`ip link add`): {error.stderr}")
+        ip("link", "set", other, "netns", name)
+        ip("addr", "add", f"{cable.here}/24", "dev", end)
+        ip("link", "set", end, "up")
+        ip("-n", name, "addr", "add", f"{cable.there}/24", "dev", other)
+        ip("-n", name, "link", "set", other, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        yield cable
+    finally:
+        ip("netns", "del", name)  # and with it both ends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def far(installed: Installed, cable: Cable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An executor with a post on each of the two, installed as pip would have."""
+    folder = tmp_path_factory.mktemp("far")
+    (folder / "far_executor.py").write_text(textwrap.dedent(FAR))
+    about = folder / "far-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: far\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[colocate.executors]\nfar = far_executor\n")
+    TestTwoMachines.address = cable.here
+    TestTwoMachines.options = {
+        "addresses": {"here": cable.here, "there": cable.there},
+        "namespace": cable.namespace,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for path in (installed("outpost"), folder):
+            patch.syspath_prepend(str(path))
+            patch.setenv("PYTHONPATH", str(path), prepend=":")
+        yield
+
+
+class TestTwoMachines(Smoke):
+    """Each pair of slots lies on two machines."""
+
+    executor = "far"
+    private: ClassVar = {}
+    strategy = "spread"
+    last_words = "its post ended with exit code -9"
+
+    test_between_slots = ExecutorSuite.test_between_slots
+    test_between_groups = ExecutorSuite.test_between_groups
+    test_all_ranks = ExecutorSuite.test_all_ranks
+    test_default_group = ExecutorSuite.test_default_group
+
+    def test_the_slots_lie_on_both(self, pair: colocate.ColocatedGroup) -> None:
+        """Otherwise nothing here would be proved."""
+        assert [slot.node for slot in pair.owner.slots] == ["here", "there"]
+
+
+ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}
+
+
+def test_a_cable_that_is_pulled(cable: Cable) -> None:
+    """The group fails, with the machine's name, and nothing is left on either side though nobody can tell the other."""
+    with colocate.connect("far", **TestTwoMachines.options) as runtime, Gate() as gate:
+        pool = runtime.reserve(2, cpus=0, strategy="spread")
+        group = pool.spawn(ROLES)
+        with Processes([pid for pid, *_ in group.role("echo", Echo).place()]) as workers:
+            call = group.role("faulty", Faulty).wait.options(ranks=[0]).submit(gate.address)
+            gate.wait_for()
+            cable.pull()
+            try:
+                error = call.exception(PATIENCE_S)
+                assert isinstance(error, WorkerDied)
+                assert "node there)" in str(error)
+                workers.wait()
+                with pytest.raises(BaseExceptionGroup):
+                    pool.close()
+            finally:
+                cable.plug()

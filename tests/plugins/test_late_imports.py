@@ -1,0 +1,74 @@
+"""What commands and errors say of executors that nobody uses is said without importing them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.distributions.install import Installed
+
+TELL = "print(*sorted({'outpost.executor', 'colocate_ray.executor', 'colocate_dask.executor', 'ray', 'distributed'} & "
+TELL += "{*sys.modules}))"
+AUDIT = """
+import sys
+from colocate.cli import app
+try:
+    app(["audit"], standalone_mode=False)
+finally:
+    TELL
+"""
+REFUSED = """
+import sys, colocate
+with colocate.connect() as runtime:
+    try:
+        runtime.reserve(1, detachable=True)
+    except colocate.errors.CapabilityError as error:
+        print(error.executors)
+TELL
+"""
+VERSION = """
+import sys
+from colocate._runs.environment import environment
+from colocate.cli.version import lines
+print([*lines()][1])
+print(*environment())
+TELL
+"""
+
+
+def run(installed: Installed, code: str) -> list[str]:
+    """What a program prints with `outpost` installed."""
+    path = os.pathsep.join(filter(None, [str(installed("outpost")), os.environ.get("PYTHONPATH")]))
+    ran = subprocess.run(
+        [sys.executable, "-c", code.replace("TELL", TELL)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in ran.stderr, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_audit_imports_no_executor(installed: Installed) -> None:
+    """What each has left on this machine is told by its plugin, which needs no engine for that."""
+    assert run(installed, AUDIT)[-1] == ""
+
+
+def test_a_refused_capability_imports_no_executor_but_its_own(installed: Installed) -> None:
+    """Who has it is told all the same, and what to connect to for it."""
+    pytest.importorskip("ray")
+    pytest.importorskip("distributed")
+    having, loaded = run(installed, REFUSED)
+    assert having == "('dask with address=…', 'ray with address=…')"
+    assert loaded == ""
+
+
+def test_versions_are_those_of_the_engines_that_executors_name(installed: Installed) -> None:
+    """Neither the command nor a run's record knows an engine by itself."""
+    pytest.importorskip("ray")
+    executors, recorded, loaded = run(installed, VERSION)
+    assert "ray (ray 2." in executors
+    assert executors.endswith("outpost") or ", outpost," in executors
+    assert "ray" in recorded.split()
+    assert loaded == ""

@@ -1,0 +1,151 @@
+"""A module beside the driver: it is called, heard, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocate.errors import ColocateError, ConfigError, EngineError
+from colocate.keeper import DriverProxy
+from colocate.testing.waiting import Processes, send, wait_until
+
+WAIT_S = 60.0
+SIDE = """
+import os, threading
+from colocate.errors import ConfigError
+from colocate.keeper import Proxied
+
+class Side(Proxied):
+    engine = "Toy"
+
+    def open(self, left):
+        self.left = left
+        if left is None:
+            raise ConfigError("no file is given")
+        self.main = threading.current_thread() is threading.main_thread()
+
+    def add(self, one, other):
+        self.say("adding", one, other)
+        return one + other
+
+    def opened_on_main(self):
+        return self.main
+
+    def fail(self):
+        raise OSError("the engine's own")
+
+    def hang(self):
+        threading.Event().wait()
+
+    def exit(self):
+        print("these are its last words", flush=True)
+        os._exit(3)
+
+    def leave(self):
+        with open(self.left, "w") as file:
+            file.write("left")
+
+if __name__ == "__main__":
+    Side.serve()
+"""
+
+
+class Toy:
+    """A proxy of that module, and what it says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.left = folder / "left"
+        self.heard: list[Any] = []
+        self.proxy = DriverProxy("toy_side", engine="Toy", heard=lambda *what: self.heard.append(what))
+
+
+@pytest.fixture
+def toy(no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
+    (tmp_path / "toy_side.py").write_text(SIDE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    toy = Toy(tmp_path)
+    yield toy
+    toy.proxy.close()
+
+
+def test_called_and_heard(toy: Toy) -> None:
+    """Methods by name; what it says by itself comes before the answer that follows it; it leaves when it is closed."""
+    assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
+    assert toy.proxy.call("add", 1, 2, within_s=WAIT_S) == 3
+    assert toy.heard == [("adding", 1, 2)]
+    assert toy.proxy.call("opened_on_main", within_s=WAIT_S) is True
+    posted = [toy.proxy.post("add", number, 1) for number in range(3)]
+    assert toy.proxy.wait(posted)
+    assert [each.result() for each in posted] == [[1], [2], [3]]
+    toy.proxy.close()
+    assert toy.left.read_text() == "left"
+
+
+def test_errors(toy: Toy) -> None:
+    """Ours as they are; an engine's as text; a method that there isn't as any other."""
+    assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
+    with pytest.raises(ColocateError, match="Toy failed: OSError: the engine's own"):
+        toy.proxy.call("fail", within_s=WAIT_S)
+    with pytest.raises(ColocateError, match=r"Toy failed: AttributeError: .*'subtract'"):
+        toy.proxy.call("subtract", within_s=WAIT_S)
+    with pytest.raises(ColocateError, match="Toy hasn't done within 0 s"):
+        toy.proxy.call("hang", within_s=0)
+
+
+def test_one_that_does_not_open(toy: Toy) -> None:
+    """The error is raised, and the process is gone."""
+    with Processes([toy.proxy.pid]) as process:
+        with pytest.raises(ConfigError, match="no file is given"):
+            toy.proxy.open(None, within_s=WAIT_S)
+        process.wait()
+
+
+def test_one_that_ends(toy: Toy) -> None:
+    """What was asked for fails with how it ended, and its last words; so does whatever is asked for afterwards."""
+    assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"ended with code 3(.|\n)*these are its last words"):
+            toy.proxy.call("exit", within_s=WAIT_S)
+
+
+def test_one_that_is_stopped(toy: Toy) -> None:
+    """It is asked whether it is there, and ended when it isn't."""
+    assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
+    send(toy.proxy.pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="the connection to Toy has ended"):
+        toy.proxy.call("add", 1, 2, within_s=WAIT_S)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_it_ends_with_the_driver(toy: Toy, tmp_path: Path, stopped: bool) -> None:
+    """Though that is killed, and it is stopped: then its janitor ends it."""
+    script = f"""
+        from colocate.keeper import DriverProxy
+        proxy = DriverProxy("toy_side", engine="Toy")
+        assert proxy.open({str(tmp_path / "other")!r}, within_s={WAIT_S})
+        print(proxy.pid, flush=True)
+        input()
+        """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        with Processes([pid]) as process:
+            if stopped:
+                send(pid, signal.SIGSTOP)
+            driver.kill()
+            process.wait()
+    wait_until(lambda: stopped or (tmp_path / "other").exists(), "it has left")
