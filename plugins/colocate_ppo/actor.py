@@ -205,12 +205,10 @@ class Actor(Role):
         means["policy_grad_norm"] = means.pop("grad_norm")
         return means
 
-    @method
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
         checkpoint.save(self.ctx, directory, self.model, self.learner)
 
-    @method
     def restore(self, directory: str) -> None:
         """Go on where `save` was called, by as many ranks or others."""
         checkpoint.restore(self.ctx, directory, self.model, self.learner)

@@ -6,7 +6,6 @@ That is imported by who writes or reads: it takes a second.
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocate import ConfigError, Context
@@ -26,7 +25,7 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
 
     Args:
         ctx: The role's context.
-        directory: An existing folder that all ranks can write to. The role has one of its own in it.
+        directory: An existing folder of the role's own, that all ranks can write to.
         model: The model.
         learner: What trains it.
     """
@@ -35,11 +34,10 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
     if learner is not None and (moments := learner.state()):
         state[_MOMENTS] = moments
-    folder = _folder(ctx, directory)
-    save_state(state, checkpoint_id=folder, **_ranks(ctx))
+    save_state(state, checkpoint_id=directory, **_ranks(ctx))
     if ctx.rank == 0:
         config: Any = model.module.config
-        config.save_pretrained(folder)
+        config.save_pretrained(directory)
 
 
 def config_of(ctx: Context, directory: str) -> Any:
@@ -51,7 +49,7 @@ def config_of(ctx: Context, directory: str) -> Any:
     from transformers import AutoConfig
 
     _written(ctx, directory)
-    return AutoConfig.from_pretrained(_folder(ctx, directory), trust_remote_code=False)
+    return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
 def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner | None = None) -> None:
@@ -69,7 +67,7 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
         if there != tensor.shape:
             sizes = "nothing" if there is None else list(there)
             raise ConfigError(
-                f"role {ctx.role!r} can't be restored from {_folder(ctx, directory)}, which is of another model: "
+                f"role {ctx.role!r} can't be restored from {directory}, which is of another model: "
                 f"{name} is {[*tensor.shape]} here, there it is {sizes}"
             )
     moments: dict[str, list[str]] = {}
@@ -78,27 +76,20 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
             moments.setdefault(path[1], []).append(path[2])
     if learner is not None and (room := learner.room(moments)):
         state[_MOMENTS] = room
-    load_state(state, checkpoint_id=_folder(ctx, directory), **_ranks(ctx))
+    load_state(state, checkpoint_id=directory, **_ranks(ctx))
 
 
 def _written(ctx: Context, directory: str) -> Metadata:
     """What there is."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    folder = _folder(ctx, directory)
     try:
-        return FileSystemReader(folder).read_metadata()
+        return FileSystemReader(directory).read_metadata()
     except FileNotFoundError:
-        former = Path(directory, f"{ctx.role}.pt")
-        why = f"; {former.name} is of an earlier version of this plugin" if former.exists() else ""
         raise ConfigError(
-            f"role {ctx.role!r} can't be restored from {folder}: torch.distributed.checkpoint has written nothing "
-            f"there that is complete{why}"
+            f"role {ctx.role!r} can't be restored from {directory}: torch.distributed.checkpoint has written nothing "
+            "there that is complete"
         ) from None
-
-
-def _folder(ctx: Context, directory: str) -> Path:
-    return Path(directory, str(ctx.role))
 
 
 def _ranks(ctx: Context) -> dict[str, Any]:

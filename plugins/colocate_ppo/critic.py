@@ -153,12 +153,10 @@ class Critic(Role):
         means["value_grad_norm"] = means.pop("grad_norm")
         return means
 
-    @method
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
         checkpoint.save(self.ctx, directory, self.model, self.learner)
 
-    @method
     def restore(self, directory: str) -> None:
         """Go on where `save` was called, by as many ranks or others."""
         self._adopt(ValueModel(checkpoint.config_of(self.ctx, directory)))

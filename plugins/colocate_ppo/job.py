@@ -118,7 +118,8 @@ def train(
             can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
         step_retries: How often the same part is done again, or the same checkpoint is gone back to.
     """
-    team = Team.of(_group(run, group))
+    workers = _group(run, group)
+    team = Team.of(workers)
     actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
     problems = Task(task, task_options or {}, seed=run.runtime.seed)
     held_out = problems.held_out(eval_problems)
@@ -127,17 +128,21 @@ def train(
     progress, recovery = Progress(), Recovery(on_step_failure, step_retries)
     part = functools.partial(recovery.part, run)
 
-    def restore() -> None:
-        directory = run.resumed
-        assert directory is not None
-        part("restore", lambda: team.restore(str(directory)))
-        progress.read(Path(directory, _PROGRESS))
+    def go_on() -> None:
+        assert run.resumed is not None
+        progress.read(run.resumed / _PROGRESS)
         problems.position = progress.position
+
+    def restore() -> None:
+        assert run.resumed is not None
+        folder = run.resumed / workers.name
+        part("restore", lambda: workers.restore(folder))
+        go_on()
 
     def write() -> None:
         with run.checkpoint(progress.step) as directory:
-            team.save(str(directory))
-            progress.write(Path(directory, _PROGRESS))
+            workers.checkpoint(directory / workers.name, tag=progress.step)
+            progress.write(directory / _PROGRESS)
 
     def checkpoint() -> None:
         progress.position = problems.position
@@ -227,8 +232,10 @@ def train(
     run.total(steps)
     if run.resumed is None:
         part("align", team.align)
-    else:
+    elif workers.wait_ready() is None:  # who runs this job hasn't restored it, or finds nothing of it there
         restore()
+    else:
+        go_on()
     while True:
         try:
             steps_to_do()

@@ -68,12 +68,10 @@ class Reference(Role):
         estimate, mask = maths.kl_estimate(log_probs, reference_log_probs, estimator), rollout["mask"]
         return maths.token_mean(estimate, mask, parallel.total(self.ctx)(mask.sum())).item()
 
-    @method
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
         checkpoint.save(self.ctx, directory, self.model)
 
-    @method
     def restore(self, directory: str) -> None:
         """Go on where `save` was called, by as many ranks or others."""
         self._adopt(checkpoint.config_of(self.ctx, directory))

@@ -67,15 +67,3 @@ class Team:
     def answers(self, problems: Problems, max_new_tokens: int) -> list[str]:
         """Greedy answers to some problems, as text."""
         return self.actor.generate(problems, max_new_tokens, greedy=True)["answers"]
-
-    def save(self, directory: str) -> None:
-        """Let every role that has a model write it into a folder."""
-        self.actor.save(directory)
-        self.critic.save(directory)
-        self.reference.save(directory)
-
-    def restore(self, directory: str) -> None:
-        """Let every role go on where `save` was called."""
-        self.actor.restore(directory)
-        self.critic.restore(directory)
-        self.reference.restore(directory)

@@ -43,10 +43,10 @@ def fail(group: ColocatedGroup) -> None:
     group._node.fail(ColocateError("on purpose"))
 
 
-def write(run: Run, step: int, error: BaseException | None = None) -> None:
-    """Write a checkpoint of the run with the policy's inside, and then perhaps raise."""
+def write(run: Run, step: int, error: BaseException | None = None, group: str = "policy") -> None:
+    """Write a checkpoint of the run with a group's inside, and then perhaps raise."""
     with run.checkpoint(step) as directory:
-        run.groups["policy"].checkpoint(directory / "policy", tag=step)
+        run.runtime.groups[group].checkpoint(directory / group, tag=step)
         if error is not None:
             raise error
 
@@ -87,3 +87,36 @@ def test_another_group_that_can_not_begin_anew(run: Run, policy: ColocatedGroup)
     assert "needs on_failure: restart in every group, which critic lacks" in caught.value.__notes__[0]
     assert critic.role("lasting", Lasting).add() == [2]
     policy.wait_ready(PATIENCE_S)
+
+
+def test_a_group_that_goes_on_is_restored_too(run: Run, policy: ColocatedGroup) -> None:
+    """It has come further than the checkpoint from which the job is done again; the job does nothing about that."""
+    critic, calls = run.groups["critic"], []
+
+    def job() -> None:
+        calls.append([group.role("lasting", Lasting).add()[0] for group in (policy, critic)])
+        if len(calls) > 1:
+            return
+        with run.checkpoint(1) as directory:
+            for group in policy, critic:
+                group.checkpoint(directory / group.name, tag=1)
+        critic.role("lasting", Lasting).add(5)
+        fail(policy)
+        policy.role("lasting", Lasting).add()
+
+    _until_done(run, job)
+    assert calls == [[1, 1], [2, 2]]
+
+
+def test_a_group_of_the_jobs(run: Run) -> None:
+    """Its checkpoint is found where it is when the block has ended, and not where none has been."""
+    group = run.runtime.reserve(1).spawn({"lasting": colocate.role(Lasting)}, "own", on_failure="restart")
+    role = group.role("lasting", Lasting)
+    role.add(3)
+    write(run, 1, group="own")
+    role.add(3)
+    with pytest.raises(OSError, match="disk full"):
+        write(run, 2, OSError("disk full"), group="own")
+    fail(group)
+    assert group.wait_ready(PATIENCE_S) == 1
+    assert role.add() == [4]

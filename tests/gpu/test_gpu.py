@@ -920,14 +920,15 @@ class TestPpo:
                 "reference": colocate.role(Reference),
                 "reward": colocate.role(Reward),
             }
-            team = Team.of(runtime.reserve().spawn(roles, name="policy"))
+            group = runtime.reserve().spawn(roles, name="policy")
+            team = Team.of(group)
             alone = Team(Actor(**SMALL), Critic(), Reference(), Reward(), team.scope)
             weights = alone.actor.weights()
             found, expected = (learn(each, problems, weights, 4) for each in (team, alone))
             assert found.losses == pytest.approx(expected.losses, rel=5e-3, abs=1e-4)
-            team.save(str(tmp_path))
+            group.checkpoint(tmp_path / "policy")
             team.actor.load(weights)
-            team.restore(str(tmp_path))
+            group.restore(tmp_path / "policy")
             again = team.actor.weights()["state"]
             assert all(torch.equal(value.cpu(), found.actor["state"][name].cpu()) for name, value in again.items())
 

@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             patch.chdir(tmp_path_factory.mktemp("run"))
             with colocate.launch(colocate.load_config(EXAMPLE, set=changes)) as job:
                 record = job.run(quiet=True)
-            written = [*record.directory.absolute().glob("checkpoints/*/*/.metadata")]
+            written = [*record.directory.absolute().glob("checkpoints/*/policy/*/.metadata")]
         tensors = {name: value for file in written for name, value in tensors_of(file.parent).items()}
         numbers = {name: value for row in record.metrics for name, value in row.items() if name != "seconds"}
         return Update(numbers, tensors)

@@ -230,13 +230,15 @@ def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
 
     step(case.actor, case.critic)
     for saved in (case.actor, case.critic, case.reference):
-        saved.save(str(tmp_path))
+        folder = tmp_path / type(saved).__name__
+        folder.mkdir()
+        saved.save(str(folder))
     expected = step(case.actor, case.critic)
 
     actor = Actor(layers=2, hidden=32, heads=2, feed_forward=64, lr=1e-3, warm_up_lr=1e-2)
     critic, reference = Critic(lr=1e-2), Reference()
     for restored in (actor, critic, reference):
-        restored.restore(str(tmp_path))
+        restored.restore(str(tmp_path / type(restored).__name__))
     found = step(actor, critic)
     assert found[0].equal(expected[0])
     assert found[1].equal(expected[1])
@@ -290,8 +292,9 @@ def test_code_of_a_model_is_not_asked_for(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     reference = Reference()
     reference.load(actor.weights())
-    reference.save(str(tmp_path))
-    folder = tmp_path / str(reference.ctx.role)
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    reference.save(str(folder))
     classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Slow", None]}
     own = {"model_type": "of-its-own", "auto_map": classes}
     (folder / "config.json").write_text(json.dumps(own))
@@ -300,7 +303,7 @@ def test_code_of_a_model_is_not_asked_for(
     for load in (
         lambda: pretrained_model(str(folder), torch.device(device)),
         lambda: pretrained_tokenizer(str(folder)),
-        lambda: reference.restore(str(tmp_path)),
+        lambda: reference.restore(str(folder)),
     ):
         with pytest.raises(ValueError, match="contains custom code"):
             load()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from colocate._system import atomic
-from colocate._system.atomic import atomic_folder, settle
+from colocate._system.atomic import atomic_folder, places
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -42,14 +43,14 @@ def interrupted(final: Path) -> None:
 
 
 def test_a_replacement_that_was_interrupted(final: Path) -> None:
-    """What it was to replace has its name again; once it has been replaced it may go."""
+    """Who reads finds what it was to replace, and changes nothing; once it has been replaced it may go."""
     interrupted(final)
-    settle(final)
-    assert found(final) == {"final": "old"}
-    settle(final)
+    assert [(path / "text").read_text() for path in places(final) if path.exists()] == ["old"]
+    assert found(final) == {".old-final": "old"}
+    written(final, "new")
     final.with_name(".old-final").mkdir()
-    settle(final)
-    assert found(final) == {"final": "old"}
+    written(final, "newer")
+    assert found(final) == {"final": "newer"}
 
 
 def test_a_failure_after_an_interrupted_replacement(final: Path) -> None:
@@ -139,13 +140,42 @@ def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_killed_writer_left(final: Path) -> None:
-    """It goes with the next one that is written; another process's that runs stays."""
+    """It goes with the next one that is written; that of a process that runs stays, and of who knows which machine."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for pid in ended.pid, os.getppid():
-        (final.parent / f".part-final-{pid}-1").mkdir(parents=True)
+    here, pid = socket.gethostname(), os.getppid()
+    stay = [f".part-final-{pid}-1", f".part-final-{pid}-2@{here}", f".part-final-{ended.pid}-3@another-{here}"]
+    go = [f".part-final-{ended.pid}-1", f".part-final-{ended.pid}-2@{here}", f".part-final-{ended.pid}-3x@{here}"]
+    for name in (*stay, *go):
+        (final.parent / name).mkdir(parents=True)
     written(final, "new")
-    assert sorted(path.name for path in final.parent.iterdir()) == [f".part-final-{os.getppid()}-1", "final"]
+    assert sorted(path.name for path in final.parent.iterdir()) == sorted([*stay, "final"])
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from colocate._system.atomic import atomic_folder
+
+for _ in range(200):
+    with atomic_folder(Path(sys.argv[1])) as part:
+        (part / "text").write_text("whole")
+"""
+
+
+def test_processes_that_write_one_folder(final: Path) -> None:
+    """All succeed, whoever comes in between, and whoever reads meanwhile finds it whole."""
+    written(final, "whole")
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(final)]) for _ in range(2)]
+    while any(writer.poll() is None for writer in writers):
+        for place in places(final) * 2:
+            with contextlib.suppress(FileNotFoundError):
+                assert (place / "text").read_text() == "whole"
+                break
+        else:
+            pytest.fail("it is nowhere")
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert found(final) == {"final": "whole"}
 
 
 def test_it_is_not_to_get_its_name(final: Path) -> None:

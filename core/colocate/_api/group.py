@@ -195,6 +195,29 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
         folder = Path(directory)
         off_main(lambda: checkpoint.write(self._node, folder, folder.name if tag is None else tag))
 
+    def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
+        """Have every role that was saved in a checkpoint go on from it, between the group's calls.
+
+        All ranks go on from the same checkpoint, or it is an error. Roles that have no `save` stay as they are. A
+        restart goes on from that one too, as long as there is no newer one.
+
+        Args:
+            directory: The checkpoint's folder.
+
+        Returns:
+            Its tag, as `wait_ready` returns it from now on.
+
+        Raises:
+            ConfigError: There is no checkpoint, or it isn't of these roles and numbers of ranks.
+            RoleError: A `restore` raised, or another checkpoint has taken the place of this one meanwhile; some ranks
+                may have been restored. Restore again, or close the group.
+        """
+        self._node.check()
+        if (found := recording(self._node)) is not None:
+            found.refuse_call("restore")
+        folder = Path(directory)
+        return off_main(lambda: checkpoint.restore(self._node, folder))
+
     def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
         """What the memory of its workers is used for, by role and kind; each byte counts once.
 

@@ -21,7 +21,7 @@ from colocate._role.role import check_role
 from colocate.errors import ColocateError
 from colocate.executor import Request
 
-_FORM = 5  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 6  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 
 
 @attrs.frozen

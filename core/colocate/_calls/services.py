@@ -7,8 +7,9 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -39,6 +40,7 @@ class Services:
         printer: Prints what workers print, and logs.
         observers: Who is told what happens.
         secret: What workers and driver know each other by.
+        resumed: Where a run that goes on has checkpoints of groups, by their names.
     """
 
     id: str
@@ -53,6 +55,7 @@ class Services:
     printer: Printer
     observers: Observers = attrs.field(factory=Observers)
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
+    resumed: Mapping[str, Path] = attrs.field(factory=dict)
     _keys: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
 
     @property

@@ -324,14 +324,23 @@ class Crew(Restartable):
         self._start_timeout = timeout
         if not self.services.executor.in_process:
             warn_of_rebound(self.declared, self.name, self.line)
-        if restore is not None:
-            self.restarts.checkpoint = Checkpoint.read(restore.absolute(), self.roles)
-        self._start()
+        if restore is None:
+            self._start(lambda: None)
+            return
+        folder = restore.absolute()
+        Checkpoint.read(folder, self.roles)  # what is wrong with it is told before anything is started
 
-    def _start(self) -> None:
-        found = self.restarts.checkpoint
-        self.workforce.start(self.declared, self.seed, self._start_timeout, None if found is None else found.folder)
-        self.restarts.restored = None if found is None else found.tag
+        def latest() -> Checkpoint:
+            return Checkpoint.read(folder, self.roles)
+
+        self._start(latest)
+
+    def _start(self, checkpoint: Callable[[], Checkpoint | None]) -> None:
+        def found() -> Checkpoint | None:
+            self.restarts.began_from(checkpoint())
+            return self.restarts.checkpoint
+
+        self.workforce.start(self.declared, self.seed, self._start_timeout, found)
         self.workforce.ready()
         self.home.changed()
 
@@ -359,7 +368,7 @@ class Crew(Restartable):
             self._begin(places)
             if (failure := self.life.told()) is not None:
                 self.residents.renew(failure)
-        self._start()
+        self._start(lambda: self.restarts.checkpoint)
 
     # -- its end
 

@@ -65,6 +65,7 @@ class Restarts:
         limit: How many there may be without a checkpoint in between; 0: the first failure is the last.
         checkpoint: The last one; None as long as there is none.
         restored: The tag of the one that the roles were restored from.
+        written: The last one that was made since; None for none.
         writing: Held by whoever writes a checkpoint: they get their names in the order in which their states were.
     """
 
@@ -72,6 +73,7 @@ class Restarts:
         self.limit = limit
         self.checkpoint: Checkpoint | None = None
         self.restored: Tag = None
+        self.written: Checkpoint | None = None
         self.writing = threading.Lock()
         self._group = group
         self._used = 0
@@ -110,14 +112,25 @@ class Restarts:
 
     def committed(self, checkpoint: Checkpoint) -> None:
         """There is a new checkpoint: what comes after it is a new attempt."""
-        self.checkpoint = checkpoint
+        self.checkpoint = self.written = checkpoint
         self.progressed()
+
+    def began_from(self, checkpoint: Checkpoint | None) -> None:
+        """The roles are as a checkpoint has them, or as constructed."""
+        self.checkpoint = checkpoint
+        self.restored = None if checkpoint is None else checkpoint.tag
+        self.written = None
 
     def moved(self, before: Path, after: Path) -> None:
         """A folder that the last checkpoint may lie in has another name."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
             folder = after / self.checkpoint.folder.relative_to(before)
-            self.checkpoint = attrs.evolve(self.checkpoint, folder=folder)
+            self.checkpoint = self.written = attrs.evolve(self.checkpoint, folder=folder)
+
+    def lost(self, folder: Path, before: Checkpoint | None) -> None:
+        """What was made in a folder is gone; before that there was another one, or none."""
+        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
+            self.checkpoint, self.written = before, None
 
     def progressed(self) -> None:
         """There is something new to go on from: what fails from now on has its own number of attempts."""

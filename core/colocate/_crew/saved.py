@@ -7,15 +7,14 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 
 from colocate._role.info import RoleInfo
-from colocate._role.method import RoleMethod
-from colocate._system.atomic import settle
+from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
-from colocate.worker.checkpoint import OWN, RECORD, takes_ranks
+from colocate.worker.checkpoint import OWN, RECORD, hook, identity_of, read, takes_ranks
 
 Tag: TypeAlias = str | int | float | None
 
@@ -27,10 +26,12 @@ class Checkpoint:
     Attributes:
         folder: Where it is (absolute).
         tag: What its writer called it.
+        identity: Which one it is: another one may have taken its place in the folder.
     """
 
     folder: Path
     tag: Tag
+    identity: str
 
     @classmethod
     def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
@@ -39,10 +40,10 @@ class Checkpoint:
         Raises:
             ConfigError: There is none, or it is of other roles, or of other numbers of ranks and not made for that.
         """
-        settle(folder)
         try:
-            record = _record(folder)
+            place, record = read(folder)
             saved, tag = {name: entry["ranks"] for name, entry in record["roles"].items()}, record["tag"]
+            identity = identity_of(record)
         except OSError:
             raise ConfigError(
                 f"there is no checkpoint in {folder}: one that is complete has a file {RECORD}, which "
@@ -59,16 +60,35 @@ class Checkpoint:
                 f"the checkpoint in {folder} is of a group with other roles: it has {', '.join(missing)}, "
                 f"this one has {', '.join(roles)}"
             )
-        for name, role in roles.items():
-            if name in saved:
-                _refuse_other_ranks(folder, role, saved[name])
-        return cls(folder, tag)
+        savable({name: roles[name] for name in saved}, "be restored")
+        for name, ranks in saved.items():
+            _refuse_other_ranks(folder, place, roles[name], ranks)
+        return cls(folder, tag, identity)
 
 
-def _refuse_other_ranks(folder: Path, role: RoleInfo, saved: int) -> None:
+def found_in(folder: Path) -> dict[str, Path]:
+    """Where checkpoints of groups lie in a folder, by the group that wrote each; the last one of each."""
+    found: dict[str, tuple[int, Path]] = {}
+    for place, folders, files in os.walk(folder):
+        if RECORD not in files:
+            continue
+        path = Path(place, RECORD)
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            group, _ = str(record["group"]), record["roles"]
+        except (ValueError, KeyError, TypeError):  # a file of the job's own
+            continue
+        folders.clear()  # what lies in there is its roles'
+        written = path.stat().st_mtime_ns
+        if written >= found.get(group, (0, path))[0]:
+            found[group] = written, Path(place)
+    return {group: place for group, (_, place) in found.items()}
+
+
+def _refuse_other_ranks(folder: Path, place: Path, role: RoleInfo, saved: int) -> None:
     """Refuse what each of so many ranks has written for itself, where there are more ranks now, or fewer."""
     here = len(role.slots)
-    if saved == here or takes_ranks(role.cls) or any((folder / role.name).rglob(".metadata")):  # of any number of ranks
+    if saved == here or takes_ranks(role.cls) or any((place / role.name).rglob(".metadata")):  # of any number of ranks
         return
     raise ConfigError(
         f"the checkpoint in {folder} is of {saved} ranks of role {role.name!r}, which has {here} here: restore it with "
@@ -77,22 +97,43 @@ def _refuse_other_ranks(folder: Path, role: RoleInfo, saved: int) -> None:
     )
 
 
-def savable(roles: Mapping[str, RoleInfo]) -> dict[str, RoleInfo]:
-    """The roles that have a state to save."""
+def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dict[str, RoleInfo]:
+    """The roles that have a state to save.
+
+    Raises:
+        ConfigError: There is none, or one has only half of what it needs, or something else of that name.
+    """
     mistakes, saved = [], {}
     for name, info in roles.items():
-        found = {which: getattr(info.cls, which, None) for which in ("save", "restore")}
-        has = [which for which, what in found.items() if callable(what) and not isinstance(what, RoleMethod)]
+        has = {which: found for which in ("save", "restore") if (found := hook(info.cls, which)) is not None}
+        where, cls = f"roles.{name}", info.cls.__qualname__
         if len(has) == 2:
             saved[name] = info
         elif has:
-            other = "restore" if has == ["save"] else "save"
-            mistakes.append(Mistake(f"roles.{name}", None, f"{info.cls.__qualname__} has {has[0]}() but no {other}()"))
+            (one,) = has
+            other = "restore" if one == "save" else "save"
+            mistakes.append(Mistake(where, None, f"{cls} has {one}() but no {other}()"))
+        mistakes += [Mistake(where, None, f"{cls}.{each} {why}") for each in has if (why := _unfit(info, each))]
     if not saved and not mistakes:
         mistakes.append(Mistake("roles", None, "none has save(directory) and restore(directory)"))
     if mistakes:
-        raise ConfigError("the group can't be checkpointed:", mistakes=tuple(mistakes))
+        raise ConfigError(f"the group can't {what}:", mistakes=tuple(mistakes))
     return saved
+
+
+def _unfit(info: RoleInfo, which: str) -> str | None:
+    """Why colocate can't call a `@method` as a role's `save` or `restore`, in words; None where it can."""
+    spec = info.methods.get(which)
+    if spec is None:
+        return None
+    if not isinstance(spec.dispatch, Broadcast):
+        return f"is a @method with {spec.dispatch!r}; in a checkpoint each rank calls it for itself: leave that out"
+    try:
+        spec.signature.bind("", **({"ranks": 0} if which == "restore" and takes_ranks(info.cls) else {}))
+    except TypeError:
+        names = ", ".join(spec.signature.parameters)
+        return f"is a @method with ({names}); it is called with (directory): give another thing another name"
+    return None
 
 
 def refuse_others(folder: Path, roles: Collection[str]) -> None:
@@ -129,7 +170,7 @@ def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
     if RECORD not in names:
         return f"that folder has other files ({_listed(names)})"
     try:
-        theirs = set(_record(folder)["roles"])
+        theirs = set(read(folder)[1]["roles"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"its {RECORD} isn't what group.checkpoint(...) writes"
     strange = [name for name in names if name not in (RECORD, OWN, *theirs)]
@@ -143,9 +184,3 @@ def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """What the record of a checkpoint says."""
-    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    return record

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +14,7 @@ from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import Stacks
+from colocate._crew.saved import Checkpoint
 from colocate._crew.spawn import BuildErrors, Declared, builds
 from colocate._crew.stages import Stage, Stages
 from colocate._crew.worker import NOT_LAUNCHED, Worker, WorkerEvents
@@ -79,14 +79,17 @@ class Workforce:
 
     # -- start
 
-    def start(self, declared: Declared, seed: int, timeout: float | None, checkpoint: Path | None = None) -> None:
+    def start(
+        self, declared: Declared, seed: int, timeout: float | None, checkpoint: Callable[[], Checkpoint | None]
+    ) -> None:
         """Start the workers and construct the roles.
 
         Args:
             declared: The roles.
             seed: What their generators are derived from.
             timeout: Seconds that it may take; None for no limit.
-            checkpoint: Where the roles are restored from; None leaves them as constructed.
+            checkpoint: What the roles are restored from, found when the workers are about to; None leaves them as
+                constructed.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
@@ -106,7 +109,8 @@ class Workforce:
             self._check_versions()
         if not self._built:
             live = link.live()
-            restored = None if checkpoint is None else str(checkpoint)
+            found = checkpoint()
+            restored = None if found is None else (str(found.folder), found.identity)
             self._building_since = time.time()
             build = to_worker.Build(
                 link.generation,

@@ -219,6 +219,7 @@ def _recording(
                 yield run
             finally:
                 run._is_over = True
+                runtime._node.services.resumed = {}
     except BaseException as error:
         if begun.is_here and _is_good(error):
             _finish(begun, run, recorded)
@@ -238,11 +239,14 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
 
     One that ends by `sys.exit()` or `sys.exit(0)` has come to its end.
     """
+    back: str | None = None
     while True:
         try:
+            run._restore(back)
             job()
         except GroupRestarted as restarted:
             run._restart(restarted)
+            back = restarted.group
         except SystemExit as ended:
             if not _is_good(ended):
                 raise

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._crew.saved import found_in
 from colocate._job.folder import RunFolder
 from colocate._job.observing import RunObservers
 from colocate._job.stopping import StopSignals
@@ -20,6 +21,7 @@ from colocate.errors import ClosedError, GroupRestarted
 if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup
     from colocate._api.runtime import Runtime
+    from colocate._crew.crew import Crew
     from colocate._job.screen import Screen
 
 
@@ -32,7 +34,8 @@ class Run:
         runtime: The runtime, seeded and connected.
         groups: The config's groups by name.
         directory: The run's folder, runs/<name>.
-        resumed: The folder of the checkpoint to go on from; None for a new run.
+        resumed: The folder of the checkpoint to go on from; None for a new run. Groups of the config that have a
+            checkpoint in there are as it has them when the job is called.
         record: What is known of it, once it is over; None before.
     """
 
@@ -51,6 +54,10 @@ class Run:
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
     _phases: dict[str, float] = attrs.field(factory=dict, init=False)
     _is_over: bool = attrs.field(default=False, init=False)
+    _warned: set[str] = attrs.field(factory=set, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._goes_on_from(self.resumed)
 
     def __repr__(self) -> str:
         return f"<run {self.name!r} in {self.directory}>"
@@ -118,7 +125,7 @@ class Run:
     def rewind(self) -> int | None:
         """Take back what was logged after the last complete checkpoint, which `resumed` is from now on.
 
-        The job then has its roles go on from there.
+        The job then has its groups go on from there, by `group.restore`.
 
         Returns:
             That checkpoint's step; None if there is no checkpoint yet: then nothing is taken back.
@@ -126,7 +133,8 @@ class Run:
         complete = self._folder.checkpoints()
         if not complete:
             return None
-        step, self.resumed = complete[-1]
+        step, resumed = complete[-1]
+        self._goes_on_from(resumed)
         self._back_to(step)
         return step
 
@@ -140,6 +148,26 @@ class Run:
     def _back_to(self, step: int) -> None:
         self._metrics[:] = self._folder.rewind(step)
         self._seconds.clear()
+
+    def _goes_on_from(self, resumed: Path | None) -> None:
+        self.resumed = resumed
+        self.runtime._node.services.resumed = {} if resumed is None else found_in(resumed)
+
+    def _restore(self, back: str | None) -> None:
+        """Have the config's groups be as `resumed` has them.
+
+        Args:
+            back: The one that has just come back, as its last checkpoint has it.
+        """
+        for name, folder in self.runtime._node.services.resumed.items():
+            group = self.groups.get(name)
+            if group is None or not group.alive:  # which the job makes itself, or has closed
+                continue
+            last = group._node.restarts.checkpoint
+            if name != back or last is None or last.folder != folder:
+                self._screen.say(f"restoring group {name} from {folder.relative_to(self.directory)}")
+                with self.timed("restore"):
+                    group.restore(folder)
 
     def _restart(self, restarted: GroupRestarted) -> None:
         """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
@@ -185,17 +213,35 @@ class Run:
                 f"run.checkpoint: step={step} is before the run's last checkpoint, of step {complete[-1][0]}, from "
                 "which the run would go on; steps count up"
             )
-        before = {group: group._node.restarts.checkpoint for group in self.groups.values()}
+        before = {crew: crew.restarts.checkpoint for crew in self._crews()}
+        directory: Path | None = None
         try:
             with self._folder.checkpoint(step) as directory:
                 yield directory
         except BaseException:
-            for group, checkpoint in before.items():  # any made inside is gone
-                group._node.restarts.checkpoint = checkpoint
+            if directory is not None:
+                for crew in self._crews():
+                    crew.restarts.lost(directory, before.get(crew))
             raise
-        for group in self.groups.values():
-            group._node.restarts.moved(directory, self._folder.of(step))
-            group._node.restarts.progressed()
+        for crew in self._crews():
+            crew.restarts.moved(directory, self._folder.of(step))
+            crew.restarts.progressed()
+        self._warn_of_others(self._folder.of(step))
+
+    def _crews(self) -> list[Crew]:
+        """All groups, those that the job has spawned too."""
+        return [group._node for group in self.runtime.groups.values()]
+
+    def _warn_of_others(self, directory: Path) -> None:
+        """Say once which groups the job has had saved elsewhere: the run goes on from its checkpoint alone."""
+        for name, group in self.groups.items():
+            last = group._node.restarts.written
+            if last is not None and name not in self._warned and not last.folder.is_relative_to(directory):
+                self._warned.add(name)
+                self._screen.say(
+                    f"group {name} was checkpointed to {last.folder}, outside of the run's checkpoint: --resume won't "
+                    f"restore it from there; call group.checkpoint(directory / {name!r}) inside of run.checkpoint"
+                )
 
 
 def _number(name: str, value: Any) -> int | float:

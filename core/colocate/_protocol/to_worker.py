@@ -62,7 +62,7 @@ class Build(Message):
         collective_timeout: How long an operation of a process group may take, in seconds.
         spill_dir: The folder in which memory that sleeps lies; None for one of the usual ones.
         budgets: How much memory they may have.
-        restored: The folder of the checkpoint that they go on from; None for none.
+        restored: The folder of the checkpoint that they go on from, and which one that is; None for none.
     """
 
     generation: int
@@ -72,7 +72,7 @@ class Build(Message):
     collective_timeout: float
     spill_dir: str | None
     budgets: Budgets
-    restored: str | None
+    restored: Sequence[str] | None
 
     def head(self) -> Head:
         """What travels of it."""

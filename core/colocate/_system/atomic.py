@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import glob
+import fcntl
 import itertools
 import os
+import re
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,26 +26,48 @@ _naming = threading.Lock()  # never taken on the main thread
 def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = None) -> Iterator[Path]:
     """A folder to write into, which gets its name when the block ends well, and is removed otherwise.
 
-    Several threads, or handlers of signals, may write folders of one name at once: the last one to end well stays.
+    Several threads, processes, or handlers of signals, may write folders of one name at once: the last one to end well
+    stays. Who reads meanwhile finds what is complete in one of `places`.
 
     Args:
         final: The name. What is there already is replaced as a whole.
         naming: Is entered while the folder gets its name; when that raises, it gets none.
     """
-    settle(final)
-    for left in _parts_of_the_dead(final):
-        _remove(left)
-    part = _beside(".part-", final, f"-{os.getpid()}-{next(_numbers)}")
-    part.mkdir(parents=True)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    off_main(lambda: _tidy(final))
+    part = _beside(".part-", final, f"-{os.getpid()}-{next(_numbers)}@{socket.gethostname()}")
+    part.mkdir()
     try:
         yield part
         for path in [*part.rglob("*"), part]:  # on the disk before the name says that it is complete
             _sync(path)
-        with naming or nullcontext():
-            off_main(lambda: _put(part, final))
+        off_main(lambda: _name(part, final, naming))
     finally:
         off_main(lambda: _discard(part))  # half a folder, or what was replaced
     _sync(final.parent)
+
+
+def places(final: Path) -> tuple[Path, Path]:
+    """Where the complete folder of a name may be: under its name, or beside it while another one replaces it.
+
+    A replacement that was cut short leaves it beside. Who looks may be overtaken, and looks twice.
+    """
+    return final, _beside(".old-", final)
+
+
+@contextlib.contextmanager
+def nobody_renames(final: Path) -> Iterator[None]:
+    """A block in which nobody else gives a name in this folder's parent: no thread, and no process of this machine.
+
+    It is never entered on the main thread. Across machines nothing is locked, nor where a file system knows no locks.
+    """
+    with _naming, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without such locks, or no parent
+            descriptor = os.open(final.parent, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # a fork may have the descriptor, too
+        yield
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -57,11 +81,11 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def _put(part: Path, final: Path) -> None:
+def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None) -> None:
     """Have the two change places, as far as there is anything at the second."""
-    with _naming:
+    with nobody_renames(final), naming or nullcontext():
         _settle(final)
-        old = _beside(".old-", final)
+        _, old = places(final)
         if not os.path.lexists(final):
             part.rename(final)
             return
@@ -79,23 +103,22 @@ def _discard(part: Path) -> None:
     with _naming:
         if not os.path.lexists(part):
             return
-        doomed = part.with_name(f"{part.name}x")
+        doomed = part.with_name(part.name.replace("@", "x@"))
         part.rename(doomed)
     _remove(doomed)
 
 
-def settle(final: Path) -> None:
-    """A replacement may have been cut short between its two steps: what it was to replace has its name again."""
-
-    def settled() -> None:
-        with _naming:
-            _settle(final)
-
-    off_main(settled)
+def _tidy(final: Path) -> None:
+    """See to what writers of this name have left that were killed."""
+    with nobody_renames(final):
+        _settle(final)
+        for left in _parts_of_the_dead(final):
+            _remove(left)
 
 
 def _settle(final: Path) -> None:
-    old = _beside(".old-", final)
+    """A replacement may have been cut short between its two steps: what it was to replace has its name again."""
+    _, old = places(final)
     if os.path.lexists(old):
         if os.path.lexists(final):
             _remove(old)
@@ -104,11 +127,12 @@ def _settle(final: Path) -> None:
 
 
 def _parts_of_the_dead(final: Path) -> Iterator[Path]:
-    """What writers have left that were killed. Those of other machines are taken for them."""
-    for left in final.parent.glob(glob.escape(_beside(".part-", final, "-").name) + "*"):
-        pid = left.name.split("-")[-2]
-        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-            yield left
+    """Whether those of other machines run isn't known here: theirs stay."""
+    written = re.compile(re.escape(_beside(".part-", final, "-").name) + r"(\d+)-\d+x?(?:@(.*))?")
+    for path in final.parent.iterdir():
+        left = written.fullmatch(path.name)
+        if left and left[2] in (None, socket.gethostname()) and not psutil.pid_exists(int(left[1])):
+            yield path
 
 
 def _beside(prefix: str, final: Path, suffix: str = "") -> Path:

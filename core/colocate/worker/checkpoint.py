@@ -1,18 +1,22 @@
 """A worker's share of a checkpoint: its roles' `save` and `restore`, and the states of their generators.
 
-Each role has a folder of its own, the same for all of its ranks; colocate's files are beside those.
+Each role has a folder of its own, the same for all of its ranks; colocate's files are beside those. A checkpoint has an
+identity, by which all ranks go on from the same one, whoever writes another one to its folder meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
+from colocate._role.method import RoleMethod
+from colocate._system.atomic import places
 from colocate.errors import ColocateError
 from colocate.worker.failure import note
 from colocate.worker.hosted import HostedRole
@@ -50,18 +54,18 @@ def save(
             own.write_bytes(generator.get_state().numpy().tobytes())
 
 
-def restore(role: HostedRole, directory: str) -> None:
+def restore(role: HostedRole, directory: str, identity: str) -> None:
     """Have a role go on where it was saved. One that has no `save` is as its constructor made it.
 
+    Args:
+        role: The role.
+        directory: The checkpoint's folder.
+        identity: Which checkpoint that is.
+
     Raises:
-        ColocateError: The checkpoint isn't there, or not for this machine.
+        ColocateError: It isn't there, or not for this machine, or another one has taken its place.
     """
-    folder = Path(directory)
-    if not (folder / RECORD).is_file():
-        raise ColocateError(
-            f"the checkpoint {folder} isn't there, as this machine sees it: it was removed or renamed, or it doesn't "
-            "lie on a file system that the driver and all workers share"
-        )
+    folder = _place(Path(directory), identity)
     try:
         _call(role, "restore", folder)
         own = _generator_file(role, folder)
@@ -71,13 +75,78 @@ def restore(role: HostedRole, directory: str) -> None:
             state = torch.frombuffer(bytearray(own.read_bytes()), dtype=torch.uint8)
             role.ctx.generator.set_state(state)
     except Exception as error:
+        if not _is_there(folder, identity):
+            raise _replaced(Path(directory)) from error
         note(error, f"role {role.name!r} was being restored from {folder}")
         raise
+    if not _is_there(folder, identity):  # what it has read may be of both
+        raise _replaced(Path(directory))
+
+
+def read(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Where the checkpoint of a folder lies now, and its record. Nothing is changed by that.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: It can't be read.
+        ValueError: Its record isn't JSON.
+    """
+    for place in places(folder) * 2:  # it may be replaced just now
+        try:
+            return place, json.loads((place / RECORD).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            pass
+    raise FileNotFoundError(f"there is no {RECORD} in {folder}")
+
+
+def identity_of(record: Mapping[str, Any]) -> str:
+    """Which checkpoint a record is of; the same for all that versions of before this have written."""
+    return str(record.get("id", ""))
+
+
+def _place(folder: Path, identity: str) -> Path:
+    for place in places(folder) * 2:  # as above
+        if _is_there(place, identity):
+            return place
+    try:
+        read(folder)
+    except (OSError, ValueError):
+        raise ColocateError(
+            f"the checkpoint {folder} isn't there, as this machine sees it: it was removed or renamed, or it doesn't "
+            "lie on a file system that the driver and all workers share"
+        ) from None
+    raise _replaced(folder)
+
+
+def _is_there(place: Path, identity: str) -> bool:
+    try:
+        return identity_of(json.loads((place / RECORD).read_text(encoding="utf-8"))) == identity
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _replaced(folder: Path) -> ColocateError:
+    try:
+        record = read(folder)[1]
+        now = f"{record['tag']!r} of group {record['group']!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        now = "nothing that is complete"
+    return ColocateError(
+        f"the checkpoint that was to be restored from {folder} isn't there any more: another one has taken its place "
+        f"(now there is {now}), and ranks don't go on from different ones. Restore once more to go on from that; a "
+        "group that is to come back by itself needs a folder that nobody else writes to"
+    )
+
+
+def hook(cls: type, name: str) -> Callable[..., Any] | None:
+    """The function that is a class's `save` or `restore`, also where callers may call it as a `@method`."""
+    found = getattr(cls, name, None)
+    return found.spec.function if isinstance(found, RoleMethod) else found if callable(found) else None
 
 
 def takes_ranks(cls: type) -> bool:
     """Whether a role's `restore` has a parameter `ranks`: how many ranks have saved, which may be others than now."""
-    restore = getattr(cls, "restore", None)
+    restore = hook(cls, "restore")
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
 
@@ -87,15 +156,17 @@ def role_folder(folder: Path, role: str) -> Path:
 
 
 def _call(role: HostedRole, name: str, folder: Path) -> None:
-    method: Any = getattr(role.instance, name, None)
     assert role.name is not None
-    if method is None or not role_folder(folder, role.name).is_dir():
+    own = role_folder(folder, role.name)
+    if not own.is_dir():
         return
     more: dict[str, Any] = {}
     if name == "restore" and takes_ranks(type(role.instance)):
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         more["ranks"] = record["roles"][role.name]["ranks"]
-    role.run_hook(partial(method, **more), str(role_folder(folder, role.name)))
+    found = getattr(type(role.instance), name)
+    bound = MethodType(found.spec.function, role.instance) if isinstance(found, RoleMethod) else None
+    role.run_hook(partial(bound or getattr(role.instance, name), **more), str(own), name=name)
 
 
 def _generator_file(role: HostedRole, folder: Path) -> Path:

@@ -40,8 +40,16 @@ class Functions:
     @method
     def save(self, directory: str) -> None:
         """Have the roles write their states into a folder."""
-        roles = [role for role in self._site.roles.values() if role.name is not None]
-        checkpoint.save(roles, directory, partial(self._site.residency.awake, why="to be saved"))
+        checkpoint.save(self._roles(), directory, partial(self._site.residency.awake, why="to be saved"))
+
+    @method
+    def restore(self, directory: str, identity: str) -> None:
+        """Have the roles go on from a checkpoint."""
+        for role in self._roles():
+            restore(self._site, role, directory, identity)
+
+    def _roles(self) -> list[HostedRole]:
+        return [role for role in self._site.roles.values() if role.name is not None]
 
     @method
     def sleep(
@@ -86,6 +94,14 @@ class Functions:
         self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))
 
 
+def restore(site: Site, role: HostedRole, directory: str, identity: str) -> None:
+    """Have a role go on from a checkpoint, within the memory that it may have."""
+    with site.residency.awake(role, "to be restored"):
+        checkpoint.restore(role, directory, identity)
+        site.device.end(f"{role.name}.restore")
+    site.residency.check(role.name, f"restoring role {role.name!r}")
+
+
 def current_slots() -> int:
     """How many slots the group has, whose function this is."""
     ctx = current()
@@ -99,9 +115,15 @@ def _spec(name: str) -> MethodSpec:
 
 
 # What calls say: no name of a function can be the same.
-CHECKPOINT, SLEEP, WAKE = OF_WORKERS = "the checkpoint", "the sleep", "the wake"
+CHECKPOINT, RESTORE, SLEEP, WAKE = OF_WORKERS = "the checkpoint", "the restore", "the sleep", "the wake"
 RUN = _spec("run")
-SPECS = {RUN.name: RUN, CHECKPOINT: _spec("save"), SLEEP: _spec("sleep"), WAKE: _spec("wake")}
+SPECS = {
+    RUN.name: RUN,
+    CHECKPOINT: _spec("save"),
+    RESTORE: _spec("restore"),
+    SLEEP: _spec("sleep"),
+    WAKE: _spec("wake"),
+}
 """By what calls say."""
 
 

@@ -23,10 +23,10 @@ from colocate._values.dispatch import Scatter
 from colocate._values.leaving import Watch, ordinary
 from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError, SerializationError
-from colocate.worker import checkpoint, failure
+from colocate.worker import failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.forked import RoleCode
-from colocate.worker.functions import OF_WORKERS
+from colocate.worker.functions import OF_WORKERS, restore
 from colocate.worker.handlers import calls_role_code, raise_put_off
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
@@ -92,10 +92,8 @@ class Runner:
         if message.restored is not None:
             for role in list(site.roles.values()):
                 try:
-                    with site.residency.awake(role, "to be restored"), self._role_code:
-                        checkpoint.restore(role, message.restored)
-                        site.device.end(f"{role.name}.restore")
-                    site.residency.check(role.name, f"restoring role {role.name!r}")
+                    with self._role_code:
+                        restore(site, role, *message.restored)
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
                     return False

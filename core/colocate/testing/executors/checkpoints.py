@@ -14,12 +14,20 @@ from colocate import RoleSpec
 from colocate.errors import ConfigError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
-from colocate.testing.probes.lasting import Distributed, HalfSaved, Lasting, Passing, Resizable
+from colocate.testing.probes.lasting import (
+    Called,
+    Distributed,
+    Exporting,
+    HalfSaved,
+    Lasting,
+    Passing,
+    Resizable,
+)
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Checkpoints(ExecutorCase):
-    """`group.checkpoint`, and `restore=`."""
+    """`group.checkpoint`, `group.restore`, and `restore=`."""
 
     def test_a_checkpoint_is_whole_or_not_there(self, spawn: Spawn, tmp_path: Path) -> None:
         """A `save` that raises leaves what was there."""
@@ -157,6 +165,10 @@ class Checkpoints(ExecutorCase):
         group = spawn({"passing": colocate.role(Passing)}, slots=1)
         with pytest.raises(ConfigError, match="none has save"):
             group.checkpoint(tmp_path / "one")
+        group = spawn({"exporting": colocate.role(Exporting)}, slots=1)
+        with pytest.raises(ConfigError, match=r"Exporting.save is a @method with OnRank\(0\)") as caught:
+            group.checkpoint(tmp_path / "one")
+        assert "Exporting.restore is a @method with (step, directory)" in str(caught.value)
         assert not list(tmp_path.iterdir())
 
     def test_what_is_no_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
@@ -193,10 +205,50 @@ class Checkpoints(ExecutorCase):
             spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
 
     def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
-        """It is there under its own name again."""
+        """It is found where it is, by who only reads, and replaced by who writes."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
         group = spawn(roles)
         group.role("lasting", Lasting).add()
         group.checkpoint(tmp_path / "one")
         (tmp_path / "one").rename(tmp_path / ".old-one")
         assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [2, 2]
+        group.restore(tmp_path / "one")
+        assert [path.name for path in tmp_path.iterdir()] == [".old-one"]
+        group.checkpoint(tmp_path / "one")
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+    @pytest.mark.parametrize("cls", [Lasting, Called])
+    def test_a_group_goes_on_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path, cls: type[Lasting]) -> None:
+        """In the order of its calls; whatever it did before, and whether or not its callers may call `save` too."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(cls), "passing": colocate.role(Passing)}
+        group = spawn(roles)
+        role, passing = group.role("lasting", Lasting), group.role("passing", Passing)
+        role.add(3)
+        passing.add()
+        group.checkpoint(tmp_path / "one", tag=7)
+        assert role.add.submit(2).result(PATIENCE_S) == [5, 5]
+        assert group.restore(tmp_path / "one") == 7
+        assert (group.wait_ready(), role.add(), passing.add()) == (7, [4, 4], [2, 2])
+        with pytest.raises(ConfigError, match="no checkpoint in"):
+            group.restore(tmp_path)
+        assert role.add() == [5, 5]
+        with pytest.raises(colocate.errors.PipelineError), group.pipeline():
+            group.restore(tmp_path / "one")
+
+    def test_a_checkpoint_that_is_replaced_while_it_is_restored(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Ranks that have read from both would go on from different ones: it is an error on each that may have."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Called)}
+        other = spawn(roles)
+        other.checkpoint(tmp_path / "one", tag="first")
+        with Gate() as gate, ThreadPoolExecutor() as pool:
+            group = spawn({"lasting": colocate.role(Called, gate=gate.address)})
+            restoring = pool.submit(group.restore, tmp_path / "one")
+            gate.wait_for(2)
+            other.role("lasting", Lasting).add()
+            other.checkpoint(tmp_path / "one", tag="second")
+            gate.open()
+            with pytest.raises(RoleError, match=r"another one has taken its place \(now there is 'second' of group "):
+                restoring.result(PATIENCE_S)
+            assert group.wait_ready() is None
+            assert group.restore(tmp_path / "one") == "second"
+        assert group.role("lasting", Lasting).add() == [2, 2]

@@ -247,6 +247,34 @@ class Restarting(ExecutorCase):
         assert "isn't there, as this machine sees it" in caught.value.__notes__[0]
 
     @needs(OwnProcess)
+    def test_a_checkpoint_that_another_group_has_replaced(
+        self, lasting: Callable[..., ColocatedGroup], tmp_path: Path
+    ) -> None:
+        """No group comes back with another one's state under its own tag: it fails, and says why."""
+        group, other = lasting(restarts=1), lasting()
+        group.checkpoint(tmp_path / "one", tag="mine")
+        other.role("lasting", Lasting).add(99)
+        other.checkpoint(tmp_path / "one", tag="the other's")
+        killed(group)
+        with pytest.raises(WorkerDied) as caught:
+            group.wait_ready(PATIENCE_S)
+        assert f'now there is "the other\'s" of group {other.name!r}' in caught.value.__notes__[0]
+
+    @needs(OwnProcess)
+    def test_a_restart_goes_on_from_what_was_restored(
+        self, lasting: Callable[..., ColocatedGroup], tmp_path: Path
+    ) -> None:
+        """As long as there is no newer checkpoint."""
+        other, group = lasting(), lasting()
+        other.role("lasting", Lasting).add(5)
+        other.checkpoint(tmp_path / "theirs")
+        group.checkpoint(tmp_path / "mine")
+        group.restore(tmp_path / "theirs")
+        killed(group)
+        assert group.wait_ready(PATIENCE_S) == "theirs"
+        assert group.role("lasting", Lasting).add() == [6, 6]
+
+    @needs(OwnProcess)
     def test_a_checkpoint_by_a_relative_path(
         self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from colocate import Concat, Gather, Role, Scatter, method
+from colocate import Concat, Gather, OnRank, Role, Scatter, method
 from colocate.testing.gate import Address, pass_gate
 
 
@@ -64,6 +64,42 @@ class Lasting(Role):
     def restore(self, directory: str) -> None:
         """Read it."""
         self.count = int(Path(directory, str(self.ctx.rank)).read_text())
+
+
+class Called(Lasting):
+    """Its `save` and `restore` may be called by its callers, too.
+
+    Args:
+        gate: Where `restore` waits when it has read; None: nowhere.
+    """
+
+    def __init__(self, gate: Address | None = None) -> None:
+        super().__init__()
+        self.gate = gate
+
+    @method
+    async def save(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore
+        """Write the count, each rank its own."""
+        super().save(directory)
+
+    @method
+    def restore(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore
+        """Read it."""
+        super().restore(directory)
+        if self.gate is not None:
+            pass_gate(self.gate)
+
+
+class Exporting(Lasting):
+    """Its `save` and `restore` are another thing, by one rank alone."""
+
+    @method(dispatch=OnRank(0))
+    def save(self, directory: str) -> None:  # pyright: ignore
+        """Nothing."""
+
+    @method
+    def restore(self, step: int, directory: str) -> None:  # type: ignore[override]  # pyright: ignore
+        """Nothing."""
 
 
 class Resizable(Role):

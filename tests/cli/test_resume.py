@@ -1,0 +1,130 @@
+"""`colocate run --resume` of jobs whose groups were checkpointed: they go on from there, or it is an error."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.cli.conftest import CommandLine
+
+CONFIG = """
+    pools:
+      main: {slots: 2}
+      other: {slots: 1}
+    groups:
+      policy:
+        pool: main
+        roles:
+          counter: {use: "counting:Counter"}
+    job: {use: "counting:job", with: {steps: 2, restores: false}}
+"""
+# Once by hooks alone, once by methods that callers may call as well; one group is the config's, one the job's.
+COUNTING = """
+    import json
+    from pathlib import Path
+    from colocate import Role, method, role
+
+    class Counter(Role):
+        def __init__(self):
+            self.count = 0
+        @method
+        def add(self):
+            self.count += 1
+            return self.count
+        def save(self, directory):
+            Path(directory, f"{self.ctx.rank}").write_text(str(self.count))
+        def restore(self, directory):
+            self.count = int(Path(directory, f"{self.ctx.rank}").read_text())
+
+    class Called(Counter):
+        @method
+        def save(self, directory):
+            super().save(directory)
+        @method
+        def restore(self, directory):
+            super().restore(directory)
+
+    def job(run, *, steps, restores, inside="policy", own=True):
+        policy, done, groups = run.groups["policy"], 0, []
+        if own:
+            groups = [run.runtime.reserve(1).spawn({"counter": role(Called)}, name="own")]
+        if run.resumed is not None:
+            done = json.loads((run.resumed / "done.json").read_text())
+            print("policy was restored from", policy.wait_ready())
+            for group in groups if restores else ():
+                print("own was restored from", group.restore(run.resumed / "own"))
+        for step in range(done + 1, done + steps + 1):
+            counts = {group.name: group["counter"].add()[-1] for group in (policy, *groups)}
+            with run.checkpoint(step) as directory:
+                policy.checkpoint(directory / inside if inside else directory, tag=f"step {step}")
+                for group in groups:
+                    group.checkpoint(directory / group.name, tag=step)
+                (directory / "done.json").write_text(json.dumps(step))
+            run.log(step, **counts)
+"""
+
+
+@pytest.fixture
+def begun(colocate: CommandLine) -> CommandLine:
+    """A folder with a job, its config, and what it has learned in two steps."""
+    colocate.write("counting.py", COUNTING)
+    colocate.write("demo.yaml", CONFIG)
+    done = colocate("run", "demo.yaml")
+    assert done.returncode == 0, done.stderr
+    return colocate
+
+
+def rows(colocate: CommandLine) -> list[dict[str, Any]]:
+    lines = (colocate.folder / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def test_groups_go_on_where_they_were(begun: CommandLine) -> None:
+    """Those of the config before the job is called; those of the job as it restores them."""
+    done = begun("run", "demo.yaml", "--resume", "--set", "job.with.restores=true")
+    assert done.returncode == 0, done.stderr
+    assert "policy was restored from step 2" in done.stdout
+    assert "own was restored from 2" in done.stdout
+    assert rows(begun) == [{"step": step, "policy": step, "own": step} for step in (1, 2, 3, 4)]
+
+
+def test_a_group_of_the_jobs_that_begins_anew(begun: CommandLine) -> None:
+    """Its first checkpoint would take the place of what it had learned: that is refused, and nothing is lost."""
+    done = begun("run", "demo.yaml", "--resume")
+    assert done.returncode == 1
+    assert "group 'own' has begun anew, though the run was resumed and has a checkpoint of it in " in done.stderr
+    assert "step-000002/own" in done.stderr
+    again = begun("run", "demo.yaml", "--resume", "--set", "job.with.restores=true")
+    assert again.returncode == 0, again.stderr
+    assert rows(begun)[-1] == {"step": 4, "policy": 4, "own": 4}
+
+
+def test_a_group_that_does_not_fit_its_checkpoint(begun: CommandLine) -> None:
+    """Nothing is trained by it."""
+    done = begun("run", "demo.yaml", "--resume", "--set", "pools.main.slots=1")
+    assert done.returncode == 1
+    assert "is of 2 ranks of role 'counter', which has 1 here" in done.stderr
+    assert [row["step"] for row in rows(begun)] == [1, 2]
+
+
+@pytest.mark.parametrize("inside", ["", "deep/er"])
+def test_wherever_it_lies(colocate: CommandLine, inside: str) -> None:
+    """It may be the run's checkpoint itself."""
+    colocate.write("counting.py", COUNTING)
+    colocate.write("demo.yaml", CONFIG)
+    changes = ("--set", f"+job.with.inside={json.dumps(inside)}", "--set", "+job.with.own=false")
+    for how in ((), ("--resume",)):
+        done = colocate("run", "demo.yaml", *how, *changes)
+        assert done.returncode == 0, done.stderr
+    assert rows(colocate)[-1] == {"step": 4, "policy": 4}
+
+
+def test_one_that_lies_elsewhere(colocate: CommandLine) -> None:
+    """It isn't part of the run's: that is said."""
+    colocate.write("counting.py", COUNTING)
+    colocate.write("demo.yaml", CONFIG)
+    elsewhere = colocate.folder / "elsewhere"
+    done = colocate("run", "demo.yaml", "--set", f"+job.with.inside={elsewhere}", "--set", "+job.with.own=false")
+    assert done.returncode == 0, done.stderr
+    assert f"group policy was checkpointed to {elsewhere}, outside of the run's checkpoint" in done.stdout + done.stderr
