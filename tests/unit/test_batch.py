@@ -273,10 +273,10 @@ class Away(batch.Deferred):
 
     value: Any = None
 
-    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
-        return batch.even_sizes(len(self.value), count)
+    def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
+        return batch.even_sizes(len(self.value), count, of)
 
-    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: batch.Padding) -> Any:
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: batch.Padding, of: int = 1) -> Any:
         return batch.share(self.value, index, count, padding)[0]
 
     def slice(self, start: int, stop: int) -> Any:

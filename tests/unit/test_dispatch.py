@@ -38,15 +38,15 @@ class Away(batch.Deferred):
     value: list[Any]
     partition: list[int] | None = None
 
-    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+    def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
         matches = self.partition is not None and len(self.partition) == count
-        return list(self.partition or []) if matches else batch.even_sizes(len(self.value), count)
+        return list(self.partition or []) if matches else batch.even_sizes(len(self.value), count, of)
 
-    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: batch.Padding) -> Any:
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: batch.Padding, of: int = 1) -> Any:
         if padding == "even":
             found = batch.share(self.value, index, count, padding)[0]
         else:
-            found = batch.split(self.value, Away.sizes(self, axis, mesh, count), "value")[index]
+            found = batch.split(self.value, Away.sizes(self, axis, mesh, count, of), "value")[index]
         return Asked(("part", index, count, axis, mesh, padding), found)
 
     def slice(self, start: int, stop: int) -> Any:
@@ -167,7 +167,7 @@ def test_deferred_values_alone_block_nobody() -> None:
     """The driver does not wait to know their rows."""
 
     class Unknown(Away):
-        def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+        def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
             raise AssertionError("this would block")
 
     made = plan(
@@ -396,3 +396,24 @@ def test_dispatches_are_values_that_read_as_written() -> None:
         assert hash(dispatch) == hash(eval(text))
         assert pickle.loads(pickle.dumps(dispatch)) == dispatch
     assert Scatter("x") != Scatter("x", pad=True)
+
+
+@LAWS
+@given(sets=st.integers(1, 40), count=st.integers(1, 9), of=st.integers(1, 8))
+def test_rows_that_stay_together(sets: int, count: int, of: int) -> None:
+    """Splits are at multiples, as even as can be; without `rows_of` nothing changes."""
+    sizes = batch.even_sizes(sets * of, count, of)
+    assert sum(sizes) == sets * of
+    assert [size % of for size in sizes] == [0] * count
+    assert max(sizes) - min(sizes) in (0, of)
+    assert batch.even_sizes(sets, count, 1) == batch.even_sizes(sets, count)
+
+
+@pytest.mark.parametrize("options", [{"rows_of": 0}, {"rows_of": True}, {"rows_of": 2.5}, {"rows_of": 2, "pad": True}])
+def test_rows_of_that_can_not_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Scatter\(rows_of"):
+        Scatter("x", **options)
+
+
+def test_rows_of_is_shown() -> None:
+    assert repr(Scatter("x", rows_of=8)) == "Scatter('x', rows_of=8)"

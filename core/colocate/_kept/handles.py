@@ -64,28 +64,28 @@ class Reference(OnDriver, Deferred):
         """The call has ended. Idempotent."""
         self._lent = None
 
-    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+    def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
         """Rows of each part; waits for the call that makes it."""
         sizes = self._residents.rows_of(self._kept)
-        return sizes if self._own(axis, mesh, count) else even_sizes(sum(sizes), count)
+        return sizes if self._own(axis, mesh, count) else even_sizes(sum(sizes), count, of)
 
-    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding) -> Any:
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
         """A placeholder for one part."""
-        own = self.own(axis, mesh, count) if padding == "none" else None
-        return Part(self._kept.source, index, count, padding == "even") if own is None else own
+        own = self.own(axis, mesh, count, of) if padding == "none" else None
+        return Part(self._kept.source, index, count, padding == "even", of=of) if own is None else own
 
-    def own(self, axis: str, mesh: str | None, count: int) -> Any | None:
+    def own(self, axis: str, mesh: str | None, count: int, of: int = 1) -> Any | None:
         """A placeholder for all parts, where each rank finds its own in its own worker."""
-        return Own(self._kept.source, count) if self._own(axis, mesh, count) else None
+        return Own(self._kept.source, count, of) if self._own(axis, mesh, count) else None
 
     @property
     def known(self) -> bool:
         """Whether the call that makes it has said how many rows each part has."""
         return self._kept.call.done() and isinstance(self._kept.source.collect, Concat)
 
-    def share(self, index: int, count: int, padding: Padding, beside: Beside) -> Any:
+    def share(self, index: int, count: int, padding: Padding, beside: Beside, of: int = 1) -> Any:
         """A placeholder for one even part."""
-        return Part(self._kept.source, index, count, padding == "even", beside)
+        return Part(self._kept.source, index, count, padding == "even", beside, of)
 
     def items(self, count: int, parameter: str) -> Sequence[Any]:
         """A placeholder for each item; their number is seen now where the value is a list of the ranks' results."""

@@ -21,7 +21,7 @@ from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
 from colocate._values.batch import even_sizes, padded_sizes
-from colocate._values.beside import Beside, Cut
+from colocate._values.beside import Beside, Cut, check_sets
 from colocate._values.collect import Collect, Concat, Gather
 from colocate._values.dispatch import check_items
 from colocate._values.leaves import Memo
@@ -140,6 +140,8 @@ class Part(Use):
     padding: bool
     beside: Beside | None = None
     """Plain rows that it is scattered together with, by a driver that didn't know how many rows there are."""
+    of: int = 1
+    """How many rows stay together."""
 
 
 @attrs.frozen(eq=False)
@@ -150,6 +152,8 @@ class Own(Use):
     """
 
     count: int
+    of: int = 1
+    """How many rows stay together."""
 
 
 @attrs.frozen(eq=False)
@@ -351,12 +355,14 @@ class Resolver:
         if isinstance(part, Own):
             rank, value = self._own_part(part.source)
             self.valid = self._peers.rows(part.source, rank)
+            check_sets(f"rank {rank}'s part of {part.source.label}", self.valid, part.of)
             self._first = part, self.valid
             return value
         total = self._total(part.source)
         if part.beside is not None:
             part.beside.check(total)
-        self.valid = even_sizes(total, part.count)[part.index]
+        check_sets(part.source.label, total, part.of)
+        self.valid = even_sizes(total, part.count, part.of)[part.index]
         self._first = part, self.valid
         start, _ = self._place(part)
         return self._range(part.source, start, start + self.valid)
@@ -376,7 +382,7 @@ class Resolver:
     def _place(self, part: Part | Own) -> tuple[int, int]:
         """Where the rows of a part begin in the whole, and how many that has."""
         if isinstance(part, Part):
-            index, sizes = part.index, even_sizes(self._total(part.source), part.count)
+            index, sizes = part.index, even_sizes(self._total(part.source), part.count, part.of)
         else:
             index, sizes = self._index_here(part.source), self._sizes(part.source)
         return sum(sizes[:index]), sum(sizes)

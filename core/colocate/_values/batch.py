@@ -49,17 +49,20 @@ class Deferred(abc.ABC):
     """
 
     @abc.abstractmethod
-    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
-        """The rows of each part when taken apart into `count` parts along that axis; blocks until they are known."""
+    def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
+        """The rows of each part when taken apart into `count` parts along that axis; blocks until they are known.
+
+        `of` is, here and below, how many rows stay together.
+        """
 
     @abc.abstractmethod
-    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding) -> Any:
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
         """Part `index` of `count`: the producer's own partition where it matches, otherwise `share` of the value.
 
         With the padding "even" it is `share(value, index, count, "even")` whatever the producer's partition.
         """
 
-    def own(self, axis: str, mesh: str | None, count: int) -> Any | None:
+    def own(self, axis: str, mesh: str | None, count: int, of: int = 1) -> Any | None:
         """One placeholder that serves for all these parts, because each rank has its own already; None if it hasn't."""
         return None
 
@@ -68,7 +71,7 @@ class Deferred(abc.ABC):
         """Whether its rows are known now, so that `sizes` doesn't block."""
         return True
 
-    def share(self, index: int, count: int, padding: Padding, beside: Beside) -> Any:
+    def share(self, index: int, count: int, padding: Padding, beside: Beside, of: int = 1) -> Any:
         """Part `index` of `count` even ones, whatever the producer's partition; its rank compares its rows."""
         raise NotImplementedError(f"{type(self).__name__} is always known")
 
@@ -182,10 +185,10 @@ def pad(value: Any, to: int, path: str = "value") -> Any:
     return replaced(value, lambda leaf: split(leaf)[0])
 
 
-def even_sizes(total: int, count: int) -> list[int]:
-    """The rows of `count` parts that differ by one at most, the larger ones first."""
-    each, more = divmod(total, count)
-    return [each + 1] * more + [each] * (count - more)
+def even_sizes(total: int, count: int, of: int = 1) -> list[int]:
+    """The rows of `count` parts that differ by one set of `of` rows at most, the larger ones first."""
+    each, more = divmod(total // of, count)
+    return [(each + 1) * of] * more + [each * of] * (count - more)
 
 
 def padded_sizes(total: int, count: int) -> tuple[int, list[int]]:

@@ -48,6 +48,20 @@ class Cut:
     beside: Beside
 
 
+def check_sets(what: str, rows: int, of: int, parameter: str | None = None) -> None:
+    """Raise unless rows are whole sets of those that stay together.
+
+    Raises:
+        DispatchError: They aren't.
+    """
+    if rows % of:
+        raise DispatchError(
+            f"{what} has {plural(rows, 'row')}, which is no multiple of {of}: Scatter(rows_of={of}) keeps every {of} "
+            "rows together",
+            parameter=parameter,
+        )
+
+
 def same_rows(first: str, rows: int, other: str, others: int) -> None:
     """Raise unless two parameters that are scattered together have as many rows.
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, overload
 import attrs
 
 from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import amount_problem
 from colocate._values.batch import Deferred, is_deferred, resolve
 from colocate._values.mesh import Ranks
 from colocate._values.scatter import lay_out, own_parts
@@ -168,6 +169,7 @@ class Scatter(Dispatch):
             "masked" pads too and leaves it to the method to honour `ctx.valid_rows`.
         empty: What happens with fewer rows than ranks and without padding: "error", or "run" the method on none.
         mesh: The mesh, when the role has several.
+        rows_of: How many rows stay together, such as the samples of one prompt: it is split at multiples of that.
     """
 
     accepts_deferred: ClassVar[bool] = True
@@ -177,6 +179,7 @@ class Scatter(Dispatch):
     pad: Literal[False, True, "masked"]
     empty: Literal["error", "run"]
     mesh: str | None
+    rows_of: int
 
     def __init__(
         self,
@@ -185,6 +188,7 @@ class Scatter(Dispatch):
         pad: Literal[False, True, "masked"] = False,
         empty: Literal["error", "run"] = "error",
         mesh: str | None = None,
+        rows_of: int = 1,
     ) -> None:
         _check_names(type(self), parameters)
         if not isinstance(pad, bool) and pad != "masked":  # 1 and 0 would be padded, and not known as padding
@@ -192,7 +196,13 @@ class Scatter(Dispatch):
         if empty not in ("error", "run"):
             raise ConfigError(f"Scatter(empty={empty!r}): use 'error' or 'run'")
         check_place("Scatter", axis, mesh)
-        self.__attrs_init__(parameters, axis, pad, empty, mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        if (problem := amount_problem(rows_of, whole=True, least=1)) is not None:
+            raise ConfigError(f"Scatter(rows_of) {problem}")
+        if pad and rows_of > 1:
+            raise ConfigError(
+                f"Scatter(rows_of={rows_of}, pad={pad!r}): what is padded is split anywhere; leave one out"
+            )
+        self.__attrs_init__(parameters, axis, pad, empty, mesh, rows_of)  # pyright: ignore[reportAttributeAccessIssue]
 
     def declare(self, parameters: Sequence[str], method: str) -> None:
         """Check that the parameters exist."""
@@ -207,9 +217,10 @@ class Scatter(Dispatch):
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         others = whole({name: value for name, value in arguments.items() if name not in scattered})
         base = {name: others.get(name) for name in arguments}  # in the order of the call, and so are its copies
-        if not self.pad and (own := own_parts(scattered, self.axis, self.mesh, count)) is not None:
+        if not self.pad and (own := own_parts(scattered, self.axis, self.mesh, count, self.rows_of)) is not None:
             return [{**base, **own}] * ranks.world_size
-        layout = lay_out(scattered, self.axis, self.mesh, count, "even" if self.pad else "none", self.empty)
+        padding: Literal["none", "even"] = "even" if self.pad else "none"
+        layout = lay_out(scattered, self.axis, self.mesh, count, padding, self.empty, self.rows_of)
         if (shared := layout.shared(scattered)) is not None:
             return [{**base, **shared}] * ranks.world_size
         parts = [{**base, **own} for own in layout.cut(scattered)]
@@ -240,7 +251,7 @@ class Scatter(Dispatch):
                 return None
             elif name not in self.parameters:
                 found[name] = value.whole()
-            elif (own := value.own(self.axis, self.mesh, count)) is not None:
+            elif (own := value.own(self.axis, self.mesh, count, self.rows_of)) is not None:
                 found[name] = own
                 scattered = True
             else:
@@ -248,7 +259,7 @@ class Scatter(Dispatch):
         return found if scattered else None
 
     def __repr__(self) -> str:
-        usual = {"axis": "dp", "pad": False, "empty": "error", "mesh": None}
+        usual = {"axis": "dp", "pad": False, "empty": "error", "mesh": None, "rows_of": 1}
         said = [f"{name}={own!r}" for name, default in usual.items() if (own := getattr(self, name)) != default]
         return f"Scatter({', '.join([*map(repr, self.parameters), *said])})"
 

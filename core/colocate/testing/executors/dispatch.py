@@ -8,9 +8,9 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import ConfigError, DispatchError
+from colocate.errors import ConfigError, DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
-from colocate.testing.probes.rows import Axes, Block, Own, Rows
+from colocate.testing.probes.rows import Axes, Block, Own, Rows, Sets
 
 
 class Dispatching(ExecutorCase):
@@ -55,6 +55,45 @@ class Dispatching(ExecutorCase):
         with pytest.raises(DispatchError, match="'batch' has 1 row for 2 ranks") as caught:
             pair.role("rows", Rows).double([1])
         assert caught.value.parameter == "batch"
+
+    def test_rows_of(self, spawn: Spawn) -> None:
+        """With `rows_of` each so many rows stay together: the caller's, those in their workers, and those elsewhere."""
+        group = spawn({"sets": colocate.role(Sets), "one": colocate.role(Sets).on(slots=[1])})
+        sets, one = group.role("sets", Sets), group.role("one", Sets)
+        rows = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+        wanted = [(rows[:8], None, 8), (rows[8:], None, 4)]
+        assert sets.seen(rows) == wanted
+        assert sets.seen(rows, [*range(12)]) == [(rows[:8], [*range(8)], 8), (rows[8:], [*range(8, 12)], 4)]
+        for view in (sets, one):
+            kept = view.sample.keep([0, 1, 2])
+            assert sets.seen(kept.ref) == wanted  # sent before the driver knows how many rows there are
+            assert sets.seen(kept.ref) == wanted
+            assert sets.seen(rows, kept.ref) == [(rows[:8], rows[:8], 8), (rows[8:], rows[8:], 4)]
+            assert sets.seen(rows, view.sample.keep([0, 1, 2]).ref) == [
+                (rows[:8], rows[:8], 8),
+                (rows[8:], rows[8:], 4),
+            ]
+
+    def test_rows_of_no_whole_sets(self, spawn: Spawn) -> None:
+        """Where rows aren't whole sets it is an error, also in the partition that they have in the workers."""
+        group = spawn({"sets": colocate.role(Sets), "one": colocate.role(Sets).on(slots=[1])})
+        sets, one = group.role("sets", Sets), group.role("one", Sets)
+        with pytest.raises(
+            DispatchError, match=r"the parameter 'samples' has 10 rows, which is no multiple of 4"
+        ) as caught:
+            sets.seen([*range(10)])
+        assert caught.value.parameter == "samples"
+        with pytest.raises(DispatchError, match="has 4 rows, in sets of 4, for 2 ranks"):
+            sets.seen([*range(4)])
+        halves = sets.sample.keep([*range(12)], times=1)  # six on each rank
+        wrong = one.sample.keep([*range(5)], times=2)
+        for _ in range(2):
+            for value, rows in ((halves, 6), (wrong, 10)):
+                with pytest.raises((DispatchError, RoleError), match=f"has {rows} rows, which is no multiple of 4"):
+                    sets.seen(value.ref)
+        with pytest.raises((DispatchError, RoleError), match="has 6 rows, which is no multiple of 4"):
+            sets.seen([*range(12)], halves.ref)
+        assert sets.seen([*range(8)]) == [([0, 1, 2, 3], None, 4), ([4, 5, 6, 7], None, 4)]
 
     def test_empty_runs(self, pair: ColocatedGroup) -> None:
         """With empty="run" a rank without rows runs the method on none."""

@@ -12,6 +12,22 @@ import colocate
 from colocate import Broadcast, Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
 
 
+class Sets(Role):
+    """Rows of which each four stay together, as the samples of a prompt."""
+
+    @method(dispatch=Scatter("prompts"), collect=Concat())
+    def sample(self, prompts: list[int], times: int = 4) -> list[int]:
+        """Each prompt several times."""
+        return [prompt for prompt in prompts for _ in range(times)]
+
+    @method(dispatch=Scatter("samples", "scores", rows_of=4))
+    def seen(
+        self, samples: list[int], scores: list[int] | None = None
+    ) -> tuple[list[int], list[int] | None, int | None]:
+        """What each rank gets."""
+        return samples, scores, self.ctx.valid_rows
+
+
 class Rows(Role):
     """Every dispatch and collect, on lists of numbers."""
 
