@@ -103,7 +103,7 @@ def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Execu
     if problems:
         mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
         raise ConfigError(f"connect({name!r}, ...): the options don't fit", mistakes=mistakes)
-    return cls.connect(**options)
+    return cls.connect(**accepted.built(options))
 
 
 class Runtime(Held[Connection], node=Connection, by="colocate.connect"):

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._plugins.plugins import find_role
 from colocate._role.role import RoleSpec, role
 from colocate._runs.stage import Stage
+from colocate._signatures.annotations import arguments_of
 from colocate._system.lines import made_for
 from colocate._system.numbers import plural
 from colocate.config.schema import Config, RoleConfig
@@ -112,7 +114,8 @@ def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
 
 
 def _role(entry: RoleConfig) -> RoleSpec[Any]:
-    return role(entry.use, **entry.with_).on(
+    given = arguments_of(find_role(entry.use).load(), entry.use).built(entry.with_)
+    return role(entry.use, **given).on(
         slots=entry.slots,
         mesh=entry.mesh,
         default_group=entry.default_group,

@@ -16,8 +16,7 @@ from colocate._job.screen import Screen, short
 from colocate._plugins.entry_points import listed
 from colocate._plugins.plugins import find_observer
 from colocate._runs.record import LogRecord, RunInfo, RunRecord
-from colocate._signatures.annotations import path_text
-from colocate._signatures.arguments import arguments_of
+from colocate._signatures.annotations import arguments_of, path_text
 from colocate._system.limits import TOLD_WITHIN_S
 from colocate._system.numbers import plural, shown
 from colocate._system.tracebacks import told
@@ -152,12 +151,13 @@ class RunObservers:
 
     def _make(self, name: str, options: Mapping[str, Any]) -> None:
         found = find_observer(name)
-        if problems := list(arguments_of(found.load(), name).problems(options)):
+        arguments = arguments_of(found.load(), name)
+        if problems := list(arguments.problems(options)):
             mistakes = [
                 Mistake(path_text(("with", *each.place)), None, each.message, each.nearest) for each in problems
             ]
             raise ConfigError(f"observe: {name}: {plural(len(problems), 'mistake')}", mistakes=mistakes)
-        made = found.make(options)
+        made = found.make(arguments.built(options))
         check_observer(made, f"observe: {name}")
         self._all.append(Guarded(name, made, self._screen))
 

@@ -21,6 +21,7 @@ from colocate._role.budget import Budgets, Limit
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, need_torch, reset_current, set_current
 from colocate._role.planned_groups import PlannedGroups, planned_world
 from colocate._role.role import methods_of
+from colocate._signatures.annotations import arguments_of
 from colocate._system.jobs import error_text
 from colocate._values.mesh import parse_meshes
 from colocate.config.check import budgets_of
@@ -312,7 +313,8 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> dic
         )
         ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # there is none for the meta device
         made[role] = _Made(role, ctx)
-        made[role].construct(find_role(entry.use).load(), entry.with_)
+        cls = find_role(entry.use).load()
+        made[role].construct(cls, arguments_of(cls, entry.use).built(entry.with_))
         if made[role].instance is not None:
             siblings[role] = made[role].instance
     return made

@@ -26,6 +26,7 @@ from colocate._plugins.plugins import find_job
 from colocate._runs.calls import CallLog
 from colocate._runs.environment import environment
 from colocate._runs.record import Row, RunInfo, RunRecord
+from colocate._signatures.annotations import arguments_of
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
 from colocate._system.limits import LEDGERS_WITHIN_S
@@ -96,7 +97,8 @@ def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Abstr
     """
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
-    function, options = find_job(config.job.use).load(), config.job.with_
+    function = find_job(config.job.use).load()
+    options = arguments_of(function, config.job.use, skip=1).built(config.job.with_)
     folder, step, metrics = _folder(config.name, resume)
     folder.write("config.yaml", config.dump())
     plain = without_secrets(config.plain())

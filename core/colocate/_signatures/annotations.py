@@ -1,12 +1,15 @@
-"""Whether a plain value fits an annotation: strict about scalars, silent about types that a config can't know."""
+"""Whether plain values fit a signature: strict about scalars, silent about types that a config can't know."""
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
 import inspect
 import numbers
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NewType, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NewType, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -47,6 +50,67 @@ class Checked:
     problem: Callable[[Any], str | None]
 
 
+@attrs.frozen
+class Arguments:
+    """Parameters that can be given by name.
+
+    Attributes:
+        owner: What messages call the thing they belong to.
+        parameters: By name, without `self` and whatever the caller gives itself.
+        hints: The annotations that could be evaluated.
+        open: Whether any other name is accepted too.
+    """
+
+    owner: str
+    parameters: Mapping[str, inspect.Parameter]
+    hints: Mapping[str, Any]
+    open: bool
+
+    def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
+        """What doesn't fit: unknown, missing, of a wrong simple type."""
+        meant = set()  # by names that are misspelt: they aren't missing besides
+        for name, value in given.items():
+            if name in self.parameters:
+                yield from problems(value, self.hints.get(name, Any), (name,))
+            elif not self.open:
+                unknown = self._unknown(name)
+                meant.add(unknown.nearest)
+                yield unknown
+        for name, parameter in self.parameters.items():
+            if parameter.default is inspect.Parameter.empty and name not in given and name not in meant:
+                hint = self.hints.get(name)
+                kind = f" ({hint.__name__})" if isinstance(hint, type) else ""
+                yield Problem((), f"{self.owner} needs {name!r}{kind}")
+
+    def built(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The same, with what is annotated as a dataclass, or a class of attrs, made from the mapping that says it."""
+        return {name: built(value, self.hints.get(name, Any)) for name, value in given.items()}
+
+    def _unknown(self, name: str) -> Problem:
+        near = nearest(name, self.parameters)
+        takes = f"it takes {', '.join(self.parameters)}" if self.parameters else "it takes none"
+        text = f"{self.owner} has no parameter {name!r}"
+        return Problem((name,), text if near else f"{text}; {takes}", near)
+
+
+def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:
+    """What a class or function takes by name.
+
+    Args:
+        target: The class or function.
+        owner: What messages call it.
+        skip: How many leading parameters are given by others.
+    """
+    try:
+        parameters = list(inspect.signature(target).parameters.values())[skip:]
+    except (TypeError, ValueError):  # some written in C have no signature: nothing is known
+        return Arguments(owner, {}, {}, open=True)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return Arguments(owner, named, _hints(target, named), takes_any)
+
+
 def path_text(place: Place) -> str:
     """A place as people write it: `groups.policy.roles.actor.slots[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
@@ -70,6 +134,27 @@ def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem
         yield from _list(value, annotation, place)
     elif origin in _MAPPINGS:
         yield from _mapping(value, annotation, place)
+    elif _is_record(origin):
+        yield from _record(value, origin, place)
+
+
+def built(value: Any, annotation: Any) -> Any:
+    """A value that fits its annotation, as that wants it: mappings that stand for a class's instances are made such."""
+    annotation = _bare(annotation)
+    origin = get_origin(annotation) or annotation
+    if origin in (Union, types.UnionType):
+        fitting = (arm for arm in get_args(annotation) if not any(problems(value, arm)))
+        return built(value, next(fitting, Any))
+    if origin in _LISTS and isinstance(value, list):
+        (item,) = get_args(annotation) or (Any,)
+        return [built(each, item) for each in value]
+    if origin in _MAPPINGS and isinstance(value, dict):
+        _, item = get_args(annotation) or (Any, Any)
+        return {key: built(each, item) for key, each in value.items()}
+    if not _is_record(origin) or not isinstance(value, dict):
+        return value
+    record: Any = origin
+    return record(**arguments_of(record, record.__name__).built(value))
 
 
 def describe(annotation: Any) -> str:
@@ -169,6 +254,27 @@ def _mapping(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
         yield from problems(each, item, (*place, key))
 
 
+def _is_record(kind: Any) -> bool:
+    """Whether it is a dataclass, or a class of attrs."""
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or attrs.has(kind))
+
+
+def _record(value: Any, kind: type, place: Place) -> Iterator[Problem]:
+    if isinstance(value, kind):  # of a config that is written in Python
+        return
+    arguments = arguments_of(kind, kind.__name__)
+    if not isinstance(value, dict):
+        yield Problem(place, f"must be a mapping ({', '.join(arguments.parameters)}), not {shown(value)}")
+        return
+    found = [attrs.evolve(each, place=(*place, *each.place)) for each in arguments.problems(value)]
+    if not found:
+        try:
+            built(value, kind)
+        except Exception as error:  # what the class itself has against it
+            found.append(Problem(place, f"{kind.__name__} refuses it: {type(error).__name__}: {error}"))
+    yield from found
+
+
 def _bare(annotation: Any) -> Any:
     while True:
         if get_origin(annotation) is Annotated:
@@ -193,3 +299,21 @@ def _number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """The annotations as types; one that can't be evaluated (imported for type checkers only) is left out."""
+    function = inspect.unwrap(cast(Any, target).__init__ if isinstance(target, type) else target)
+    names = getattr(function, "__globals__", {})
+    if _is_record(target):  # attrs makes such a function in a place of its own
+        names = vars(sys.modules.get(target.__module__, builtins))
+    found = {}
+    for name, parameter in parameters.items():
+        if parameter.annotation is inspect.Parameter.empty:
+            continue
+        holder = types.SimpleNamespace(__annotations__={name: parameter.annotation})
+        try:
+            found[name] = get_type_hints(holder, globalns=names)[name]
+        except Exception:  # annotations are code: they may raise anything
+            continue
+    return found

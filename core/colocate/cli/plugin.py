@@ -27,8 +27,8 @@ from colocate._plugins.plugins import (
 )
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import methods_of
-from colocate._signatures.annotations import brief
-from colocate._signatures.arguments import Arguments, arguments_of, options_of
+from colocate._signatures.annotations import Arguments, arguments_of, brief
+from colocate._signatures.arguments import options_of
 from colocate.cli.output import error_data, guarded, print_errors, print_json
 from colocate.errors import PluginError
 from colocate.executor import Detachable, MultiNode, OwnProcess

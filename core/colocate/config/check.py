@@ -12,8 +12,8 @@ from colocate._plugins.needs import lacks_processes, lacks_vmm
 from colocate._plugins.plugins import find_executor, find_job, find_observer, find_role
 from colocate._role.budget import NO_BUDGET, Budget, Budgets, budgets
 from colocate._role.role import RoleSpec, torchrun_problem
-from colocate._signatures.annotations import Place, path_text
-from colocate._signatures.arguments import Arguments, arguments_of, options_of
+from colocate._signatures.annotations import Arguments, Place, arguments_of, path_text
+from colocate._signatures.arguments import options_of
 from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, variable_problem
 from colocate._system.sizes import parse_bytes
