@@ -149,14 +149,14 @@ def test_a_store_that_is_gone(pool: ThreadPoolExecutor) -> None:
 def test_whose_sockets() -> None:
     """Those of a group are told from all others that its process has connected meanwhile, and accepted.
 
-    Also from those of groups that other threads make at the same moment.
+    Also from those of groups that other threads make at the same moment, and of loops that begin while gloo's does.
     """
     pytest.importorskip("torch")
     code = """
-        import os, socket, threading, datetime
+        import asyncio, os, socket, threading, datetime
         import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
-        from colocate._role import torch_books
+        from colocate._role import gloo_devices, torch_books
         from colocate._role.gloo_devices import on_a_device
         from colocate._role.torch_groups import connect_store, serve_store
 
@@ -179,6 +179,18 @@ def test_whose_sockets() -> None:
                 all_are_there.wait()
                 found.setdefault(name, []).extend(torch_books.connections(device, before))
 
+        async def serve():
+            server = await asyncio.start_server(lambda *streams: others.extend(streams), "127.0.0.1", 0)
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            others.extend([server, writer, writer.get_extra_info("socket")])
+
+        def making(interfaces):
+            gloos = made(interfaces)
+            loops.append(asyncio.new_event_loop())
+            loops[-1].run_until_complete(serve())
+            return gloos
+
+        made, gloo_devices._made, loops = gloo_devices._made, making, []
         threads = [threading.Thread(target=make, args=(name, rank)) for name in NAMES for rank in RANKS]
         connect()
         for each in threads:
@@ -191,7 +203,7 @@ def test_whose_sockets() -> None:
         for name in NAMES:
             ends = {(each.getsockname(), each.getpeername()) for each in found[name]}
             assert len(found[name]) == 2 and {(b, a) for a, b in ends} == ends, ends  # both ends of one connection
-        known = {each.getsockname() for each in others if isinstance(each, socket.socket)}
+        known = {each.getsockname() for each in others if hasattr(each, "getsockname")}
         assert not known & {each.getsockname() for ours in found.values() for each in ours}
 
         # The next ones share what the first have had.
@@ -203,8 +215,8 @@ def test_whose_sockets() -> None:
         all_are_there.wait()
         for each in threads:
             each.join()
-        from colocate._role import gloo_devices
         assert len(gloo_devices._devices) == 4
+        assert len(loops) == 4
         assert len(found["next"]) == 2
         print("known")
         os._exit(0)

@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 
-_WATCHED = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
+_WATCHED = re.compile(r"^tfd:\s*(\d+) .* data:\s*([0-9a-f]+) .* ino:([0-9a-f]+)", re.MULTILINE)
+_FLAGS = re.compile(r"^flags:\s*(\d+)$", re.MULTILINE)
 _lock = threading.Lock()
 _devices: list[Device] = []  # for good, as gloo's are
 _torchs: list[Any] = []  # torch's class, while any of them is taken
@@ -36,9 +37,9 @@ class Device:
         """Gloo's objects. Each has a thread."""
         if interfaces not in self._gloos:
             with _lock:
-                before = _polls()
+                before = _gloos_loops()
                 self._gloos[interfaces] = _made(interfaces)
-                self._loops |= _polls() - before
+                self._loops |= _gloos_loops() - before
         return self._gloos[interfaces]
 
     def sockets(self) -> Iterator[tuple[int, int]]:
@@ -48,11 +49,9 @@ class Device:
         """
         # What a process has connected besides, it knows nothing of: stores' clients, say, whose groups are cut some
         # day. All of the process's where gloo has made a thread by itself.
-        for loop in sorted(self._loops) or _polls():
-            with contextlib.suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{loop}") as told:
-                for line in told:
-                    if (found := _WATCHED.match(line)) is not None:
-                        yield int(found[1]), int(found[2], 16)
+        for loop in sorted(self._loops) or _gloos_loops():
+            for fd, _, inode in _watched(loop):
+                yield fd, inode
 
 
 @contextlib.contextmanager
@@ -125,6 +124,36 @@ def _made(interfaces: str) -> list[Any]:
     if not interfaces:
         return [gloo.create_default_device()]
     return [gloo.create_device(interface=each) for each in interfaces.split(",")]
+
+
+def _gloos_loops() -> set[int]:
+    """Descriptors of those that gloo's threads wait by, as far as it can be told: else of all in this process."""
+    polls = _polls()
+    return {poll for poll in polls if _is_gloos(poll)} or polls
+
+
+def _is_gloos(poll: int) -> bool:
+    """Whether it goes on in children, and each descriptor goes with a pointer: others keep a descriptor's number there.
+
+    So do asyncio and libuv, by which a role or a library may begin to wait at the moment at which gloo does.
+    """
+    watched = [*_watched(poll)]
+    flags = _FLAGS.search(_told(poll))
+    goes_on = flags is not None and not int(flags[1], 8) & os.O_CLOEXEC
+    return goes_on and bool(watched) and all(data & 0xFFFFFFFF != fd for fd, data, _ in watched)
+
+
+def _watched(poll: int) -> list[tuple[int, int, int]]:
+    """Descriptor, what goes with it, and inode, of each that is waited for."""
+    return [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _WATCHED.findall(_told(poll))]
+
+
+def _told(poll: int) -> str:
+    try:
+        with open(f"/proc/self/fdinfo/{poll}") as told:
+            return told.read()
+    except FileNotFoundError:  # closed meanwhile
+        return ""
 
 
 def _polls() -> set[int]:
