@@ -58,7 +58,6 @@ class Shared:
     slots: int
     name: str
     mesh: Mapping[str, Any] | None = None
-    strategy: str = "pack"
     warm_up: Callable[[ColocatedGroup], object] = lambda group: None
     _pool: Pool | None = None
     _group: ColocatedGroup | None = None
@@ -70,7 +69,7 @@ class Shared:
                 if self._pool is not None:
                     with contextlib.suppress(BaseExceptionGroup):  # what broke it was told to the test that broke it
                         self._pool.close(grace=0, force=True)
-                self._pool = self.runtime.reserve(self.slots, cpus=0, strategy=self.strategy)
+                self._pool = self.runtime.reserve(self.slots, cpus=0)
                 self._group = self._pool.spawn(self.roles, self.name, self.mesh)
                 self.warm_up(self._group)
         return self._group
@@ -97,7 +96,7 @@ class ExecutorCase:
         private: The options for an engine of the test's own, where `options` join one that is shared; None: the same.
         device: What torch calls the device of a slot without `gpus=` here.
         address: Of the test's machine, under which workers reach it; where slots lie on other machines.
-        strategy: How the slots of the fixtures' groups are placed; "spread" puts them on as many machines as there are.
+        strategy: How the slots of pools are placed; "spread" puts them on as many machines as there are.
         start_s: How long the start of a worker took here, for tests with a time limit in which some have to start.
         last_words: A part of what the engine says of a slot that has vanished (`KeptSlot.lost`); empty when it says
             nothing.
@@ -157,8 +156,11 @@ class ExecutorCase:
             yield runtime
 
     @pytest.fixture(autouse=True)
-    def _machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Gates are where workers reach them, and pools lie as the case says, unless a test says otherwise itself."""
         monkeypatch.setattr(Gate, "host", self.address)
+        defaults = tuple(self.strategy if each == "pack" else each for each in Runtime.reserve.__defaults__ or ())
+        monkeypatch.setattr(Runtime.reserve, "__defaults__", defaults)  # no wrapper: messages name who has called
 
     @pytest.fixture(autouse=True)
     def _capabilities(self, request: pytest.FixtureRequest, runtime: Runtime) -> None:
@@ -183,7 +185,7 @@ class ExecutorCase:
             "left_tensors": colocate.role(Tensors).on(slots=[0]),
             "right_tensors": colocate.role(Tensors).on(slots=[1]),
         }
-        return Shared(runtime, roles, 2, name="pair", strategy=cls.strategy, warm_up=_warm_up)
+        return Shared(runtime, roles, 2, name="pair", warm_up=_warm_up)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -197,7 +199,7 @@ class ExecutorCase:
             "pair": colocate.role(Collective).on(slots=[1, 2]),
             "solo": colocate.role(Collective).on(slots=[3]),
         }
-        return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2}, cls.strategy, _warm_up_square)
+        return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2}, _warm_up_square)
 
     @pytest.fixture
     def pair(self, no_leaks: None, shared_pair: Shared) -> ColocatedGroup:
@@ -240,7 +242,7 @@ class ExecutorCase:
         pools: list[Pool] = []
 
         def make(roles: Mapping[str, RoleSpec[Any]], *, slots: int = 2, **options: Any) -> ColocatedGroup:
-            pools.append(runtime.reserve(slots, cpus=0, strategy=self.strategy))
+            pools.append(runtime.reserve(slots, cpus=0))
             return pools[-1].spawn(roles, **options)
 
         yield make
