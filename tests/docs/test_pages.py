@@ -36,7 +36,6 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("memory.md", "needs a GPU"): 1,
     ("memory.md", "numbers of a script that isn't here"): 1,
     ("observers.md", "a module of a distribution's"): 1,
-    ("write-an-executor.md", "there is no such engine"): 2,
     ("gpu.md", "needs minutes"): 1,
     ("gpu.md", "needs a GPU"): 2,
 }
