@@ -205,7 +205,7 @@ def distribution_name(entry: EntryPoint | None) -> str | None:
     return distribution_of(entry)[0] if entry is not None else None
 
 
-def distribution_of(entry: EntryPoint) -> tuple[str, str] | tuple[None, None]:
+def distribution_of(entry: EntryPoint) -> tuple[str | None, str | None]:
     """The distribution's name and version, if there is one that tells."""
     known = name_and_version(entry.dist) if entry.dist is not None else None
     return known or (None, None)
