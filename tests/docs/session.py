@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = "page.py"
-PATIENCE_S = 120  # nobody measures it: a page that hangs only has to end, and say where
+PATIENCE_S = 280  # nobody measures it: a page that hangs only has to end, and say where
 
 
 def main() -> None:

@@ -41,7 +41,15 @@ NOT_RUN: dict[tuple[str, str], int] = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name)
+# Those that train models in several processes, several times.
+LONG = ("from-your-script.md",)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.long] if page.name in LONG else []) for page in PAGES if blocks_of(page)],
+    ids=lambda page: page.name,
+)
 def test_page_is_true(page: Path, tmp_path: Path, forks: Forks) -> None:
     """What a page says is done, and what it shows comes out."""
     wrong = list(untrue(page, tmp_path / "page", forks))
