@@ -1,4 +1,4 @@
-"""The command line: `colocate run / check / plan / example / top / plugins / doctor / audit / groups / close`.
+"""The command line: `colocate run / check / plan / schema / example / top / plugins / doctor / audit / groups / close`.
 
 Commands are imported when they are run, and what completes them when a shell asks.
 """
@@ -126,6 +126,14 @@ def plan(
     from colocate.cli.plan import show_memory
 
     raise typer.Exit(show_memory(file, executor, changes or [], json=json, allow_import=not no_import))
+
+
+@app.command()
+def schema() -> None:
+    """Print a JSON Schema of configs, for editors."""
+    from colocate.cli.schema import show_schema
+
+    raise typer.Exit(show_schema())
 
 
 @app.command()

@@ -129,7 +129,7 @@ def _job(found: FoundJob) -> dict[str, Any]:
 
 def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]:
     """By name: the type as its source says it, the default as Python shows it, and what docstrings say of it."""
-    about = {name: text for each in described for name, text in _told_of_arguments(each)}
+    about = {name: text for each in described for name, text in told_of(each)}
     shown: dict[str, dict[str, Any]] = {
         name: {
             "type": _type(parameter.annotation),
@@ -143,11 +143,11 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
     return shown | ({"**": rest} if arguments.open else {})
 
 
-def _told_of_arguments(described: Any) -> Iterator[tuple[str, str]]:
-    """What the section `Args:` of a docstring says of each of them."""
+def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
+    """What a section of a docstring says of each argument, or attribute."""
     lines = _docstring(described).splitlines()
     name, told = "", list[str]()
-    for line in lines[lines.index("Args:") + 1 :] if "Args:" in lines else ():
+    for line in lines[lines.index(section) + 1 :] if section in lines else ():
         if line and not line.startswith(" "):
             break
         if entry := _ARGUMENT.fullmatch(line):

@@ -1,0 +1,58 @@
+"""`colocate schema`: editors are told what `colocate check` says, as far as a schema can."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+from tests.cli.conftest import CommandLine
+
+import colocate
+from colocate.cli.schema import json_schema
+
+jsonschema: Any = importlib.import_module("jsonschema")  # without types; notebooks need it
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def mistakes(config: Any) -> list[str]:
+    """What is wrong in a config, by that schema."""
+    found = jsonschema.Draft202012Validator(json_schema()).iter_errors(config)
+    return [f"{error.json_path}: {error.message}" for error in found]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.name)
+def test_what_is_right(path: Path) -> None:
+    """Every example, as it is written and written out."""
+    assert mistakes(YAML(typ="safe").load(path)) == []
+
+
+def test_written_out() -> None:
+    assert mistakes(colocate.load_config({"observe": ["tensorboard"], "executor": "local"}).plain()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"pool": {}}, "Additional properties are not allowed ('pool' was unexpected)"),
+        ({"pools": {"main": {}}}, "$.pools.main: 'slots' is a required property"),
+        ({"pools": {"main": {"slots": "2"}}}, "$.pools.main.slots: '2' is not of type 'integer'"),
+        ({"pools": {"main": {"slots": 2, "strategy": "pac"}}}, "'pac' is not one of ['pack', 'spread']"),
+        ({"groups": {"a": {"pool": "main", "roles": {"b": 3}}}}, "$.groups.a.roles.b: 3 is not valid"),
+    ],
+)
+def test_what_is_wrong(config: Any, told: str) -> None:
+    (found,) = mistakes(config)
+    assert told in found
+
+
+def test_the_command(colocate: CommandLine) -> None:
+    """Each key has what the reference says of it."""
+    done = colocate("schema")
+    found = json.loads(done.stdout)
+    assert found == json_schema()
+    every = [found, *found["$defs"].values()]
+    assert all(each["description"] for kind in every for each in kind["properties"].values())
