@@ -117,7 +117,7 @@ def _comes_again(number: int) -> bool:
 
 @calls_role_code
 def _run(handler: Handler, number: int) -> None:
-    handler(number, None)
+    handler(number, sys._getframe())  # some look at the frame
 
 
 def _signal(signalnum: Any, handler: Any) -> Any:
