@@ -20,8 +20,10 @@ import pytest
 from colocate._protocol.consequence import Consequence, Unmade
 from colocate._role import torch_groups
 from colocate._role.torch_meetings import NotMade, all_have, all_make, can_not, withdraw
+from colocate.errors import ColocateError
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
+from colocate.worker.default_group import DefaultGroup
 from colocate.worker.group_making import Making
 
 RANKS = 3
@@ -451,6 +453,43 @@ def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(waiting.error) == "a call has failed"
     making.back()
     end.set()
+
+
+class Refused(Asking):
+    """Another slot can't take part in the default group, which is heard late; it can when it is asked again."""
+
+    def __init__(self) -> None:
+        self.heard = threading.Event()
+        self.asked: list[Any] = []
+
+    def ask(self, *question: Any, **how: Any) -> Any:
+        self.asked.append(question)
+        if len(self.asked) == 1:
+            assert self.heard.wait(PATIENCE_S)
+            raise ColocateError("slot 0 can't take part")
+        return "127.0.0.1", 1
+
+
+def test_a_default_group_begun_for_an_earlier_call(monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor) -> None:
+    """That another slot couldn't take part in it then is that call's error: a later one, which waits, has it made."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(torch_groups, "connect_store", lambda *_: None)
+    monkeypatch.setattr(torch_groups.Plan, "make", lambda *_: None)
+    worker = Refused()
+    making = Making(worker)
+    default = DefaultGroup(worker, making, "policy", 1, "127.0.0.1", "cpu")
+    default.slots = 2
+    earlier = pool.submit(default.have)
+    wait_until(lambda: worker.asked and making._waiting, "it waits")
+    making.end_waits(SEQ, "a call has failed")
+    with pytest.raises(Consequence, match="a call has failed"):
+        earlier.result(PATIENCE_S)
+    worker.seq = SEQ + 1
+    later = pool.submit(default.have)
+    wait_until(lambda: making._waiting, "it waits")
+    worker.heard.set()
+    later.result(PATIENCE_S)
+    assert len(worker.asked) == 2
 
 
 def test_who_asks_again_for_one_that_failed() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from colocate._protocol.consequence import Consequence
+from colocate._protocol.consequence import Consequence, Unmade
 from colocate._protocol.questions import Meet
 from colocate._role import torch_books, torch_groups
 from colocate._role.torch_groups import Plan
@@ -28,9 +28,17 @@ class _Default:
     """One that is there or in the making, and where its store listens.
 
     The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
+
+    Attributes:
+        epoch: Which one it is.
+        asked: The call that it was begun for; None for another slot's.
+        made: Ends with it.
+        address: Where its store listens.
+        store: That, where this slot serves it.
     """
 
     epoch: int
+    asked: int | None
     made: Future[None] = attrs.field(factory=Future)
     address: tuple[str, int] | None = None
     store: Any = None
@@ -72,13 +80,21 @@ class DefaultGroup:
 
     def have(self) -> None:
         """Have it made, unless it is there."""
-        self._making.wait_for(self.join().made)
+        asked = self._worker.asking()
+        default = self.join(asked)
+        try:
+            self._making.wait_for(default.made)
+        except Unmade:
+            if default.asked == asked:
+                raise
+            # That was begun for an earlier call, or another slot's, whose error it is.
+            self._making.wait_for(self.join(asked).made)
 
     def share(self) -> None:
         """Have that of the process, whose threads the slots are."""
         if self._now is None:
             torch_groups.share_default(self)
-            self._now = _Default(0)
+            self._now = _Default(0, None)
             self._now.made.set_result(None)
 
     def unshare(self) -> list[Any]:
@@ -93,8 +109,11 @@ class DefaultGroup:
             now.store, now.address = torch_groups.serve_store(self._host)
         return now.address
 
-    def join(self) -> _Default:
+    def join(self, asked: int | None = None) -> _Default:
         """Have this slot do its part in making it, if that isn't under way; from any thread.
+
+        Args:
+            asked: The call that needs it; None for another slot's.
 
         Raises:
             RuntimeError: The process may have no more threads just now.
@@ -103,7 +122,7 @@ class DefaultGroup:
             if self._now is not None:
                 return self._now
             former, self._former = self._former, None
-            default = self._now = _Default(self._epoch)
+            default = self._now = _Default(self._epoch, asked)
             if former is not None:
                 default.address, default.store = former.address, former.store
         if self.slots == 1:
