@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,12 @@ def test_a_killed_worker(colocate: CommandLine, after: int) -> None:
     text = "".join(lines) + out
     assert "was killed by SIGKILL" in text
     assert ("going on from the start" if after == 1 else f"going on after step {after - 1}") in text
+    lost = r"worker \d was killed at \d+ s: \d+ s lost"
+    assert re.search(rf"^{lost}$", text, re.MULTILINE)
+    assert re.search(r"^\(restart\) +\d", text, re.MULTILINE)
+    report = (colocate.folder / "runs" / "demo" / "report.html").read_text()
+    assert re.search(rf'<p class="restart">{lost}</p>', report)
+    assert report.count('<i class="mark') == 2  # one on each lane
     assert [(row["step"], row["count"]) for row in rows(colocate.folder / "runs" / "demo")] == [
         (1, 1),
         (2, 3),

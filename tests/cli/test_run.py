@@ -43,7 +43,7 @@ def test_a_job_runs_to_its_end(colocate: CommandLine, processes: str) -> None:
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["reward"] for row in rows] == [pytest.approx(each) for each in (-1.0, -2 / 3, -1.0)]
-    assert all(set(row) == {"step", "reward", "seconds"} and set(row["seconds"]) == {"score"} for row in rows)
+    assert all(set(row) == {"step", "time", "reward", "seconds"} and set(row["seconds"]) == {"score"} for row in rows)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     assert config(folder)["executor"] == {"use": "local", "with": {"processes": processes == "true"}}
 
@@ -117,7 +117,8 @@ def test_all_output_lies_in_the_folder_and_the_report(colocate: CommandLine) -> 
     assert not (folder / "trace.json").exists()
     assert colocate("run", "demo.yaml", "--set", "trace=true").returncode == 0
     (trace,) = colocate.folder.glob("runs/*/trace.json")
-    assert "talking.talk" in [event["name"] for event in json.loads(trace.read_text())]
+    names = [event["name"] for event in json.loads(trace.read_text())]
+    assert {"talking.talk", "step 1"} <= set(names)
 
 
 SLOW_TO_START = """
@@ -454,6 +455,10 @@ class TestErrors:
                 "run.log(1, seconds=2.0)",
                 "ValueError: run.log: 'seconds' is where a line has those of run.timed; call the number otherwise",
             ),
+            (
+                "run.log(1, time=2.0)",
+                "ValueError: run.log: 'time' is where a line has when it was logged; call the number otherwise",
+            ),
             ("run.checkpoint('last').__enter__()", "TypeError: run.checkpoint: step='last' is not a whole number"),
             ("run.checkpoint(-1).__enter__()", "ValueError: run.checkpoint: step=-1 is less than 0"),
         ],
@@ -494,7 +499,7 @@ class TestErrors:
         done = self.run(colocate, job)
         assert (done.returncode, done.stderr) == (0, "")
         folder = colocate.folder / "runs" / "demo"
-        assert metrics(folder) == [{"step": 1, "x": 1.5}, {"step": 2, "x": 2.5}]
+        assert [(row["step"], row["x"]) for row in metrics(folder)] == [(1, 1.5), (2, 2.5)]
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
 
     def test_a_folder_that_can_not_be_made(self, colocate: CommandLine) -> None:

@@ -233,3 +233,16 @@ def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
     assert [(use.role, use.transferred) for use in calls.contention() if use.transferred] == [("wide", 14)]
     assert calls.spans()[2] == Span("policy", 2, "narrow", "go", 2.0, 3.0)
     assert [span.slot for span in calls.spans()] == [0, 1, 2, 0, 1]
+
+
+def test_a_narrow_terminal_drops_columns_and_breaks_no_word() -> None:
+    rows = [{"role": "reference", "method": "log_probabilities", "calls": 1200, "seconds": 3.25, "share": "12 %"}]
+    for width, dropped in ((80, ""), (48, "share"), (40, "seconds, share")):
+        to = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+        show_table("times", rows, to)
+        assert isinstance(to.file, io.StringIO)
+        shown = to.file.getvalue()
+        assert "reference" in shown
+        told = f"(a wider terminal shows {dropped}, too)" in " ".join(shown.split())
+        assert told == bool(dropped), shown
+        assert max(map(len, shown.splitlines())) <= width

@@ -21,7 +21,7 @@ from colocate._crew.crew import Crew
 from colocate._job.window import Job, _listed, jobs, look, window
 from colocate._system.deadline import Deadline
 from colocate._system.recent import RECENT_S
-from colocate.cli.top import _page, rows
+from colocate.cli.top import _page, _wait_for_one, rows
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -247,3 +247,10 @@ def test_a_narrow_terminal(width: int, name: str) -> None:
     for whole in ("5.4 MiB", "1.3 MiB", "1.4 MiB", "50%", "1.5 s", *(["reference"] if name == "reference" else [])):
         assert whole in shown
     assert "".join(shown.split("critic")[1].split()).replace("0B1.3MiB50%", "").startswith(name[:12])
+
+
+def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [[], [], [], [Job("ppo", 7, 1)]]
+    monkeypatch.setattr("colocate.cli.top.jobs", lambda: found.pop(0) if len(found) > 1 else found[0])
+    _wait_for_one(0.001)
+    assert "no job runs on this machine yet; waiting for one that starts" in capsys.readouterr().out

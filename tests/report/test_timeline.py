@@ -9,8 +9,9 @@ import pytest
 from tests.report.sample import ROUND, STARTED, calls
 
 from colocate._runs.calls import Span
+from colocate._runs.restarts import Restart
 from colocate.report.closeup import closeup
-from colocate.report.lanes import LEVELS, Grid, Lane, lane
+from colocate.report.lanes import LEVELS, Grid, Lane, Mark, lane
 from colocate.report.timeline import timeline
 
 ROLES = {"actor": 0, "critic": 1, "reference": 2, "reward": 3}
@@ -30,6 +31,16 @@ def heights(area: str, columns: int = 10) -> list[int]:
     for column, height in re.findall(r"H(\d+)V(\d+)", area):
         found[int(column) :] = [LEVELS - int(height)] * (columns - int(column))
     return found
+
+
+def test_a_group_that_was_lost_is_marked_on_its_lanes() -> None:
+    spans = [span("actor", 0.0, 10.0), Span("other", 0, "critic", "work", 0.0, 10.0)]
+    lost = Restart("policy", "worker 0 was killed", at=2.0, ready=3.0, since=1.0)
+    found = timeline(spans, ROLES, 0.0, 10.0, [lost])
+    assert [(each.label, each.marks) for each in found.lanes] == [
+        ("other 0", ()),
+        ("policy 0", (Mark(20.0, 10.0, "worker 0 was killed\n2 s lost"),)),
+    ]
 
 
 class TestLanes:
@@ -151,6 +162,15 @@ class TestCloseup:
         bars = found.lanes[1][2]
         assert bars[0].left == 0.0
         assert max(bar.left + bar.width for bar in bars) == pytest.approx(100.0, abs=0.02)
+
+    def test_it_is_the_median_round(self) -> None:
+        spans, now = [], STARTED
+        for spent in (9.0, 1.0, 2.0, 8.0, 1.5, 0.5):
+            spans += [span("actor", now, now + 0.1, "act"), span("critic", now + 0.1, now + 0.2, "learn")]
+            now += spent
+        found = closeup({"slot 0": spans}, ROLES, STARTED)
+        assert found is not None
+        assert found.lasted == "2 s"
 
     def test_calls_that_overlap_lie_in_rows(self) -> None:
         spans = [

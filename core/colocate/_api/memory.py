@@ -74,6 +74,8 @@ class SlotMemory:
             "nccl", what process groups have, where torch can tell (2.12, with NCCL 2.29.7 on). None without a GPU.
         unread: What roles hold in mapped files (`numpy.memmap`) and isn't in memory, as nobody has read it yet.
         edges: What sleeps of the host and stays in memory all the same, as only whole pages go.
+        shared_with_forks: What of `process` is in memory once for several: a worker that is a fork shares with what it
+            was forked from, and its other forks, all that neither has written to.
     """
 
     slot: int
@@ -89,6 +91,7 @@ class SlotMemory:
     gpu: Mapping[str, int] | None
     unread: int = 0
     edges: int = 0
+    shared_with_forks: int = 0
 
     @property
     def unowned(self) -> dict[str, int]:
@@ -237,6 +240,7 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         ledger.gpu,
         parts.get("absent", 0),
         parts.get("edges", 0),
+        parts.get("shared", 0),
     )
 
 
@@ -264,6 +268,8 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
 def _totals(slot: SlotMemory) -> Iterator[str]:
     """What a slot's process and device have in all, as far as anybody knows."""
     known = [] if slot.process is None else [f"{size_text(slot.process)} of the host for its process"]
+    if known and slot.shared_with_forks:
+        known[0] += f" ({size_text(slot.shared_with_forks)} of that shared with workers that are forks as it is)"
     if slot.gpu is not None:
         known.append(
             f"{size_text(slot.gpu['used'])} of {size_text(slot.gpu['total'])} of {slot.device} for all processes"

@@ -141,6 +141,20 @@ class Trace:
                     self._count(*where, now)
             self._write()
 
+    # -- what a run does, on the thread of its job
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        """A phase of a job has ended."""
+        with self._lock:
+            self._on_driver(name, start, end, {}, "phases")
+            self._write()
+
+    def step(self, number: int) -> None:
+        """A job has logged a step."""
+        with self._lock:
+            self._event(time.time(), ph="i", s="g", pid=_DRIVER, tid=_DRIVER, name=f"step {number}")
+            self._write()
+
     # -- how, with its lock held
 
     def _count(self, group: int, slot: int, now: float) -> None:
@@ -185,9 +199,9 @@ class Trace:
         name = f"{made} from {'other slots' if source is None else f'slot {source}'}"
         self._span(group, slot, _TRANSFERS, "transfers", name, record.start, record.end, args)
 
-    def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
+    def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any], category: str = "calls") -> None:
         self._number += 1
-        event = {"cat": "calls", "id2": {"local": hex(self._number)}, "pid": _DRIVER, "tid": _DRIVER, "name": name}
+        event = {"cat": category, "id2": {"local": hex(self._number)}, "pid": _DRIVER, "tid": _DRIVER, "name": name}
         self._event(start, ph="b", args=args, **event)
         self._event(max(end, start), ph="e", **event)
 

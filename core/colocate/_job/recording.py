@@ -24,7 +24,7 @@ from colocate._job.stopping import StopSignals
 from colocate._job.window import window
 from colocate._plugins.plugins import find_job
 from colocate._runs.calls import CallLog
-from colocate._runs.environment import environment
+from colocate._runs.environment import environment, origin
 from colocate._runs.record import Row, RunInfo, RunRecord
 from colocate._signatures.annotations import arguments_of
 from colocate._system.deadline import Deadline
@@ -54,6 +54,7 @@ class Begun:
         trace: Whether a trace is written.
         job: What it does; None where the code of a block does it.
         observers: Who is told of it.
+        environment: Versions, machine, command line and commit.
         started: Whether all is there that the job needs; until then there is nothing to report but what went wrong.
     """
 
@@ -66,11 +67,13 @@ class Begun:
     trace: bool = False
     job: Callable[[Run], object] | None = None
     observers: RunObservers = attrs.field(init=False)
+    environment: Mapping[str, str] = attrs.field(init=False)
     started: bool = attrs.field(default=False, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.observers = RunObservers(self.screen)
+        self.environment = {**environment(), **origin()}
 
     @property
     def is_here(self) -> bool:
@@ -173,7 +176,7 @@ def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iter
     try:
         with screen.logging(log):
             begun.observers.add(observe)
-            begun.observers.begin(RunInfo(begun.name, folder.path, begun.config, begun.step, environment()))
+            begun.observers.begin(RunInfo(begun.name, folder.path, begun.config, begun.step, begun.environment))
             yield begun
     except BaseException as error:
         if begun.ends_at_once(error) or (begun.started and _is_good(error)):
@@ -284,7 +287,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
         phases=run._phases,
         tree=run.runtime.graph.render("tree"),
         graph=run.runtime.graph.render("json"),
-        environment=environment(),
+        environment=begun.environment | environment(),
         started=started,
         seconds=time.time() - started,
         stopped=run._signals.received,
@@ -292,6 +295,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
         memory=_memory(run),
         contention=calls.contention(),
         handed_over=calls.handed_over(),
+        restarts=calls.restarts([started + start_up, *run._saved]),
         log=tail_of(run.directory / "log.txt"),
     )
 
@@ -324,7 +328,7 @@ def _never_started(begun: Begun, started: float) -> RunRecord:
         phases={},
         tree="",
         graph="",
-        environment=environment(),
+        environment=begun.environment,
         started=started,
         seconds=time.time() - started,
         log=tail_of(begun.folder.path / "log.txt"),

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._api.trace import Trace
 from colocate._crew.saved import found_in
 from colocate._job.folder import RunFolder
 from colocate._job.observing import RunObservers
 from colocate._job.stopping import StopSignals
-from colocate._runs.record import LogRecord, Row, RunRecord
+from colocate._runs.record import LogRecord, Row, RunRecord, scalars_of
 from colocate._system.numbers import shown
 from colocate.errors import ClosedError, GroupRestarted
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from colocate._api.runtime import Runtime
     from colocate._crew.crew import Crew
     from colocate._job.screen import Screen
+
+RESTART = "(restart)"
+"""The phase in which groups that were lost are made anew."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -53,6 +57,7 @@ class Run:
     _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
     _phases: dict[str, float] = attrs.field(factory=dict, init=False)
+    _saved: list[float] = attrs.field(factory=list, init=False)  # when its checkpoints were whole
     _is_over: bool = attrs.field(default=False, init=False)
     _warned: set[str] = attrs.field(factory=set, init=False)
 
@@ -76,24 +81,28 @@ class Run:
 
         Raises:
             TypeError: One of them isn't a number, or the step isn't a whole one.
-            ValueError: One has the name `seconds`, which a line has for `timed`, or is too large for a float; or the
-                step is, for 64 bits.
+            ValueError: One has the name `seconds` or `time`, which a line has for `timed` and when it was logged, or is
+                too large for a float; or the step is, for 64 bits.
             ClosedError: The run is over.
         """
         self._check("log")
-        if "seconds" in scalars:
-            raise ValueError("run.log: 'seconds' is where a line has those of run.timed; call the number otherwise")
+        for name, what in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
+            if name in scalars:
+                raise ValueError(f"run.log: {name!r} is where a line has {what}; call the number otherwise")
         step = _whole("run.log", step)
-        row: dict[str, Any] = {"step": step, **{name: _number(name, value) for name, value in scalars.items()}}
+        now = time.time()
+        row: dict[str, Any] = {"step": step, "time": round(now, 3)}
+        row |= {name: _number(name, value) for name, value in scalars.items()}
         seconds, self._seconds = self._seconds, {}
         if seconds:
             row["seconds"] = {phase: round(spent, 6) for phase, spent in seconds.items()}
         self._folder.append(row)
         self._metrics.append(row)
         self._screen.logged(row)
+        for trace in self._traces():
+            trace.step(step)
         if self._observers:
-            scalars = {name: value for name, value in row.items() if name not in ("step", "seconds")}
-            told = LogRecord(step, scalars, row.get("seconds", {}), time.time())
+            told = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
             self._observers.logged(told, self.runtime._node.services)
 
     def total(self, steps: int) -> None:
@@ -112,7 +121,7 @@ class Run:
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Count the block's time as this phase's; the next `log` has the seconds of all phases since the last."""
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.time()
         self._screen.entered(phase)
         try:
             yield
@@ -121,6 +130,12 @@ class Run:
             spent = time.perf_counter() - start
             for counts in (self._seconds, self._phases):
                 counts[phase] = counts.get(phase, 0.0) + spent
+            for trace in self._traces():
+                trace.phase(phase, began, began + spent)
+
+    def _traces(self) -> list[Trace]:
+        """Those that are being written."""
+        return [each for each in self.runtime._node.services.observers if isinstance(each, Trace)]
 
     def rewind(self) -> int | None:
         """Take back what was logged after the last complete checkpoint, which `resumed` is from now on.
@@ -171,6 +186,7 @@ class Run:
 
     def _restart(self, restarted: GroupRestarted) -> None:
         """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
+        began = time.perf_counter()
         complete = self._folder.checkpoints()
         final = [name for name, group in self.groups.items() if group.alive and not group._node.restarts.limit]
         if not complete and final:
@@ -189,6 +205,7 @@ class Run:
         step = self.rewind()
         if step is None:
             self._back_to(-1)
+        self._phases[RESTART] = self._phases.get(RESTART, 0.0) + time.perf_counter() - began
         self._screen.say("going on " + ("from the start" if step is None else f"after step {step}"))
 
     @contextlib.contextmanager
@@ -223,6 +240,7 @@ class Run:
                 for crew in self._crews():
                     crew.restarts.lost(directory, before.get(crew))
             raise
+        self._saved.append(time.time())
         for crew in self._crews():
             crew.restarts.moved(directory, self._folder.of(step))
             crew.restarts.progressed()

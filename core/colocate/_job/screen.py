@@ -8,11 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import attrs
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colocate._runs.contention import waits
-from colocate._runs.record import RunRecord, timed_phases
+from colocate._runs.record import RunRecord, scalars_of, timed_phases, told_restarts
 from colocate._runs.saved import saved
 from colocate._system.columns import columns, keys_of
 
@@ -68,14 +70,26 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console) -> No
     to.print(Text(f"\n{title}", "bold"))
     if to.is_terminal:
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name, number in zip(names, numeric, strict=True):
-            shown.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+        widths = least_widths([names, *cells], to.width // 3)
+        fits = sum(end - 1 <= to.width for end in accumulate(width + 3 for width in widths)) or 1
+        for name, number, width in list(zip(names, numeric, widths, strict=True))[:fits]:
+            shown.add_column(Text(name), justify="right" if number else "left", overflow="fold", min_width=width)
         for line in cells:
-            shown.add_row(*(Text(cell) for cell in line))
+            shown.add_row(*(Text(cell) for cell in line[:fits]))
         to.print(shown)
+        if fits < len(names):
+            to.print(Text(f"(a wider terminal shows {', '.join(names[fits:])}, too)", "dim"))
         return
     for text in columns([names, *cells], numeric):
         to.print(Text(text), soft_wrap=True)
+
+
+def least_widths(lines: Sequence[Sequence[str]], most: int) -> list[int]:
+    """How wide each column must be so that no word is broken that has at most so many cells."""
+    return [
+        max(min(most, cell_len(word)) for cell in column for word in (*cell.split(), ""))
+        for column in zip(*lines, strict=True)
+    ]
 
 
 def text_of(value: Any) -> str:
@@ -188,7 +202,7 @@ class Screen:
 
     def logged(self, row: Mapping[str, Any]) -> None:
         """Show what a step logged."""
-        scalars = {name: value for name, value in row.items() if name not in ("step", "seconds")}
+        scalars = scalars_of(row)
         self._last.update(scalars)
         self._seconds = row.get("seconds", {})
         self._bar.update(self._bar.task_ids[0], completed=row["step"])
@@ -210,6 +224,8 @@ class Screen:
 
     def finished(self, record: RunRecord) -> None:
         """Show what a run leaves: its tables, time per phase and per role, who had how much memory, who owned what."""
+        for line in told_restarts(record):
+            self.say(line)
         for title, rows in record.tables.items():
             self._show(title, rows)
         whole = record.seconds or 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import attrs
@@ -14,8 +14,9 @@ from colocate._calls.records import CallRecord, MoveRecord
 from colocate._plugins.plugins import hookimpl
 from colocate._runs.contention import Busy, HandedOver, Move, RoleUse, contention
 from colocate._runs.naps import Naps
+from colocate._runs.restarts import Restart, lost_by
 from colocate.errors import ColocateError
-from colocate.worker.functions import SLEEP, WAKE
+from colocate.worker.functions import CHECKPOINT, SLEEP, WAKE
 
 K = TypeVar("K")
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
@@ -65,6 +66,9 @@ class CallLog:
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
     _naps: Naps = attrs.field(factory=lambda: Naps(time.time()), init=False)
+    _saved: dict[str, float] = attrs.field(factory=dict, init=False)  # when a group's last checkpoint was made
+    _lost: dict[str, Restart] = attrs.field(factory=dict, init=False)  # those that aren't back
+    _restarts: list[Restart] = attrs.field(factory=list, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     @hookimpl
@@ -75,6 +79,8 @@ class CallLog:
         key = (record.group, record.role, record.method)
         longest = max((end - start for _, start, end in record.ran), default=0.0)
         with self._lock:
+            if record.method == CHECKPOINT and record.error is None:
+                self._saved[record.group] = record.finished
             calls, seconds = self._totals.get(key, (0, 0.0))
             self._totals[key] = calls + 1, seconds + longest
             for rank, start, end in record.ran:
@@ -103,10 +109,15 @@ class CallLog:
 
     @hookimpl
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
-        """Roles that are made anew are awake."""
-        if state == "restarting":
-            with self._lock:
-                self._naps.end(name, time.time())
+        """Roles that are made anew are awake; what the group was lost by is told when it is back."""
+        now = time.time()
+        with self._lock:
+            if state == "failed":
+                self._lost[name] = Restart(name, lost_by(name, cause), now, now, self._saved.get(name, 0.0))
+            elif state == "restarting":
+                self._naps.end(name, now)
+            elif state == "ready" and (lost := self._lost.pop(name, None)) is not None:
+                self._restarts.append(attrs.evolve(lost, ready=now))
 
     def totals(self) -> tuple[Total, ...]:
         """Per method, in the order of their first calls."""
@@ -123,6 +134,14 @@ class CallLog:
             busy = Busy(span.start, span.end, span.role, ready, move)
             slots.setdefault((span.group, span.slot), []).append(busy)
         return tuple(contention(slots, moved, transferred, awake))
+
+    def restarts(self, saved: Sequence[float]) -> tuple[Restart, ...]:
+        """Groups that were lost and are back; their state had also been saved at these times."""
+        with self._lock:
+            found = list(self._restarts)
+        return tuple(
+            attrs.evolve(each, since=max([each.since, *(when for when in saved if when <= each.at)])) for each in found
+        )
 
     def handed_over(self) -> tuple[HandedOver, ...]:
         """What roles used of others' results that lay where they ran, most first."""

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import subprocess
 import sys
 
 from colocate._plugins.entry_points import versions_of
 from colocate._plugins.plugins import plugins
+from colocate.config.secrets import without_secret_values
 from colocate.gpus import gpu_names
+
+_GIT_WITHIN_S = 5.0
+
+
+def origin() -> dict[str, str]:
+    """Where this process runs, what it was started with, and the commit of the code beside which it was."""
+    found = {"host": platform.node(), "command": shlex.join(without_secret_values(sys.orig_argv))}
+    try:
+        commit = _git("rev-parse", "HEAD")
+        found["commit"] = commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that takes long
+        pass
+    return found
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_WITHIN_S, check=True).stdout.strip()
 
 
 def environment() -> dict[str, str]:

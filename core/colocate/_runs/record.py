@@ -11,6 +11,7 @@ import attrs
 from colocate._api.memory import GroupMemory
 from colocate._runs.calls import Span, Total
 from colocate._runs.contention import HandedOver, RoleUse
+from colocate._runs.restarts import Restart
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -60,7 +61,7 @@ class RunRecord:
         name: The config's name.
         directory: Its folder.
         config: The config as run, in YAML.
-        metrics: What was logged, in order: `step`, scalars, and `seconds` per phase.
+        metrics: What was logged, in order: `step`, `time` (of time.time()), scalars, and `seconds` per phase.
         tables: What the job showed: rows by title.
         totals: Calls and seconds per group, role and method.
         spans: When each rank was busy with which call (of a long run: the last ones).
@@ -75,6 +76,7 @@ class RunRecord:
         log: The last part of all that was printed.
         handed_over: What roles used of others' results that lay where they ran: the copies that fusing saved.
         contention: What roles did to each other on their slots (of a long run: in its last part).
+        restarts: Groups that were lost while it ran, and made anew.
         memory: What the memory of the groups was used for when the job was done, of those that could be asked.
     """
 
@@ -97,10 +99,21 @@ class RunRecord:
     memory: Sequence[GroupMemory] = ()
     contention: Sequence[RoleUse] = ()
     handed_over: Sequence[HandedOver] = ()
+    restarts: Sequence[Restart] = ()
 
     def __repr__(self) -> str:
         """Short: a notebook shows it, and a long run has a hundred thousand spans."""
         return f"<record of run {self.name!r} in {self.directory}, {self.seconds:.1f} s>"
+
+
+def scalars_of(row: Row) -> dict[str, Any]:
+    """The numbers that a job has logged, of a line of its metrics."""
+    return {name: value for name, value in row.items() if name not in ("step", "time", "seconds")}
+
+
+def told_restarts(record: RunRecord) -> list[str]:
+    """What was lost by restarts, a line for each."""
+    return [f"{each.what} at {each.at - record.started:.0f} s: {each.lost:.0f} s lost" for each in record.restarts]
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:

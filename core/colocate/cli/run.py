@@ -85,7 +85,8 @@ def _summary(record: RunRecord) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for row in record.metrics:
         last.update(row)
-    last.pop("seconds", None)
+    for name in ("seconds", "time"):
+        last.pop(name, None)
     return {
         "name": record.name,
         "directory": str(record.directory),

@@ -58,12 +58,16 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
     def command() -> int:
         try:
             show()
+        except KeyboardInterrupt:
+            return 0
         except TimeoutError as error:
             raise EngineError(str(error)) from error
         return 0
 
     def show() -> None:
         if not cluster.given:
+            if not once and not json and console().is_terminal:
+                _wait_for_one(every)
             _show(_chosen(name and short(name), [_here(job) for job in jobs()], _HERE), once, every, json)
             return
         call = " ".join(filter(None, ("top", name)))
@@ -76,6 +80,14 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
             _show(_chosen(name, found, "on this cluster"), once, every, json)
 
     return guarded(command, as_json=json)
+
+
+def _wait_for_one(every: float) -> None:
+    """Wait until some job of this machine can be looked at: one that starts can't yet."""
+    if not jobs():
+        console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
+    while not jobs():
+        time.sleep(every)
 
 
 def _here(job: Job) -> Sight:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _SECRET = re.compile(r"(^|[_-])(api_?key|access_?key|secret|password|passwd|credentials?|auth|token)$", re.IGNORECASE)
+_CHANGE = re.compile(r"((?:--set=)?(?:[^=]*\.)?([^=.]+))=")
 
 
 def without_secrets(value: Any) -> Any:
@@ -16,3 +18,12 @@ def without_secrets(value: Any) -> Any:
             for key, item in value.items()
         }
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def without_secret_values(arguments: Sequence[str]) -> list[str]:
+    """A command line, with hidden values where one has the form of `--set path=value`, and the path is a secret's."""
+    found = []
+    for each in arguments:
+        match = _CHANGE.match(each)
+        found.append(f"{match[1]}=(hidden)" if match and _SECRET.search(match[2]) else each)
+    return found

@@ -76,7 +76,7 @@ def closeup(lanes: Mapping[str, Spans], roles: Mapping[str, int], start: float) 
 
 
 def _round(spans: Spans) -> tuple[str, float, float] | None:
-    """One of the rounds that a job goes through, from the middle: the call that begins it, its start and end.
+    """One of the rounds that a job goes through, the median: the call that begins it, its start and end.
 
     A round is what lies between two calls of the same method. The best to look at is the one with the most methods that
     are called just once: too short a round has few, and one that is many shorter ones calls everything often.
@@ -90,7 +90,7 @@ def _round(spans: Spans) -> tuple[str, float, float] | None:
     for name, each in places.items():
         if len(each) < 3:
             continue
-        once, first, after = _typical(names, each)
+        once, first, after = _typical(spans, names, each)
         # Of the calls of one round the first is the one before which the slot waits longest: for the driver's own work.
         rank = once, sum(max(0.0, spans[place].start - spans[place - 1].end) for place in each if place > 0)
         if spans[after].start > spans[first].start and (best is None or rank > best):
@@ -98,14 +98,14 @@ def _round(spans: Spans) -> tuple[str, float, float] | None:
     return found
 
 
-def _typical(names: Sequence[str], places: Sequence[int]) -> tuple[int, int, int]:
-    """How many methods a round between these calls usually calls just once, and a middle one where it is so."""
+def _typical(spans: Spans, names: Sequence[str], places: Sequence[int]) -> tuple[int, int, int]:
+    """How many methods a round between these calls usually calls just once, and one of median length where it is so."""
     rounds = list(pairwise(places))
     rounds = rounds[:: -(-len(rounds) // SAMPLED)]
     once = [sum(count == 1 for count in Counter(names[first:after]).values()) for first, after in rounds]
     usual = median_low(once)
     alike = [each for each, count in zip(rounds, once, strict=True) if count == usual]
-    return usual, *alike[len(alike) // 2]
+    return usual, *sorted(alike, key=lambda each: spans[each[1]].start - spans[each[0]].start)[(len(alike) - 1) // 2]
 
 
 def _rows(spans: Iterable[Span]) -> list[int]:

@@ -136,7 +136,7 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
     found: dict[str, list[Point]] = {}
     for row in rows:
         for name, value in row.items():
-            if name != "step" and (value is None or isinstance(value, bool | int | float)):
+            if name not in ("step", "time") and (value is None or isinstance(value, bool | int | float)):
                 found.setdefault(name, []).append((int(row["step"]), _finite(value)))
     series = []
     for name, points in found.items():

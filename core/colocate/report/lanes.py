@@ -19,6 +19,15 @@ NAMED = 6  # methods that one place names to a pointer
 
 
 @attrs.frozen
+class Mark:
+    """A time without workers: left edge and width in %, and text."""
+
+    left: float
+    width: float
+    text: str
+
+
+@attrs.frozen
 class Lane:
     """One slot over the whole run.
 
@@ -28,12 +37,14 @@ class Lane:
             first, so that the later ones are drawn over it.
         hovers: What a pointer is shown.
         busy: The busy part of the time, as text.
+        marks: When the slot's worker was lost, until it was back.
     """
 
     label: str
     areas: tuple[tuple[int, str], ...]
     hovers: tuple[Hover, ...]
     busy: str
+    marks: tuple[Mark, ...] = ()
 
 
 @attrs.frozen

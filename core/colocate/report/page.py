@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from colocate._runs.calls import KEPT_SPANS
 from colocate._runs.contention import waits
-from colocate._runs.record import timed_phases
+from colocate._runs.record import timed_phases, told_restarts
 from colocate._runs.saved import saved
 from colocate._system.numbers import plural
 from colocate.report.config_text import config_text
@@ -47,6 +47,7 @@ class Page:
     verdict: str
     began: str
     error: str
+    restarts: tuple[str, ...]
     log: str
     tiles: tuple[Tile, ...]
     curves: Curves
@@ -97,6 +98,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         verdict="failed" if error is not None else f"stopped by {record.stopped}" if record.stopped else "finished",
         began=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.started)),
         error=error or "",
+        restarts=tuple(told_restarts(record)),
         tiles=tuple(_tiles(record, series, roles)),
         curves=curves(series),
         tables=tables(record.tables),
@@ -104,7 +106,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         times=times(timed_phases(record), record.totals, roles, record.seconds),
         waits=tables({"waits": waiting})[0] if waiting else None,
         saved=saved(record),
-        timeline=timeline(record.spans, roles, start, record.started + record.seconds),
+        timeline=timeline(record.spans, roles, start, record.started + record.seconds, record.restarts),
         dropped=KEPT_SPANS if dropped else 0,
         roles=roles,
         memory=memory(record.memory, roles),

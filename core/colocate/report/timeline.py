@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import attrs
 
 from colocate.report.closeup import Closeup, closeup
-from colocate.report.lanes import Grid, Lane, lane
-from colocate.report.scale import time_ticks
+from colocate.report.lanes import Grid, Lane, Mark, lane
+from colocate.report.scale import percent, time_ticks
 
 if TYPE_CHECKING:
     from colocate._runs.calls import Span
+    from colocate._runs.restarts import Restart
 
 MAX_LANES = 48
 AREAS = 40_000  # columns of all lanes and colours together
@@ -38,7 +39,9 @@ class Timeline:
     closeup: Closeup | None
 
 
-def timeline(spans: Sequence[Span], roles: Mapping[str, int], start: float, end: float) -> Timeline:
+def timeline(
+    spans: Sequence[Span], roles: Mapping[str, int], start: float, end: float, restarts: Sequence[Restart] = ()
+) -> Timeline:
     """The lanes of a run.
 
     Args:
@@ -46,6 +49,7 @@ def timeline(spans: Sequence[Span], roles: Mapping[str, int], start: float, end:
         roles: The roles with their colours' numbers.
         start: When the run, or what is known of it, began.
         end: When it ended.
+        restarts: When groups were lost, and back.
     """
     slots: dict[tuple[str, int], list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
@@ -60,9 +64,23 @@ def timeline(spans: Sequence[Span], roles: Mapping[str, int], start: float, end:
     grid = Grid(start, end, max(80, min(480, AREAS // (count * max(1, len(set(roles.values())))))))
     strips = max(20, min(120, STRIPS // count))
     return Timeline(
-        lanes=tuple(lane(labels[slot], slots[slot], roles, grid, strips) for slot in shown),
+        lanes=tuple(
+            attrs.evolve(
+                lane(labels[slot], slots[slot], roles, grid, strips),
+                marks=tuple(
+                    _mark(each, start, end) for each in restarts if each.group == slot[0] and each.ready > start
+                ),
+            )
+            for slot in shown
+        ),
         hidden=len(ordered) - len(shown),
         columns=grid.columns,
         ticks=time_ticks(end - start, 10),
         closeup=closeup({labels[slot]: slots[slot] for slot in shown}, roles, start),
     )
+
+
+def _mark(restart: Restart, start: float, end: float) -> Mark:
+    whole = (end - start) or 1.0
+    left, right = max(0.0, (restart.at - start) / whole), min(1.0, (restart.ready - start) / whole)
+    return Mark(percent(left), percent(right - left), f"{restart.what}\n{restart.lost:.0f} s lost")

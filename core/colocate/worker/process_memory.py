@@ -103,6 +103,7 @@ class ProcessMemory:
             "pinned": pinned,
             "edges": edges,
             "absent": files.absent,
+            "shared": shared_with_forks(),
         }
 
     def notice_imports(self) -> None:
@@ -140,6 +141,12 @@ class ProcessMemory:
     def _taken(self) -> int:
         """What isn't only held back: an import may take it from that. What sleeps does so before and after one."""
         return private_bytes() - held_back_by_now()
+
+
+def shared_with_forks() -> int:
+    """The memory of this process that others have as well: what it was forked from, and its other forks."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("Shared_Dirty:"))
 
 
 def private_bytes() -> int:

@@ -205,7 +205,11 @@ class Ledgers(ExecutorCase):
         totals = [line for line in text.splitlines() if " in all: " in line]
         assert len(totals) == sum(slot.process is not None for slot in found.slots)
         for line, slot in zip(totals, found.slots, strict=False):
-            assert line == f"slot {slot.slot} in all: {size_text(slot.process)} of the host for its process"  # type: ignore[arg-type]
+            assert slot.process is not None
+            whole = f"slot {slot.slot} in all: {size_text(slot.process)} of the host for its process"
+            assert 0 <= slot.shared_with_forks < slot.process
+            forks = f" ({size_text(slot.shared_with_forks)} of that shared with workers that are forks as it is)"
+            assert line == whole + (forks if slot.shared_with_forks else "")
         gpu = {"used": 5 * _MIB, "total": 80 * _MIB, "allocated": 0, "reserved": 0}
         on_gpu = attrs.evolve(found, slots=(attrs.evolve(found.slots[0], gpu=gpu, device="cuda:0"),))
         assert str(on_gpu).endswith("5 MiB of 80 MiB of cuda:0 for all processes")

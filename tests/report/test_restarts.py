@@ -1,0 +1,53 @@
+"""What a group was lost by, and what that has cost, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from colocate._calls.records import CallRecord
+from colocate._runs.calls import CallLog
+from colocate._runs.environment import origin
+from colocate._runs.restarts import lost_by
+from colocate.config.secrets import without_secret_values
+from colocate.errors import RoleError, WorkerDied
+from colocate.worker.functions import CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (WorkerDied("", rank=1, signal="SIGKILL"), "worker 1 was killed"),
+        (WorkerDied("", rank=2, signal="SIGSEGV"), "worker 2 was ended by SIGSEGV"),
+        (WorkerDied("", rank=0, exitcode=3), "worker 0 exited with code 3"),
+        (WorkerDied("", rank=0), "worker 0 failed"),
+        (RoleError(""), "group policy failed"),
+    ],
+)
+def test_what_a_group_was_lost_by(cause: WorkerDied, words: str) -> None:
+    assert lost_by("policy", cause) == words
+
+
+def test_what_was_done_since_the_last_checkpoint_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("colocate._runs.calls.time.time", lambda: clock[-1])
+    log = CallLog(lambda group, role, rank: rank)
+    log.colocate_call_finished(CallRecord("policy", "", CHECKPOINT, (0,), 8.0, 10.0, (), False, None, 8.0))
+    log.colocate_call_finished(CallRecord("policy", "", CHECKPOINT, (0,), 8.0, 12.0, (), False, "it failed", 8.0))
+    for moment, state in ((20.0, "failed"), (21.0, "restarting"), (24.0, "ready")):
+        clock.append(moment)
+        log.colocate_group_changed("policy", state, WorkerDied("", rank=1, signal="SIGKILL"))
+    log.colocate_group_changed("policy", "ready", None)
+    for saved, lost in (((), 14.0), ((5.0, 15.0, 22.0), 9.0)):
+        (found,) = log.restarts(saved)
+        assert (found.at, found.lost) == (20.0, lost)
+
+
+def test_how_a_run_was_started_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["run", "a.yaml", "--set", "pools.main.env.HF_TOKEN=a=b", "--set=x.api_key=abc", "--set", "job.with.n=3"]
+    hidden = ["run", "a.yaml", "--set", "pools.main.env.HF_TOKEN=(hidden)", "--set=x.api_key=(hidden)", "--set"]
+    assert without_secret_values(command) == [*hidden, "job.with.n=3"]
+    monkeypatch.setattr("sys.orig_argv", ["colocate", *command])
+    found = origin()
+    assert "abc" not in found["command"]
+    assert found["command"].endswith("job.with.n=3")
+    assert found["host"]
