@@ -4,17 +4,58 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_wsgi_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.registry import Collector
 
 import colocate
 
 _LAST_PORT = 65535
+_LOOKS_FOR_S = 2.0
+
+
+class RoleBytes(Collector):
+    """What roles hold, asked of their workers when somebody looks. A group that doesn't answer is left out."""
+
+    def __init__(self, observer: Prometheus) -> None:
+        self._observer = observer
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing: there is no group yet."""
+        return ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Ask each group that can be called."""
+        labels = ["run", "group", "role", "slot", "where"]
+        found = GaugeMetricFamily("colocate_role_bytes", "bytes that roles hold", labels=labels)
+        for name, group in list(self._observer.groups.items()):
+            try:
+                memory = group.memory(_LOOKS_FOR_S) if group.state == "ready" else None
+            except (colocate.ColocateError, TimeoutError):
+                continue
+            for slot in () if memory is None else memory.slots:
+                for role in slot.roles:
+                    sizes = {"device": role.device, "host": role.host, "asleep": {"": role.asleep}}
+                    for where, parts in sizes.items():
+                        at = [self._observer.run, name, role.role, str(slot.slot), where]
+                        found.add_metric(at, float(sum(parts.values())))
+        yield found
 
 
 class Prometheus:
-    """Serves what was logged last, calls and their seconds, and bytes that were moved."""
+    """Serves what was logged last, calls and their seconds, the state of groups, and what their roles hold.
+
+    `/metrics` is for Prometheus; `/healthz` answers 200, or 503 once a group has failed for good.
+
+    Attributes:
+        run: The run's folder's name, which is on all that it serves.
+        groups: Those that live, by name.
+    """
 
     def __init__(self, port: int = 9464, address: str = "127.0.0.1") -> None:
         """Listen.
@@ -30,13 +71,24 @@ class Prometheus:
             raise colocate.ConfigError(f"port: {port} is none: give one up to {_LAST_PORT}, or 0 for any that is free")
         self._at = port, address
         self._registry = registry = CollectorRegistry()
-        method, role = ("group", "role", "method"), ("group", "role", "kind")
-        self._step = Gauge("colocate_step", "the step that was logged last", registry=registry)
-        self._logged = Gauge("colocate_logged", "what was logged last", ("name",), registry=registry)
-        self._phase = Counter("colocate_phase_seconds", "seconds per phase of the job", ("phase",), registry=registry)
-        self._calls = Counter("colocate_calls", "calls that have ended", (*method, "outcome"), registry=registry)
-        self._busy = Counter("colocate_busy_seconds", "seconds that ranks have run", method, registry=registry)
-        self._moved = Counter("colocate_moved_bytes", "bytes that roles slept or woke with", role, registry=registry)
+        self.run = ""
+        self.groups: dict[str, colocate.ColocatedGroup] = {}
+        self._states: dict[str, str] = {}
+
+        def made(kind: Callable[..., Any], name: str, what: str, *labels: str) -> Any:
+            return kind(f"colocate_{name}", what, ("run", *labels), registry=registry)
+
+        method = "group", "role", "method"
+        self._step = made(Gauge, "step", "the step that was logged last")
+        self._logged = made(Gauge, "logged", "what was logged last", "name")
+        self._phase = made(Counter, "phase_seconds", "seconds per phase of the job", "phase")
+        self._calls = made(Counter, "calls", "calls that have ended", *method, "outcome")
+        self._busy = made(Counter, "busy_seconds", "seconds that ranks have run", *method)
+        self._moved = made(Counter, "moved_bytes", "bytes that roles slept or woke with", "group", "role", "kind")
+        self._state = made(Gauge, "group_state", "1 for the state that a group is in", "group", "state")
+        self._restarts = made(Counter, "group_restarts", "how often a group was made anew", "group")
+        self._deaths = made(Counter, "worker_deaths", "workers that have died", "group")
+        registry.register(RoleBytes(self))
         self._served: tuple[WSGIServer, threading.Thread] | None = None
 
     @property
@@ -50,9 +102,10 @@ class Prometheus:
         Raises:
             ConfigError: The port is taken or not for everybody, or there is no such address here.
         """
+        self.run = run.directory.name
         port, address = self._at
         try:
-            self._served = start_http_server(port, address, self._registry)
+            self._served = _serve(port, address, make_wsgi_app(self._registry), self._health)
         except OSError as error:
             raise colocate.ConfigError(
                 f"can't listen at {address}:{port} ({error.strerror or error}); {_cure(error)}"
@@ -62,21 +115,53 @@ class Prometheus:
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Note what was logged."""
-        self._step.set(record.step)
+        self._step.labels(self.run).set(record.step)
         for name, value in record.scalars.items():
-            self._logged.labels(name).set(value)
+            self._logged.labels(self.run, name).set(value)
         for phase, seconds in record.seconds.items():
-            self._phase.labels(phase).inc(seconds)
+            self._phase.labels(self.run, phase).inc(seconds)
+
+    def colocate_group_spawned(self, group: colocate.ColocatedGroup) -> None:
+        """There is a group."""
+        self.groups[group.name] = group
+        self._is(group.name, group.state)
+        for counter in (self._restarts, self._deaths):
+            counter.labels(self.run, group.name)  # from 0 on, as rates need
+
+    def colocate_group_changed(self, name: str, state: str, cause: colocate.ColocateError | None) -> None:
+        """Note its state."""
+        self._is(name, state)
+        if state == "restarting":
+            self._restarts.labels(self.run, name).inc()
+
+    def colocate_worker_died(self, error: colocate.WorkerDied) -> None:
+        """Count it."""
+        self._deaths.labels(self.run, error.group or "").inc()
+
+    def colocate_group_closed(self, name: str) -> None:
+        """There is no such group any more."""
+        self.groups.pop(name, None)
+        self._is(name, "closed")
+
+    def _is(self, group: str, state: str) -> None:
+        before, self._states[group] = self._states.get(group, state), state
+        self._state.labels(self.run, group, before).set(0)
+        self._state.labels(self.run, group, state).set(1)
+
+    def _health(self) -> tuple[bool, str]:
+        """Whether all is well, and in which states groups are; one that failed and isn't restarting is lost."""
+        lost = "failed" in self._states.values()
+        return not lost, "".join(f"{group} {state}\n" for group, state in sorted(self._states.items()))
 
     def colocate_call_finished(self, record: colocate.CallRecord) -> None:
         """Count a call."""
-        method = (record.group, record.role, record.method)
-        self._calls.labels(*method, "well" if record.error is None else "failed").inc()
+        method = (self.run, record.group, record.role, record.method.removeprefix("the "))
+        self._calls.labels(*method, "ok" if record.error is None else "error").inc()
         self._busy.labels(*method).inc(sum(end - start for _, start, end in record.ran))
 
     def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
         """Count what was moved."""
-        self._moved.labels(record.group, record.role, record.kind).inc(record.nbytes)
+        self._moved.labels(self.run, record.group, record.role, record.kind).inc(record.nbytes)
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
         """Listen no longer."""
@@ -86,6 +171,23 @@ class Prometheus:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _serve(
+    port: int, address: str, metrics: Callable[..., Any], health: Callable[[], tuple[bool, str]]
+) -> tuple[WSGIServer, threading.Thread]:
+    """Listen, and answer on a thread of its own."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/healthz":
+            return metrics(environ, start_response)  # type: ignore[no-any-return]
+        well, text = health()
+        start_response("200 OK" if well else "503 Service Unavailable", [("Content-Type", "text/plain")])
+        return [text.encode()]
+
+    server, thread = start_wsgi_server(port, address)
+    server.set_app(answer)
+    return server, thread
 
 
 def _cure(error: OSError) -> str:

@@ -12,17 +12,20 @@ import struct
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import colocate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import wait_until
 
 STEPS = 3
 ODD = {
@@ -279,6 +282,7 @@ def test_prometheus(tmp_path: Path) -> None:
     observer = Prometheus(port=0)
     told: dict[tuple[str, frozenset[str]], float] = {}
     ports: list[int | None] = []
+    health: list[tuple[int, bytes]] = []
 
     class Look:
         """Asks the endpoint while the run runs, once the other one has been told."""
@@ -288,19 +292,79 @@ def test_prometheus(tmp_path: Path) -> None:
             if record.step == STEPS - 1:
                 with urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/metrics", timeout=60) as answer:
                     text = answer.read().decode()
+                with urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/healthz", timeout=60) as answer:
+                    health.append((answer.status, answer.read()))
                 for family in text_string_to_metric_families(text):
                     for sample in family.samples:
                         told[sample.name, frozenset(sample.labels.values())] = sample.value
 
     folder = run_some(tmp_path, observer, Look())
     assert f"prometheus: http://127.0.0.1:{ports[0]}/metrics\n" in (folder / "log.txt").read_text()
-    assert told["colocate_step", frozenset()] == STEPS - 1
-    assert told["colocate_logged", frozenset({"accuracy"})] == 2.0
-    assert told["colocate_calls_total", frozenset({"policy", "echo", "noop", "well"})] == STEPS
-    assert told["colocate_phase_seconds_total", frozenset({"echo"})] > 0
+    assert told["colocate_step", frozenset({"sums"})] == STEPS - 1
+    assert told["colocate_logged", frozenset({"sums", "accuracy"})] == 2.0
+    assert told["colocate_calls_total", frozenset({"sums", "policy", "echo", "noop", "ok"})] == STEPS
+    assert told["colocate_phase_seconds_total", frozenset({"sums", "echo"})] > 0
+    assert told["colocate_group_state", frozenset({"sums", "policy", "ready"})] == 1.0
+    assert told["colocate_group_restarts_total", frozenset({"sums", "policy"})] == 0.0
+    assert told["colocate_worker_deaths_total", frozenset({"sums", "policy"})] == 0.0
+    assert all("sums" in labels for _, labels in told)
+    assert health == [(200, b"policy ready\n")]
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/metrics", timeout=60)
     assert observer.port is None
+
+
+class Holder(colocate.Role):
+    """Holds an array of a MiB."""
+
+    def __init__(self) -> None:
+        self.weights = numpy.zeros(1 << 17)
+
+    @colocate.method
+    def noop(self) -> None:
+        """Do nothing."""
+
+
+def test_prometheus_of_groups(tmp_path: Path) -> None:
+    """States, restarts and deaths, and what roles hold; a group that is lost for good makes it unhealthy."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from colocate_observers.prometheus import Prometheus
+
+    observer = Prometheus(port=0)
+
+    def told(path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/{path}", timeout=60) as answer:
+                return f"{answer.status} {answer.read().decode()}"
+        except urllib.error.HTTPError as error:
+            return f"{error.code} {error.read().decode()}"
+
+    def value(name: str, *labels: str) -> float | None:
+        for family in text_string_to_metric_families(told("metrics").partition(" ")[2]):
+            for sample in family.samples:
+                if sample.name == name and {*labels} <= {*sample.labels.values()}:
+                    return sample.value
+        return None
+
+    with colocate.connect("local", processes=True) as runtime:
+        pool = runtime.reserve(2)
+        again = pool[0:1].spawn({"holder": colocate.role(Holder)}, "again", on_failure="restart")
+        once = pool[1:2].spawn({"holder": colocate.role(Holder)}, "once")
+        with colocate.record(runtime, tmp_path / "runs" / "held", observe=[observer]):
+            wait_until(lambda: value("colocate_group_state", "again", "ready") == 1.0, "there is a group")
+            assert value("colocate_role_bytes", "held", "again", "holder", "0", "host") is not None
+            assert told("healthz") == "200 again ready\nonce ready\n"
+            for group in (again, once):
+                with pytest.raises(colocate.WorkerDied):
+                    group.run(lambda ctx: os._exit(3))
+            again.wait_ready(60)
+            wait_until(lambda: told("healthz") == "503 again ready\nonce failed\n", "one is lost")
+            for name, restarts in (("again", 1.0), ("once", 0.0)):
+                assert value("colocate_worker_deaths_total", name) == 1.0
+                assert value("colocate_group_restarts_total", name) == restarts
+            once.close(force=True)
+            wait_until(lambda: told("healthz") == "200 again ready\nonce closed\n", "it is closed")
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -209,6 +209,8 @@ def _recording(
     observers = (calls, *([begun.observers] if begun.observers else []))
     for each in observers:
         runtime.observe(each)
+    for group in runtime.groups.values() if begun.observers else ():  # they are there already
+        runtime._node.services.dispatcher.soon(partial(begun.observers.colocate_group_spawned, group))
     started = time.time() - start_up
     resumed = None if begun.step is None else folder.checkpoints()[-1][1]
     run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics, begun.observers)
