@@ -289,7 +289,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
         phases=run._phases,
         tree=run.runtime.graph.render("tree"),
         graph=run.runtime.graph.render("json"),
-        environment=begun.environment | environment(),
+        environment={**begun.environment, **environment()},
         started=started,
         seconds=time.time() - started,
         stopped=run._signals.received,

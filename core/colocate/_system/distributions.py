@@ -13,8 +13,7 @@ def name_and_version(found: Distribution) -> tuple[str, str] | None:
         metadata = found.metadata
     except FileNotFoundError:  # importlib_metadata raises it; Python's own has nothing to tell
         return None
-    name, version = metadata.get("Name"), metadata.get("Version")
-    return (name, version) if name and version else None
+    return (metadata["Name"], metadata["Version"]) if "Name" in metadata and "Version" in metadata else None
 
 
 def without_metadata(found: Distribution) -> str:

@@ -24,7 +24,7 @@ from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
-from colocate.errors import ColocateError, ConfigError
+from colocate.errors import ColocateError, ConfigError, PluginError
 from colocate.gpus import gpu_names
 
 _SPILL_DIR = "spill_dir"
@@ -92,7 +92,7 @@ def _reserve_all(config: Config) -> None:
                 raise ConfigError(f"{_SPILL_DIR}={wanted!r}: {error}") from None
 
 
-def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:
+def _row(plugin: PluginInfo, fault: PluginError | None) -> dict[str, Any]:
     state = "works" if fault is None else fault.message
     if fault is not None and fault.hint and isinstance(fault.__cause__, ModuleNotFoundError):
         state = f"needs {fault.__cause__.name}: {fault.hint}"  # nobody may have asked for it
