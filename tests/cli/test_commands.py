@@ -88,6 +88,7 @@ class TestPlugins:
             "name": "acme",
             "distribution": "acme",
             "version": "1.0.0",
+            "origin": "acme 1.0.0",
             "value": "acme.plugin",
             "rivals": [],
         }

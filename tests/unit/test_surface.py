@@ -20,6 +20,7 @@ SURFACE = {
         "generation",
         "memory",
         "pipeline",
+        "restore",
         "role",
         "roles",
         "run",

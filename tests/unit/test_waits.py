@@ -46,6 +46,7 @@ KNOWN = {
     "keeper.slots": "the connection to a keeper, and its end",
     "keeper.started": "the end of a keeper's worker",
     "worker.lane": "work",
+    "worker.main": "the host, which is made beside the main thread; and its end",
     "worker.gradients": "the lane, for a moment, by who looks at a worker's memory",
     "worker.tasks": "async calls, while nothing else comes",
     "worker.store": "residents that are being made here",
