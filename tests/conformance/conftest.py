@@ -48,7 +48,7 @@ BRINGS = {
     *("test_plain_call", "test_lane", "test_async_overlap", "test_cancel_running", "test_later_call_begun"),
     *("test_role_error", "test_scatter_then_concat", "test_run_context", "test_pipeline_as_without", "test_values"),
     *("test_class_of_the_script", "test_round_trip", "test_large", "test_shared_storage", "test_no_copy"),
-    *("test_strict_contents", "test_between_slots", "test_between_groups", "test_broken_borrow"),
+    *("test_optimizer", "test_strict_contents", "test_between_slots", "test_between_groups", "test_broken_borrow"),
     *("test_named_residents_between_meshes", "test_all_ranks", "test_default_group", "test_hold_in_a_collective"),
     *("test_a_failed_step_is_done_again[backward-fsdp2]", "test_sleep_and_wake", "test_turns_are_told"),
 }

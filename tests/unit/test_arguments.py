@@ -96,10 +96,10 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 def test_everything_arrives(make: Callable[[Any], Any], expected: Any) -> None:
     """Values of every kind, in what they are nested in; the value that was given stays as it is."""
     value = make(torch.ones(3, 2))
-    before, kind = where(value), type(value)
+    before = where(value)
     moved = on("meta", value)
     assert where(moved) == expected
-    assert type(moved) is (torch.Tensor if kind is torch.nn.Parameter else kind)
+    assert type(moved) is type(value)
     assert where(value) == before
     assert on("cpu", value) is value
     assert on("meta", value, host=True) is value
@@ -133,6 +133,36 @@ def test_two_names_of_one_tensor() -> None:
     assert one.weight is two.weight
     assert isinstance(one.weight, torch.nn.Parameter)
     assert not one.weight.requires_grad
+
+
+def test_optimizers_have_the_parameters_of_what_was_moved() -> None:
+    """They, schedulers and lists; what they have of state is there too. The ones that were given stay as they are."""
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.weight = model.weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    moved, given, there, listed, again = on("meta", [scheduler, optimizer, model, [*model.parameters()], Node(other)])
+    assert moved.optimizer is given
+    for index, weight in enumerate((there.weight, there.bias)):
+        assert weight is listed[index] is given.param_groups[0]["params"][index]
+        assert (type(weight), where(weight), weight.requires_grad) == (torch.nn.Parameter, "meta", True)
+        assert where(given.state[weight]["exp_avg"]) == "meta"
+    assert again.tensor.weight is there.weight
+    assert where([model, optimizer.state[model.bias]["exp_avg"], scheduler.optimizer.param_groups[0]["params"]]) == [
+        ["cpu"],
+        "cpu",
+        ["cpu", "cpu"],
+    ]
+    lazy = on("meta", torch.nn.LazyLinear(2))
+    assert where(lazy) == ["meta"]
+    assert type(lazy) is torch.nn.LazyLinear
+
+
+def test_expanded_tensors_stay_so() -> None:
+    moved = on("meta", torch.zeros(1).expand(100_000_000))
+    assert (moved.stride(), moved.untyped_storage().nbytes()) == ((0,), 4)
 
 
 def test_loops() -> None:

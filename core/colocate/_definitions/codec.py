@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate._definitions.device_copies import Copies, exposed, flat
+from colocate._definitions.device_copies import Copies, exposed, flat, line_of
 from colocate._definitions.host_copies import on_host
 from colocate._definitions.lending import handle_of
 from colocate._definitions.packed import Packed, Plain
@@ -35,7 +35,9 @@ _here = threading.local()  # .copies: where unpack, on this thread, puts tensors
 def pack(value: Any) -> Packed:
     """Encode a value without copying the memory of its tensors and arrays.
 
-    Tensors come out detached and plain; those of a device are copied to the CPU and marked.
+    What autograd has computed comes out detached. What it computes gradients of (a parameter, a tensor that was made
+    with `requires_grad`) comes out so again, one object wherever the value has it: a model's optimizer has that
+    model's. Tensors of a device are copied to the CPU and marked.
 
     Args:
         value: What cloudpickle can pickle. Classes and functions that can't be imported elsewhere are named by an id.
@@ -48,11 +50,20 @@ def pack(value: Any) -> Packed:
     """
     if _is_plain(value, _PLAIN_ITEMS) >= 0:
         return Packed(pickle.dumps(value, protocol=5))
+    packed, pickler = _pack(value)
+    if pickler.has_functions and pickler.has_trained:
+        # A function that is there from before has the parameters that came with it then, and not those of now.
+        packed, _ = _pack(value, makes_anew=True)
+    return packed
+
+
+def _pack(value: Any, makes_anew: bool = False) -> tuple[Packed, Pickler]:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = pickler_for(file, buffers.append)
+    pickler.makes_anew = makes_anew
     pickler.dump(value)
-    return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values()))
+    return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values())), pickler
 
 
 def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Whole | None = None) -> Pickler:
@@ -116,48 +127,54 @@ class _TensorPickler(Pickler):
             return NotImplemented
         torch = sys.modules["torch"]
         if isinstance(obj, torch.Tensor):
-            return _reduce_tensor(obj)
-        if isinstance(obj, torch.nn.Module):
-            return self._reduce_module(obj)
+            if not is_trained(obj):
+                return _reduce_tensor(obj)
+            self.has_trained = True
+            return _reduce_leaf(obj)
         if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
             # Its tensors will be where the receiver wants them: the device it was made on must not come along.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)
         return super().reducer_override(obj)
-
-    def _reduce_module(self, module: Any) -> Any:
-        """As pickle would, but a module's parameters stay parameters (and tied ones stay tied)."""
-        reduced = module.__reduce_ex__(5)
-        if len(reduced) < 3 or not isinstance(reduced[2], dict) or not reduced[2].get("_parameters"):
-            return reduced
-        boxes = self.__dict__.setdefault("_boxes", {})
-        parameters = {
-            name: None if parameter is None else boxes.setdefault(id(parameter), _Boxed(parameter))
-            for name, parameter in reduced[2]["_parameters"].items()
-        }
-        return (*reduced[:2], {**reduced[2], "_parameters": parameters}, *reduced[3:])
 
 
 @by_type
 def _is_ordinary(kind: type) -> bool:
     """Whether neither this module nor the pickler has a way of its own for values of this type."""
     torch = sys.modules["torch"]
-    return not (is_special(kind) or issubclass(kind, (torch.Tensor, torch.nn.Module)) or _is_tensordict(kind))
+    return not (is_special(kind) or issubclass(kind, torch.Tensor) or _is_tensordict(kind))
 
 
-class _Boxed:
-    """A parameter that must arrive as one."""
+def is_trained(tensor: Any) -> bool:
+    """Whether gradients of a tensor are computed, or may be: it is a parameter, or was made with `requires_grad`."""
+    torch = sys.modules["torch"]
+    lazy = torch.nn.parameter.UninitializedTensorMixin
+    return isinstance(tensor, (torch.nn.Parameter, lazy)) or (tensor.requires_grad and tensor.is_leaf)
 
-    def __init__(self, parameter: Any) -> None:
-        self.parameter = parameter
 
-    def __reduce__(self) -> Any:
-        return _parameter, (self.parameter.detach(), self.parameter.requires_grad)
+def _reduce_leaf(tensor: Any) -> Any:
+    """As pickle would; the memory of its data goes the way of other tensors'."""
+    parameters = sys.modules["torch"].nn.parameter
+    kind: type = type(tensor)
+    if issubclass(kind, parameters.UninitializedTensorMixin):
+        return _uninitialized, (kind, tensor.requires_grad, tensor.data.dtype)
+    if issubclass(kind, parameters.Parameter):
+        return tensor.__reduce_ex__(5)
+    make = _parameter if isinstance(tensor, parameters.Parameter) else _requiring_grad
+    return make, (tensor.detach(), tensor.requires_grad)
+
+
+def _uninitialized(kind: Any, requires_grad: bool, dtype: Any) -> Any:
+    return kind(requires_grad, dtype=dtype)
 
 
 def _parameter(tensor: torch.Tensor, requires_grad: bool) -> Any:
     import torch
 
     return torch.nn.Parameter(tensor, requires_grad)
+
+
+def _requiring_grad(tensor: torch.Tensor, requires_grad: bool) -> Any:
+    return tensor.requires_grad_(requires_grad)
 
 
 def _is_tensordict(kind: type) -> bool:
@@ -180,6 +197,8 @@ def _reduce_tensor(tensor: Any) -> Any:
         return _jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx)
     if type(tensor) is not torch.Tensor or not _is_dense(tensor):
         return tensor.__reduce_ex__(5)
+    if (line := line_of(tensor)) is not None:
+        return _strided, (line, tuple(tensor.shape), tensor.stride())
     marked = _on_device(tensor)
     if marked:
         if (lent := handle_of(tensor)) is not None:
@@ -189,6 +208,10 @@ def _reduce_tensor(tensor: Any) -> Any:
     own = exposed(flat(tensor))
     memory = pickle.PickleBuffer(own) if tensor.nbytes > _SMALL_BYTES else bytearray(own)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
+
+
+def _strided(line: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    return line.as_strided(shape, strides)
 
 
 def _unwrapped(tensor: Any) -> Any:

@@ -191,7 +191,8 @@ class Copies:
     def of(self, tensor: Any) -> Any:
         """A copy of a tensor, or the very tensor where it is there; see `wait`."""
         if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
-            return tensor.to(self.device)
+            line = line_of(tensor)
+            return tensor.to(self.device) if line is None else self.of(line).as_strided(tensor.shape, tensor.stride())
         here, there = _device_of(tensor), str(self.device)
         if (here == "cpu") is (there == "cpu") or in_use(there if here == "cpu" else here) is None:
             return tensor.to(self.device)
@@ -233,6 +234,17 @@ def to_host(tensor: Any) -> Any:
     _begin(host, tensor)
     module.current_stream(tensor.device).synchronize()
     return host
+
+
+def line_of(tensor: Any) -> Any:
+    """What lies in memory of a tensor that has more items than that, as an expanded one; None of any other tensor."""
+    torch = sys.modules["torch"]
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    if tensor.is_contiguous() or not tensor.numel():
+        return None
+    items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((items,), (1,)) if items < tensor.numel() else None
 
 
 def flat(tensor: Any) -> Any:

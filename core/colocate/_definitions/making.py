@@ -85,19 +85,20 @@ def named(id: int) -> Any:
 
 
 def make_function(
-    id: int,
+    id: int | None,
     is_defined: bool,
     code: CodeType,
     space: tuple[str | int, str],
     name: str,
     cells: tuple[CellType, ...] | None,
 ) -> Any:
-    """A function, or the one that has its id here."""
-    existing = _existing(id) if is_defined else known.function_known(id)
-    if existing is not None:
-        return existing
+    """A function, or the one that has its id here. Without an id it is a new one."""
+    if id is not None:
+        existing = _existing(id) if is_defined else known.function_known(id)
+        if existing is not None:
+            return existing
     function = FunctionType(code, globals_of(*space), name, None, cells)
-    if is_defined:
+    if id is not None and is_defined:
         return _made(id, function)
     _here.__dict__.setdefault("filling", {})[builtins_id(function)] = function
     return function

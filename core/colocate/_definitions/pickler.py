@@ -72,6 +72,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.needs: dict[int, Need] = {}
         self.lot = lot
+        self.has_functions = False  # such that no name leads to
+        self.makes_anew = False  # these where they arrive, though they may be there
+        self.has_trained = False  # tensors of which gradients are computed
         self._shells: dict[int, _Shell] = {}
         self._begun: set[type] = set()  # classes whose contents are being pickled
 
@@ -124,7 +127,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return NotImplemented
         if _leads_to(function):
             return self._defined(function, self._defined_function)
-        return self._function_by_value(function, function_id(function), False)
+        self.has_functions = True
+        return self._function_by_value(function, None if self.makes_anew else function_id(function), False)
 
     def _defined(self, thing: Any, by_value: Callable[[Any, int], Any]) -> Any:
         definition = definition_of(thing)
@@ -140,7 +144,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _defined_function(self, function: FunctionType, id: int) -> Any:
         return self._function_by_value(function, id, True)
 
-    def _function_by_value(self, function: FunctionType, id: int, is_defined: bool) -> Any:
+    def _function_by_value(self, function: FunctionType, id: int | None, is_defined: bool) -> Any:
         code, names = function.__code__, function.__globals__
         module = names.get("__name__") or function.__module__ or ""
         if is_main(module) or not _is_module(module, names):

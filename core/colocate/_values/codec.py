@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._values.leaving import ordinary
+from colocate._values.leaving import handed_over
 from colocate._values.nesting import no_end
 from colocate.errors import SerializationError
 
@@ -64,7 +64,7 @@ def _by_reference(value: Any) -> Any:
 
 def _handed_over(value: Any, device: str | None) -> Any:
     # What a worker gets is detached from autograd on every executor; a graph must not reach from role to driver.
-    return value if device is None else ordinary(value)
+    return value if device is None else handed_over(value)
 
 
 def _owned(body: Any, device: str | None) -> Any:

@@ -22,8 +22,9 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
     """The value with its tensors detached from autograd, and inference tensors as ordinary ones.
 
     Those in its dataclasses and classes made by attrs are among them, where these can be copied and the value isn't
-    nested too deep. Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make
-    it ordinary, and one that others will write into without torch's noticing.
+    nested too deep. Parameters of a model or an optimizer that is in the value stay what they are to that.
+    Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary, and
+    one that others will write into without torch's noticing.
 
     Args:
         value: The value.
@@ -34,17 +35,26 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
     return _Ordinary(is_lent).value(value)
 
 
+def handed_over(value: Any) -> Any:
+    """An argument as a method gets it within one process: as `ordinary` has it, but parameters stay parameters."""
+    return value if isinstance(value, _PLAIN) else _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
+
+
 class _Ordinary:
     """Makes values ordinary."""
 
-    def __init__(self, is_lent: Callable[[Any], bool]) -> None:
+    def __init__(self, is_lent: Callable[[Any], bool], keeps_leaves: bool = False) -> None:
         self._is_lent = is_lent
+        self._keeps_leaves = keeps_leaves  # whatever gradients are computed of stays so
+        self._value: Any = None
+        self._trained: set[int] | None = None  # by id(), the parameters of models and optimizers in the value
         self._torch = imported("torch")
         self._records = Records()
         self._is_inside = False
 
     def value(self, value: Any) -> Any:
         """What becomes of a value."""
+        self._value = value
         return map_leaves(value, self._leaf, _may_have_memory)
 
     def _leaf(self, item: Any) -> Any:
@@ -55,7 +65,7 @@ class _Ordinary:
             if self._is_copied(item):
                 with torch.inference_mode(False), torch.no_grad():
                     return item.clone()
-            return item.detach() if self._is_detached(item) else item
+            return item.detach() if self._is_detached(item) and not self._stays(item) else item
         kind: type = type(item)
         if is_collection(kind):
             is_as_it_is = self._is_inside and not self._has_changes(item)
@@ -82,6 +92,24 @@ class _Ordinary:
 
     def _is_detached(self, tensor: Any) -> bool:
         return tensor.requires_grad or isinstance(tensor, self._torch.nn.Parameter)
+
+    def _stays(self, tensor: Any) -> bool:
+        """Whether a tensor is to stay what gradients are computed of: the value has a model or optimizer of it."""
+        if self._trained is None:
+            self._trained = set()
+            map_leaves(self._value, self._note, self._is_trainer)
+        return tensor.is_leaf and (self._keeps_leaves or id(tensor) in self._trained)
+
+    def _is_trainer(self, kind: type) -> bool:
+        return issubclass(kind, (self._torch.nn.Module, self._torch.optim.Optimizer))
+
+    def _note(self, trainer: Any) -> Any:
+        """Note the parameters of a model or an optimizer."""
+        model = isinstance(trainer, self._torch.nn.Module)
+        groups = [trainer.parameters()] if model else [group["params"] for group in trainer.param_groups]
+        assert self._trained is not None
+        self._trained.update(id(parameter) for group in groups for parameter in group)
+        return trainer
 
     def _has_changes(self, value: Any) -> bool:
         found = [item for item in memories(value) if isinstance(item, self._torch.Tensor)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from colocate import ColocatedGroup
 from colocate.errors import DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.rows import Rows
-from colocate.testing.probes.tensors import Intruder, Tensors
+from colocate.testing.probes.tensors import Intruder, Tensors, Trainer, takes_a_step
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -162,9 +163,13 @@ class TensorResidents(TensorCase):
             assert tensors.train_on(kept.ref) == [4.0, 4.0]
 
     def test_gradients_of_arguments(self, torch: Any, tensors: Tensors) -> None:
-        """An argument that requires grad arrives as an ordinary tensor, as a kept one does."""
-        (facts, _) = tensors.facts(torch.ones(2, requires_grad=True))
-        assert facts["requires_grad"] is False
+        """An argument of which gradients are computed arrives so; what autograd has computed arrives detached."""
+        leaf = torch.ones(2, requires_grad=True)
+        assert [tensors.facts(value)[0]["requires_grad"] for value in (leaf, leaf * 2, torch.ones(2))] == [
+            True,
+            False,
+            False,
+        ]
 
     def test_device_of_tensors(self, torch: Any, tensors: Tensors) -> None:
         """Tensors arrive on the receiver's device."""
@@ -175,6 +180,56 @@ class TensorResidents(TensorCase):
         with tensors.make_each.keep([2, 3]) as kept:  # type: ignore[arg-type]
             assert kept.spec.structure == "Tensor[2] float32"
             assert kept.spec.bytes_per_rank == (8, 12)
+
+
+class Optimizers(TensorCase):
+    """A model and its optimizer that travel together have the same parameters where they arrive."""
+
+    def test_constructor(self, torch: Any, spawn: Spawn) -> None:
+        """So it is for a constructor's arguments."""
+        model = torch.nn.Linear(2, 2)
+        trained = colocate.role(Trainer, model, torch.optim.SGD(model.parameters(), lr=1.0))
+        assert spawn({"trainer": trained}, name="trained").role("trainer", Trainer).step()
+
+    def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
+        """For those of a call or a function, for results and residents, in whatever has the parameters."""
+        group = spawn({"trainer": colocate.role(Trainer)}, name="training")
+        trainer, model = group.role("trainer", Trainer), torch.nn.Linear(2, 2)
+        parameters = list(model.parameters())
+        sgd = functools.partial(torch.optim.SGD, lr=1.0)
+        adam = torch.optim.Adam(parameters)
+        assert takes_a_step(model, adam)
+        for optimizer in (
+            sgd(parameters),
+            adam,  # which has state by now
+            lambda: sgd(parameters),
+            functools.partial(sgd, parameters),
+        ):
+            assert trainer.step_with(model, optimizer)
+        assert trainer.step_with_both([model, sgd(parameters)])
+        assert group.run(lambda ctx, it: takes_a_step(model, it), sgd(parameters)) == [True, True]
+        assert group.run(lambda ctx, it: takes_a_step(model, sgd(it)), parameters) == [True, True]
+        scheduler = torch.optim.lr_scheduler.StepLR(sgd(parameters), 1)
+        assert group.run(lambda ctx, *it: takes_a_step(it[0], it[1].optimizer), model, scheduler) == [True, True]
+        assert takes_a_step(*trainer.make())
+        made, listed = trainer.make(listed=True)
+        assert takes_a_step(made, sgd(listed))
+        with trainer.make.keep() as kept:
+            assert takes_a_step(*kept.fetch())
+            assert trainer.step_with_both(kept.ref)
+
+    def test_optimizer_of_tensors(self, torch: Any, pair: ColocatedGroup) -> None:
+        """For tensors that were made with `requires_grad`, too."""
+        weight = torch.zeros(2, requires_grad=True)
+
+        def trains(ctx: colocate.Context, it: Any, optimizer: Any) -> list[float]:
+            it.sum().backward()
+            optimizer.step()
+            found: list[float] = it.tolist()
+            return found
+
+        found = pair.run(trains, weight, torch.optim.SGD([weight], lr=1.0))
+        assert found[0] == [-1.0, -1.0]
 
 
 class Memory(TensorCase):

@@ -269,3 +269,44 @@ class Intruder(Role):
     def write(self, role: str) -> None:
         """Write into what a role has returned last: what no method may do."""
         self.ctx.sibling(role, Tensors).returned.zero_()
+
+
+def takes_a_step(model: Any, optimizer: Any) -> bool:
+    """Whether a step of an optimizer changes a model's weights."""
+    import torch
+
+    before = [weight.detach().clone() for weight in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.ones(1, 2, device=before[0].device)).sum().backward()
+    optimizer.step()
+    return not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+class Trainer(Role):
+    """Trains a model that it is given, or gives away, with its optimizer."""
+
+    def __init__(self, model: Any = None, optimizer: Any = None) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    @method(collect=First())
+    def step(self) -> bool:
+        """With what the constructor got."""
+        return takes_a_step(self.model, self.optimizer)
+
+    @method(collect=First())
+    def step_with(self, model: Any, optimizer: Any) -> bool:
+        """With arguments; what can be called makes the optimizer."""
+        return takes_a_step(model, optimizer() if callable(optimizer) else optimizer)
+
+    @method(collect=First())
+    def step_with_both(self, both: Any) -> bool:
+        """With one argument that has both."""
+        return takes_a_step(*both)
+
+    @method(collect=First())
+    def make(self, listed: bool = False) -> Any:
+        """A model and its optimizer, or a list of its parameters."""
+        import torch
+
+        model = torch.nn.Linear(2, 2)
+        return model, list(model.parameters()) if listed else torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,0 +1,76 @@
+"""A model and its optimizer travel together: a step of one changes the other, wherever they arrive.
+
+Modes: threads, strict, processes, ray, dask.
+"""
+
+import torch
+from hx import attempt, connect, end, verdict
+
+import colocate
+from colocate import First, Role, method
+
+
+def changes(net, opt):
+    before = net.weight.detach().clone()
+    opt.zero_grad()
+    net(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    return not torch.equal(before, net.weight)
+
+
+class Trainer(Role):
+    def __init__(self, net, opt):
+        self.net, self.opt = net, opt
+
+    @method(collect=First())
+    def step(self):
+        return changes(self.net, self.opt)
+
+    @method(collect=First())
+    def step_with(self, net, opt):
+        return changes(net, opt() if callable(opt) else opt)
+
+    @method(collect=First())
+    def step_by(self, net, scheduler):
+        return changes(net, scheduler.optimizer)
+
+    @method(collect=First())
+    def learn(self, log_alpha, opt):
+        log_alpha.sum().backward()
+        opt.step()
+        return log_alpha.tolist()
+
+    @method(collect=First())
+    def give(self):
+        return self.net, self.opt
+
+
+def main():
+    net = torch.nn.Linear(2, 2)
+    params = list(net.parameters())
+    opt = torch.optim.SGD(params, lr=1.0)
+    with connect() as runtime, runtime.reserve(slots=1) as pool:
+        group = pool.spawn({"t": colocate.role(Trainer, net, opt)})
+        trainer = group.role("t", Trainer)
+
+        def good(what, work, *args):
+            got = attempt(work, *args)
+            verdict(what, got is True or got == [True], got)
+
+        good("a constructor's", trainer.step)
+        good("a call's", trainer.step_with, net, opt)
+        good("a scheduler's", trainer.step_by, net, torch.optim.lr_scheduler.StepLR(opt, 1))
+        good("a closure's", trainer.step_with, net, lambda: opt)
+        good("a list of parameters", group.run, lambda ctx, it: changes(net, torch.optim.SGD(it, lr=1.0)), params)
+        good("a function's", group.run, lambda ctx: changes(net, opt))
+        good("a result's", lambda: changes(*trainer.give()))
+        with trainer.give.keep() as kept:
+            good("a resident's", lambda: changes(*kept.fetch()))
+        log_alpha = torch.zeros(1, requires_grad=True)
+        got = attempt(trainer.learn, log_alpha, torch.optim.SGD([log_alpha], lr=1.0))
+        verdict("a tensor's", got == [-1.0], got)
+    end()
+
+
+if __name__ == "__main__":
+    main()
