@@ -112,7 +112,7 @@ def test_a_slice_takes_only_its_own_bytes_along() -> None:
 
 def test_gradients_stay_behind() -> None:
     leaf = torch.randn(LARGE, requires_grad=True)
-    leaf.sum().backward()
+    leaf.sum().backward()  # type: ignore[no-untyped-call]
     parameters = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(LARGE), requires_grad=False)
     for tensor in (leaf, leaf * 2, *parameters):
         result = there_and_back(tensor)
@@ -141,7 +141,7 @@ def test_what_lies_in_memory_once_goes_once() -> None:
 def test_what_an_optimizer_trains() -> None:
     """Whatever else has a parameter has the same one, and its memory goes once."""
     model = torch.nn.Linear(LARGE, 1)
-    model.weight.is_ours = True  # type: ignore[assignment]  # an attribute, as libraries set them
+    model.weight.is_ours = True  # type: ignore[attr-defined]  # as libraries set them
     optimizer = torch.optim.SGD(model.parameters())
     packed = pack([model.weight, optimizer, model, lambda: model.bias])
     assert packed.nbytes < 4 * LARGE + 5000

@@ -7,7 +7,7 @@ as it is. Nothing here changes a value that it was given; parts may share its me
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import attrs
@@ -38,7 +38,7 @@ Padding = Literal["none", "even"]
 
 _HAVE_ROWS = (
     "what has rows is a tensor (dense or jagged), a NumPy array, a list, a TensorDict, a type given to "
-    "colocate.register_batch, and a tuple or dict of those"
+    "colocate.register_batch, and a tuple, dict or other mapping of those"
 )
 
 
@@ -355,7 +355,7 @@ class _Joiner:
         if first is not None and not is_container(first):
             return self._leaves(parts, path)
         check_alike(parts, path, self.label)
-        if isinstance(first, dict):
+        if isinstance(first, Mapping):
             return rebuild_dict(first, {key: self.join([p[key] for p in parts], f"{path}[{key!r}]") for key in first})
         if isinstance(first, tuple):
             columns = enumerate(zip(*parts, strict=True))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from colocate._system.imported import imported
-from colocate._values.tree import check_alike, rebuild_dict, rebuild_tuple
+from colocate._values.tree import check_alike, is_container, rebuild_dict, rebuild_tuple
 from colocate.errors import DispatchError
 
 OPERATIONS = ("mean", "sum", "max", "min")
@@ -42,10 +42,11 @@ class _Reduction:
     ranks: Sequence[int]
 
     def walk(self, values: Sequence[Any], keys: tuple[Any, ...]) -> Any:
-        first = values[0]
-        if first is None or isinstance(first, (dict, list, tuple)):
+        first: Any = values[0]
+        is_mapping = isinstance(first, dict) or (is_container(first) and not isinstance(first, tuple))
+        if first is None or is_mapping or isinstance(first, (list, tuple)):
             check_alike(values, _path(keys), self._label)
-        if isinstance(first, dict):
+        if is_mapping and isinstance(first, Mapping):
             items = {key: self.walk([value[key] for value in values], (*keys, key)) for key in first}
             return rebuild_dict(first, items)
         if isinstance(first, (list, tuple)):

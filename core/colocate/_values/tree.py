@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from colocate._system.by_type import by_type
 from colocate._values.leaves import kind_of
 from colocate.errors import DispatchError
 
@@ -17,8 +18,14 @@ Label = Callable[[int], str]
 
 
 def is_container(value: Any) -> bool:
-    """Whether the value is a tuple or dict of values, and not itself a leaf with rows."""
-    return isinstance(value, (dict, tuple)) and kind_of(type(value)) is None
+    """Whether the value is a tuple or mapping of values, and not itself a leaf with rows."""
+    kind: type = type(value)
+    return _has_parts(kind) and kind_of(kind) is None
+
+
+@by_type
+def _has_parts(kind: type) -> bool:
+    return issubclass(kind, (Mapping, tuple))
 
 
 def leaves(value: Any) -> list[Any]:
@@ -26,7 +33,7 @@ def leaves(value: Any) -> list[Any]:
     if not is_container(value):
         return [] if value is None else [value]
     found = []
-    for item in value.values() if isinstance(value, dict) else value:
+    for item in value if isinstance(value, tuple) else value.values():
         if is_container(item):
             found += leaves(item)
         elif item is not None:
@@ -41,7 +48,7 @@ def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not is_container(value):
         yield path, value
         return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+    for key, item in enumerate(value) if isinstance(value, tuple) else value.items():
         yield from named_leaves(item, f"{path}[{key!r}]")
 
 
@@ -92,7 +99,7 @@ def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> 
         return list(leaf(value))
     if not value:
         return [value] * count
-    if isinstance(value, dict):
+    if not isinstance(value, tuple):
         columns = [take_apart(item, count, leaf) for item in value.values()]
         return [rebuild_dict(value, dict(zip(value, items, strict=True))) for items in zip(*columns, strict=True)]
     return [rebuild_tuple(value, items) for items in zip(*(take_apart(i, count, leaf) for i in value), strict=True)]
@@ -102,19 +109,35 @@ def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """The value with `leaf(it)` in place of each of its leaves but None; what `take_apart` gives for one part."""
     if not is_container(value):
         return None if value is None else leaf(value)
-    if isinstance(value, dict):
+    if not isinstance(value, tuple):
         return rebuild_dict(value, {key: replaced(item, leaf) for key, item in value.items()})
     return rebuild_tuple(value, [replaced(item, leaf) for item in value])
 
 
-def rebuild_dict(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the same type and order with these items in place of its own."""
+def rebuild_dict(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same type and order with these items in place of its own.
+
+    One that is no dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is made by its class of a dict: what it
+    has besides its items may be of its rows.
+    """
     if type(value) is dict:
         return items if len(items) == len(value) else {**value, **items}
+    if not isinstance(value, dict):
+        if all(items.get(key) is item for key, item in value.items()):
+            return value
+        made: Any = type(value)
+        try:
+            return made({**value, **items})
+        except Exception as error:
+            raise _cannot_be_made(value, error, "Make it of a dict alone, or pass that") from error
     new = copy.copy(value)  # the one way that keeps what subclasses hold besides their items
     for key, item in items.items():
         new[key] = item
     return new
+
+
+def _cannot_be_made(value: Any, error: Exception, instead: str) -> DispatchError:
+    return DispatchError(f"no {type(value).__qualname__} can be made of other items: {error}. {instead}")
 
 
 def rebuild_tuple(value: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
@@ -125,15 +148,12 @@ def rebuild_tuple(value: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ..
     try:
         return make(items)
     except Exception as error:
-        name = type(value).__qualname__
-        raise DispatchError(
-            f"no {name} can be made of other items: {error}. Give the class a classmethod _make(items), as a named "
-            "tuple has it, or pass a plain tuple"
-        ) from error
+        instead = "Give the class a classmethod _make(items), as a named tuple has it, or pass a plain tuple"
+        raise _cannot_be_made(value, error, instead) from error
 
 
 def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
-    """Check that all values are None, or dicts with equal keys, or sequences of equal length as the first is.
+    """Check that all values are None, or mappings with equal keys, or sequences of equal length as the first is.
 
     Raises:
         DispatchError: They aren't.
@@ -143,9 +163,9 @@ def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
         if (value is None) is not (first is None):
             gone, there = (index, 0) if value is None else (0, index)
             raise DispatchError(f"{path}: that of {label(gone)} is None and that of {label(there)} is not")
-        if isinstance(first, dict):
-            if not isinstance(value, dict) or value.keys() != first.keys():
-                shown = f"the keys {list(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
+        if isinstance(first, Mapping):
+            if not isinstance(value, Mapping) or value.keys() != first.keys():
+                shown = f"the keys {list(value)}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
                 raise DispatchError(
                     f"{path}: {label(0)} has the keys {list(first)} and {label(index)} has {shown}; they have "
                     "to be equal"
