@@ -125,7 +125,10 @@ async def _on_a_thread(keeper: Keeper) -> None:
         finally:
             loop.call_soon_threadsafe(closed.set_result, None)
 
-    threading.Thread(target=close, name="colocate-keeper-close", daemon=True).start()
+    try:
+        threading.Thread(target=close, name="colocate-keeper-close", daemon=True).start()
+    except RuntimeError:  # no thread is to be had: Dask's loop does stop, for as long as the workers take to end
+        close()
     await closed
 
 

@@ -78,17 +78,22 @@ class JoinedDaskExecutor(DaskExecutor, Detachable, Watchable):
         self._held[id] = held
         adoption = attrs.evolve(adoption, epoch=lead.epoch)
         places = []
-        for worker, address, place in rows:
-            slot: KeptSlot = lead
-            if address != lead.address:
-                slot = AdoptedSlot(
-                    self._keepers, address, registration.key, adoption, partial(self._kill, held, worker)
-                )
-                self._keepers.add(slot)
-            held.slots[worker] = slot
-            places.append(attrs.evolve(place, handle=slot))
-        held.keepers = PoolKeepers(registration.key, lead, list(held.slots.values()))
-        return Adopted(Reservation(tuple(places), held), lead.epoch, lead.record)
+        try:
+            for worker, address, place in rows:
+                slot: KeptSlot = lead
+                if address != lead.address:
+                    slot = AdoptedSlot(
+                        self._keepers, address, registration.key, adoption, partial(self._kill, held, worker)
+                    )
+                    self._keepers.add(slot)
+                held.slots[worker] = slot
+                places.append(attrs.evolve(place, handle=slot))
+        finally:
+            held.keepers = PoolKeepers(registration.key, lead, list(held.slots.values()))
+            reservation = Reservation(tuple(places), held)
+            if len(places) < len(rows):  # it goes on without this driver
+                self.let_go(reservation)
+        return Adopted(reservation, lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
         """Have the scheduler free it."""

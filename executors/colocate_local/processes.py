@@ -22,6 +22,8 @@ class LocalProcesses(Local, OwnProcess):
         super().__init__(node)
         self.hub = wire.Hub("local", on_death=self._hub_ended)
         self._launcher = Launcher()
+        for thread in (self._launcher, self.hub):
+            thread.start()  # now, when whoever connects is told that no thread is to be had
         forks.hold(os.environ)
         self.hosts: dict[str, ProcessHost] = {}
 

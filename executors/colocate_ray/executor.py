@@ -104,8 +104,12 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         self._lost: dict[_Key, str] = {}
         self._ends: dict[_Key, Asked] = {}  # of keepers that didn't answer
         tls = None if cluster.private else tls_of_environment()  # before there is anything that an error would leave
-        self._envoy = Envoy(cluster, self._actor_ended)
         self._keepers = Keepers("ray", tls)
+        try:
+            self._envoy = Envoy(cluster, self._actor_ended)
+        except BaseException:
+            self._keepers.close()
+            raise
 
     def nodes(self) -> Sequence[Node]:
         """The nodes of the cluster."""

@@ -131,17 +131,22 @@ class JoinedRayExecutor(RayExecutor, Detachable, Watchable):
         adoption = attrs.evolve(adoption, epoch=lead.epoch)
         number = next(self._numbers)
         places = []
-        for address, index, place in rows:
-            key = number, index
-            kept = AdoptedSlot(
-                self._keepers, address, registration.key, adoption, partial(self._end_by_owner, key, owner)
-            )
-            self._keepers.add(kept)
-            self._slots[key] = kept
-            places.append(attrs.evolve(place, handle=key))
-        slots = [self._slots[place.handle] for place in places]
-        self._owned[number] = _Owned(owner, request, PoolKeepers(registration.key, lead, slots))
-        return Adopted(Reservation(tuple(places), number), lead.epoch, lead.record)
+        try:
+            for address, index, place in rows:
+                key = number, index
+                kept = AdoptedSlot(
+                    self._keepers, address, registration.key, adoption, partial(self._end_by_owner, key, owner)
+                )
+                self._keepers.add(kept)
+                self._slots[key] = kept
+                places.append(attrs.evolve(place, handle=key))
+        finally:
+            slots = [self._slots[place.handle] for place in places]
+            self._owned[number] = _Owned(owner, request, PoolKeepers(registration.key, lead, slots))
+            reservation = Reservation(tuple(places), number)
+            if len(places) < len(rows):  # it goes on without this driver
+                self.let_go(reservation)
+        return Adopted(reservation, lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
         """End the owner; Ray frees what it has held."""

@@ -6,6 +6,7 @@ It ends with the driver, whose process id is there for whoever looks at the proc
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from colocate_ray.terms import Cluster
 if TYPE_CHECKING:
     from colocate_ray.owners import OwnedPlacing
 
-_LEAVES_WITHIN_S = 5.0
+_LEAVES_WITHIN_S = 5
 _TRIES = "3"  # to join, of a second each, where Ray makes twenty
 
 
@@ -61,7 +62,7 @@ class Service(Proxied):
         if self._joined:
             import ray
 
-            threading.Timer(_LEAVES_WITHIN_S, os._exit, (1,)).start()  # a cluster that is gone answers nothing
+            signal.alarm(_LEAVES_WITHIN_S)  # a cluster that is gone answers nothing
             if self._placing is not None:
                 self._placing.abandon()
             ray.shutdown()

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.lanes import WAIT_S, End, raising, socket_pair
 
 from colocate.errors import ClosedError
+from colocate.testing.probes.starved import without_threads
 from colocate.wire import Hub, Packed, connect, listen, new_key
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -169,3 +170,22 @@ def test_a_hub_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (one.end(), other.end()) == (reason, reason)
     assert hub.close(WAIT_S)
     assert reported == [SystemExit]
+
+
+def test_without_a_thread() -> None:
+    """What needs its thread first is told that none is to be had, and leaves nothing; the next is served."""
+    hub = Hub("test")
+    one, other = socket_pair("unix")
+    with other:
+        with without_threads():
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                hub.attach(one, lambda head, body: None, lambda reason: None)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                hub.later(0.0, lambda: None)
+        ran = threading.Event()
+        hub.later(0.0, ran.set)
+        assert ran.wait(WAIT_S)
+        near, far = End(hub, one), End(hub, other)
+        far.lane.send(("heard",))
+        assert near.get() == (("heard",), None)
+        assert hub.close()

@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 
 from colocate._system.jobs import JobThread, error_text
+from colocate.testing.probes.starved import without_threads
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -148,3 +149,20 @@ def test_text_of_errors() -> None:
     assert error_text(Mute()) == "Mute: <its __str__ raised SystemExit>"
     assert error_text(ValueError("x")) == "ValueError: x"
     assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_without_a_thread(jobs: JobThread, faults: list[BaseException]) -> None:
+    """Who gives the first job is told that no thread is to be had; the job isn't run, and the next one is."""
+    ran: list[str] = []
+    with without_threads():
+        for give in (
+            lambda: jobs.soon(lambda: ran.append("lost")),
+            lambda: jobs.after(0.0, lambda: ran.append("lost")),
+        ):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                give()
+    jobs.run(lambda: ran.append("next"))
+    with without_threads():  # it has its thread
+        jobs.run(lambda: ran.append("last"))
+    assert ran == ["next", "last"]
+    assert faults == []

@@ -505,3 +505,19 @@ def test_the_keepers_thread_ends(kept: Kept, monkeypatch: pytest.MonkeyPatch) ->
     kept.keeper.hub.later(0.0, fail)
     assert kept.ended.wait(WAIT_S)
     heard.exits.get(timeout=WAIT_S)
+
+
+def test_an_end_without_a_thread(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper whose driver has let go ends as soon as a thread is to be had for that."""
+    start, refused = threading.Thread.start, threading.Event()
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name == "colocate-keeper-end" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    kept.slot.close()
+    assert kept.ended.wait(WAIT_S)
+    assert refused.is_set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, left_behind, raising, socket_pair
 
-from colocate.wire import Frame, Hub, Packed, SocketLane, encode, pack
+from colocate.testing.probes.starved import without_descriptors
+from colocate.wire import Frame, Hub, Packed, SocketLane, encode, framing, pack, unpack
 from colocate.wire.framing import FILE_BYTES, Sending
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -312,3 +314,43 @@ def test_unsent_frames_are_freed_when_the_lane_ends(half: tuple[End, socket.sock
     end.end()
     # Both sockets and nothing else have gone.
     assert len(left_behind()[0]) == len(files) - 2
+
+
+def test_a_payload_for_which_there_is_no_memory(
+    half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who unpacks it is told; what follows it is read as ever."""
+
+    def scarce(*first: Any) -> bytearray:
+        if first == (LARGE,):
+            raise MemoryError
+        return bytearray(*first)
+
+    end, other = half
+    monkeypatch.setattr(framing, "bytearray", scarce, raising=False)
+    with encode(("large",), Packed(bytes(LARGE))) as large, encode(("small",), pack("fine")) as small:
+        other.sendall(large._inline)
+        other.sendall(small._inline)
+        head, body = end.messages.get(timeout=WAIT_S)
+        assert head == ("large",)
+        assert body is not None
+        with pytest.raises(OSError, match=f"no memory is free for a message of {LARGE} bytes"):
+            unpack(body)
+        assert end.get() == (("small",), "fine")
+
+
+def test_a_file_for_which_there_is_no_descriptor(ends: tuple[End, End]) -> None:
+    """Who unpacks it is told; what follows it is read as ever."""
+    near, far = ends
+    with encode(("large",), pack(np.arange(LARGE))) as large, encode(("small",), pack("fine")) as small:
+        with without_descriptors():
+            far.lane.send(large)
+            far.lane.send(small)
+            head, body = near.messages.get(timeout=WAIT_S)
+            assert near.get() == (("small",), "fine")
+        assert head == ("large",)
+        assert body is not None
+        with contextlib.suppress(OSError) if not near.lane._passes_files else pytest.raises(OSError, match="ulimit"):
+            unpack(body)
+        far.lane.send(large)
+        assert near.get()[0] == ("large",)

@@ -16,6 +16,7 @@ import pytest
 
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.testing.forking import exit_code, fork
+from colocate.testing.probes.starved import without_threads
 from colocate.wire import Packed, PeerChannel, Tls, new_key, pack, unpack
 
 KEY = new_key()
@@ -283,3 +284,15 @@ def test_a_forked_child_refuses(peers: tuple[PeerChannel, PeerChannel]) -> None:
             os._exit(1)
     assert exit_code(child, WAIT_S) == 0
     assert asking.request(address, ("x", 3)) == (("fine", 3), None)
+
+
+def test_without_a_thread(store: Store) -> None:
+    """Who asks is told that the other side has no thread to answer; neither channel is worse off afterwards."""
+    with PeerChannel(KEY, store) as answering, PeerChannel(KEY, store) as asking:
+        with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+            answering.address  # noqa: B018
+        address = answering.address
+        for _ in range(2):
+            with without_threads(), pytest.raises(ConnectionError, match="can't start new thread"):
+                asking.request(address, ("x", 1))
+        assert asking.request(address, ("x", 1)) == (("fine", 1), None)

@@ -67,6 +67,7 @@ class Connection(Owned):
             dispatcher=Dispatcher(f"{DISPATCHER}{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),
         )
+        self.services.timers.start()  # now, when whoever connects is told that no thread is to be had
         self.crews: dict[str, Crew] = {}
         self._gone: dict[str, Crew] = {}  # those of which observers may still be told
         self.naming = threading.Lock()

@@ -273,8 +273,9 @@ class Crew(Restartable):
             tell(None, f"group {group!r} has been restarted")
             return
 
-        def located(address: str | None) -> None:
-            tell(address, None if address is not None else f"worker {asked.slot} of group {group!r} is gone")
+        def located(address: str | None, why: str) -> None:
+            words = f"worker {asked.slot} of group {group!r} can't be reached by others: {why}"
+            tell(address, None if address is not None else words)
 
         found.workforce.workers[asked.slot].locate(located)
 

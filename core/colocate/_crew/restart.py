@@ -150,8 +150,13 @@ class Restarts:
     def go(self, cause: ColocateError) -> None:
         """Rebuild the group, on a thread of its own."""
         name = f"colocate-restart-{self._group.name}"
-        self._thread = threading.Thread(target=self._main, args=(cause,), name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._main, args=(cause,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is to be had
+            self._group.fail_for_good(cause, error)
+        else:
+            self._thread = thread
 
     def stop(self) -> None:
         """The group is closing."""

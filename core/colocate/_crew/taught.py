@@ -21,6 +21,7 @@ from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._role.info import RoleInfo
 from colocate._system.at_work import Section
+from colocate._system.jobs import error_text
 from colocate.errors import ColocateError, SerializationError
 
 
@@ -203,7 +204,10 @@ class Taught:
             else:
                 tell(found, None)
 
-        threading.Thread(target=answer, name="colocate-definitions", daemon=True).start()
+        try:
+            threading.Thread(target=answer, name="colocate-definitions", daemon=True).start()
+        except RuntimeError as error:  # no thread is to be had: what needs it fails of that
+            tell(None, f"the driver can't answer: {error_text(error)}")
 
     def _answer(self, worker: Worker, question: Message) -> Any:
         if isinstance(question, questions.Source):

@@ -132,14 +132,21 @@ class Worker:
         self._questions.fail_all(EngineError("the worker has ended"))
         self.events.exited(self)
 
-    def locate(self, then: Callable[[str | None], None]) -> None:
-        """Find out where other workers reach it; None when it is gone."""
+    def locate(self, then: Callable[[str | None, str], None]) -> None:
+        """Find out where other workers reach it; if they don't: None, and why."""
         with self.lock:
             asked = self._where
             if asked is None:
                 asked = self._where = self._questions.open([self.slot])
                 self.send(to_worker.Listen())
-        asked.then(lambda: then(asked.answers.get(self.slot) if self.exit is None else None))
+
+        def answered() -> None:
+            if asked.error is not None:
+                then(None, str(asked.error))
+            else:
+                then(asked.answers.get(self.slot) if self.exit is None else None, "it is gone")
+
+        asked.then(answered)
 
     def _said_hello(self, hello: from_worker.Hello) -> None:
         self.hello = hello.facts
@@ -147,7 +154,13 @@ class Worker:
 
     def _said_address(self, found: from_worker.Address) -> None:
         assert self._where is not None
-        self._questions.answered(self._where.token, self.slot, found.address)
+        asked = self._where
+        if found.trouble:
+            with self.lock:
+                self._where = None  # who asks next may be luckier
+            self._questions.refused(asked.token, EngineError(found.trouble))
+        else:
+            self._questions.answered(asked.token, self.slot, found.address)
 
     def _progress(self, progress: from_worker.Progress) -> None:
         self.progress[progress.role] = progress.done, progress.total

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+import pickle
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from colocate._definitions.known import Need
 
@@ -38,9 +40,43 @@ class Packed(NamedTuple):
         # Inside another value: what it needs, its sender says of the whole.
         return Packed, (self.data, self.buffers)
 
+    def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
+        """One of several values that were put together: its pickle's place, and which buffers are its."""
+        # What the whole needs, each does: within one process nobody else holds it when the whole is gone.
+        return Packed(self.data[start:end], tuple(self.buffers[place] for place in places), self.needs)
+
     def copy(self) -> Packed:
         """The same in memory of its own, as after a transport."""
         return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers), self.needs)
+
+
+class Lost(Packed):
+    """A value whose memory hasn't arrived, for want of a descriptor or of room: to unpack it raises that OSError."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, error: OSError) -> Lost:
+        """Make one, given what is lacking."""
+        return cls(pickle.dumps(_Lacking(error)))
+
+    def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
+        """None of several values has arrived."""
+        return self
+
+
+class _Lacking:
+    """Is pickled as a call that raises."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return _raise, (self._error.errno, self._error.strerror or str(self._error))
+
+
+def _raise(number: int | None, text: str) -> NoReturn:
+    raise OSError(number, text) if number is not None else OSError(text)
 
 
 def packed_bytes(body: Any) -> int:

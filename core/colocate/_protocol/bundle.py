@@ -43,8 +43,7 @@ def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple
             yield call, body[where]
         else:
             start, end, places = where
-            # What the whole needs, each does: within one process nobody else holds it when the whole is gone.
-            yield call, Packed(body.data[start:end], tuple(body.buffers[place] for place in places), body.needs)
+            yield call, body.part(start, end, places)
 
 
 class Memory:

@@ -245,10 +245,12 @@ class Address(Message):
     """Where other workers reach it.
 
     Attributes:
-        address: None when they needn't ask.
+        address: None when they needn't ask, or can't.
+        trouble: Why they can't; "" otherwise.
     """
 
     address: str | None
+    trouble: str = ""
 
 
 @message

@@ -67,26 +67,39 @@ class JobThread:
         return threading.current_thread() is self._thread
 
     def start(self) -> None:
-        """Start the thread now, if it hasn't been."""
+        """Start the thread now, if it hasn't been.
+
+        Raises:
+            RuntimeError: No thread can be started, for now.
+        """
         if self._unstarted:
             with suppress(IndexError):  # somebody else has just taken it
-                self._unstarted.pop().start()
+                thread = self._unstarted.pop()
+                try:
+                    thread.start()
+                except BaseException:
+                    self._unstarted.append(thread)  # the next job tries it again
+                    raise
 
     def soon(self, job: Callable[[], object]) -> None:
-        """Run a job as soon as the earlier ones are done; here and now once the thread has ended."""
-        self._jobs.put(job)
+        """Run a job as soon as the earlier ones are done; here and now once the thread has ended.
+
+        Raises:
+            RuntimeError: There is no thread yet, and none can be started: the job won't be run.
+        """
         self.start()
+        self._jobs.put(job)
         if self._ended:
             self._run_what_is_left()
 
     def after(self, delay_s: float, job: Callable[[], object]) -> Timer:
-        """Run a job after a delay; never, once the thread has ended."""
+        """Run a job after a delay; never, once the thread has ended. Raises RuntimeError as `soon` does."""
+        self.start()
         timer = Timer(job)
         due = time.monotonic() + delay_s
         self._coming.append((due, next(self._order), timer))
         if due < self._looks_at or len(self._coming) > _SWEEP:  # after it was added: see `_due`
             self._jobs.put(None)
-        self.start()
         return timer
 
     def run(self, job: Callable[[], object]) -> None:

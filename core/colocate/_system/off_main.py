@@ -127,6 +127,7 @@ class _Couriers:
         self._numbers = itertools.count(1)
         self._all = 0
         self._idle = 0
+        self._lacking = False  # one that was to wait beside a busy one couldn't be started
         self._unfinished: dict[_Job[Any], None] = {}  # from the handing over of a job to its end
 
     def put(self, job: _Job[Any]) -> bool:
@@ -135,11 +136,13 @@ class _Couriers:
             return False
         self._unfinished[job] = None
         self._jobs.put(job)
-        if not self._all:
+        if not self._all or self._lacking:
             try:
+                self._lacking = False
                 _thread.start_new_thread(self._main, ())
             except RuntimeError:
-                return False
+                self._lacking = bool(self._all)
+                return self._lacking
         return True
 
     def withdraw(self, job: _Job[Any]) -> bool:
@@ -165,8 +168,10 @@ class _Couriers:
                 self._idle -= 1
                 alone = not self._idle
             if alone:
-                with contextlib.suppress(RuntimeError):  # no thread is to be had: then jobs do wait for each other
+                try:
                     _thread.start_new_thread(self._main, ())
+                except RuntimeError:  # no thread is to be had: jobs do wait for each other, until one is
+                    self._lacking = True
             job.run(self._unfinished)
             del job
             with self._lock:

@@ -241,6 +241,7 @@ class _Forks:
         self._thread = JobThread(THREAD, lambda error: report_exception())
 
     def hold(self, base: dict[str, str]) -> None:
+        self._thread.start()  # first: it may raise, and there is nothing to be undone yet
         with self._lock:
             self._holders += 1
             if self._ends is not None:

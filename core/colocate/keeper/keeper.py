@@ -34,6 +34,8 @@ from colocate.keeper.leased import Leased
 from colocate.keeper.started import DoorProcess, StartedWorker
 from colocate.worker import processes
 
+_ENDS_AGAIN_S = 0.5
+
 
 class Keeper:
     """Starts, watches and ends the workers of one slot. Made in any process on the slot's machine.
@@ -79,6 +81,7 @@ class Keeper:
         listeners = wire.listen_widely(host, tls, bind=bind, ports=ports)
         self.hub = wire.Hub("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
+        self._launcher.start()  # now, when whoever makes it is told that no thread is to be had
         self._leased = Leased() if detachable else None
         self._driver: _Driver | None = None
         self._dialled = False
@@ -195,7 +198,10 @@ class Keeper:
             worker.look(asked.number)
 
     def _let_go(self) -> None:
-        threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
+        try:
+            threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
+        except RuntimeError:  # no thread is to be had, and its end has to come
+            self.hub.later(_ENDS_AGAIN_S, self._let_go)
 
     def _hub_ended(self, reason: str) -> None:
         for process in list(self._started):

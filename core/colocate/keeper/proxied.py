@@ -66,7 +66,10 @@ class Proxied:
             self._to_open.put((asked.token, arguments))
         else:
             job = asked.token, asked.name, arguments
-            threading.Thread(target=self._do, args=job, name=asked.name, daemon=True).start()
+            try:
+                threading.Thread(target=self._do, args=job, name=asked.name, daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had
+                self._tell(ProxyDid(asked.token), Failure.of(error, self.engine))
 
     def _do(self, token: int, name: str, arguments: tuple[Any, ...]) -> None:
         try:

@@ -41,6 +41,7 @@ class Keepers:
         self.tls = tls
         self.key = wire.new_key()
         self.hub = wire.Hub(name, on_death=self._hub_ended)
+        self.hub.start()  # now, when whoever connects is told that no thread is to be had
         self._name = name
         self._dialling: set[threading.Thread] = set()
         self._slots: set[KeptSlot] = set()
@@ -69,11 +70,19 @@ class Keepers:
         return slot
 
     def add(self, slot: KeptSlot) -> None:
-        """Have a slot connect, in the background."""
+        """Have a slot connect, in the background.
+
+        Raises:
+            EngineError: No thread can be started for that.
+        """
         self.track(slot)
-        if not self.soon(slot.connect):  # all of it is closed: nobody need wait for this one
-            slot.close()
-            slot._connected.set()
+        connects = False
+        try:
+            connects = self.soon(slot.connect)
+        finally:
+            if not connects:  # all of it is closed, say: nobody need wait for this one
+                slot.close()
+                slot._connected.set()
 
     def track(self, slot: KeptSlot) -> None:
         """Let go of a slot when all of it is closed."""
@@ -97,20 +106,28 @@ class Keepers:
         self.hub.close()
 
     def soon(self, job: Callable[[], None]) -> bool:
-        """Run a job that may block, on a thread of its own; False when all of it is closed."""
+        """Run a job that may block, on a thread of its own; False when all of it is closed.
+
+        Raises:
+            EngineError: No thread can be started.
+        """
 
         def run() -> None:
             try:
                 job()
             finally:
-                self._dialling.discard(thread)
+                with self._lock:
+                    self._dialling.discard(thread)
 
         thread = threading.Thread(target=run, name=f"colocate-{self._name}-dial", daemon=True)
         with self._lock:
             if self._closed:
                 return False
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise EngineError(f"no thread can be started to talk to a slot's keeper: {error}") from error
             self._dialling.add(thread)
-            thread.start()
             return True
 
     def dial(
@@ -197,8 +214,12 @@ class KeptSlot:
 
     def _host(self, host: KeptHost) -> Host:
         self.hosts[host.token] = host
-        if not self.keepers.soon(host.connect):
-            host.ended(Exit(detail="its keeper was let go"))
+        try:
+            if not self.keepers.soon(host.connect):
+                host.ended(Exit(detail="its keeper was let go"))
+        except EngineError:
+            del self.hosts[host.token]
+            raise
         return host
 
     def lost(self, words: str | None) -> None:

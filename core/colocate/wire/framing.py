@@ -19,7 +19,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from colocate._definitions.packed import Buffer, Packed
+from colocate._definitions.packed import Buffer, Lost, Packed
 from colocate.wire.memory import NONE_FREE, map_private, memory_file
 from colocate.wire.tls import send_file
 
@@ -206,12 +206,13 @@ class Reader:
 
     def __init__(self, passes_files: bool) -> None:
         self._passes_files = passes_files
-        self._files: deque[int] = deque()
+        self._files: deque[int] = deque()  # -1: one for which no descriptor was free
         self._rest = bytearray()  # the beginning of a frame that hasn't arrived completely
         self._head: Head = ()
         self._sizes: tuple[int, ...] = ()
         self._payload: memoryview | None = None  # being filled directly by the socket, when it is long
         self._filled = 0
+        self._unread = 0  # so much more of a payload that there is no room for
 
     def read(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
         """Receive once, up to what the socket has.
@@ -231,6 +232,8 @@ class Reader:
         """
         if self._payload is not None:
             return self._fill(sock, self._payload)
+        if self._unread:
+            return self._skip(sock, scratch)
         count = self._receive(sock, scratch)
         if not count:
             raise EOFError("closed in the middle of a message" if self._rest else "closed")
@@ -248,7 +251,8 @@ class Reader:
     def close(self) -> None:
         """Drop what has arrived and wasn't complete."""
         while self._files:
-            os.close(self._files.popleft())
+            if (file := self._files.popleft()) >= 0:
+                os.close(file)
         self._rest = bytearray()
         self._payload = None
 
@@ -260,7 +264,7 @@ class Reader:
             if kind == socket.SCM_RIGHTS:
                 self._files.extend(array.array("i", data[: len(data) - len(data) % 4]))
         if flags & _TRUNCATED:
-            raise OSError(errno.EMFILE, NONE_FREE)
+            self._files.append(-1)
         return count
 
     def _parse(self, view: memoryview) -> tuple[list[Message], int]:
@@ -282,29 +286,48 @@ class Reader:
                 continue
             sizes = struct.unpack_from(f"<{count}Q", view, table)
             if kind == _FILE:
-                messages.append((head, _split(self._map_file(length), sizes)))
+                messages.append((head, self._from_file(length, sizes)))
                 continue
             at = min(start + length, end)
             payload = memoryview(bytearray(view[start:at])) if start + length == at else None
             if payload is None:
-                self._begin(head, sizes, length, view[start:at])
+                messages += self._begin(head, sizes, length, view[start:at])
             else:
                 messages.append((head, _split(payload, sizes)))
         return messages, at
 
-    def _map_file(self, length: int) -> memoryview:
+    def _from_file(self, length: int, sizes: tuple[int, ...]) -> Packed:
+        """The body that lies in the file which has come along; who unpacks it is told when there is no room for it."""
         if not self._files:
             raise ValueError("a message came without its memory")
+        file = self._files.popleft()
+        if file < 0:
+            return Lost.of(OSError(errno.EMFILE, NONE_FREE))
         try:
-            return map_private(self._files[0], length)
+            return _split(map_private(file, length), sizes)
+        except OSError as error:
+            return Lost.of(OSError(error.errno, f"no memory is free for a message of {length} bytes"))
         finally:
-            os.close(self._files.popleft())
+            os.close(file)
 
-    def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> None:
+    def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
+        """The payload comes next; the message at once when there is no room for that."""
+        try:
+            self._payload = memoryview(bytearray(length))
+        except MemoryError:
+            self._unread = length - len(first)
+            return [(head, Lost.of(OSError(errno.ENOMEM, f"no memory is free for a message of {length} bytes")))]
         self._head, self._sizes = head, sizes
-        self._payload = memoryview(bytearray(length))
         self._payload[: len(first)] = first
         self._filled = len(first)
+        return []
+
+    def _skip(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
+        count = sock.recv_into(scratch[: self._unread])
+        if not count:
+            raise EOFError("closed in the middle of a message")
+        self._unread -= count
+        return []
 
     def _fill(self, sock: socket.socket, payload: memoryview) -> list[Message]:
         count = sock.recv_into(payload[self._filled :])

@@ -65,6 +65,15 @@ class Hub:
         self._ended = threading.Event()
         track(self)
 
+    def start(self) -> None:
+        """Start its thread now, instead of with the first use.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        with self._lock:
+            self._start()
+
     def attach(self, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> SocketLane:
         """Make a lane of a connected, authenticated socket, which is the hub's from now on.
 
@@ -131,8 +140,8 @@ class Hub:
         with self._lock:
             if self._stopping:
                 return
-            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
             self._start()
+            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
             if threading.current_thread() is not self._thread:
                 os.eventfd_write(self._wake, 1)  # it may be waiting for longer than that
 
@@ -216,15 +225,16 @@ class Hub:
         """With the lock held."""
         if self._stopping:
             raise ClosedError(f"hub {self.name!r} is closed: it serves nothing any more")
+        self._start()
         self._epoll.register(fd, select.EPOLLIN)
         self._handlers[fd] = handler
-        self._start()
 
     def _start(self) -> None:
-        """With the lock held."""
+        """With the lock held. Raises RuntimeError when no thread can be started; the next use tries it again."""
         if self._own_thread and self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"colocate-{self.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name=f"colocate-{self.name}", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _serve(self) -> None:
         try:

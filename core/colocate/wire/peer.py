@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TypeAlias
@@ -69,14 +70,24 @@ class PeerChannel:
 
     @property
     def address(self) -> str:
-        """Where others reach this channel; it listens from the first use on."""
+        """Where others reach this channel; it listens from the first use on.
+
+        Raises:
+            OSError: No descriptor is free.
+            RuntimeError: No thread can be started.
+        """
         with self._lock:
             self._check_open()
             if self._hub is None:
                 listeners = listen_widely(self._host, self._tls)
-                self._hub = Hub("peer", on_death=self._on_death)
-                for listener in listeners:
-                    self._hub.listen(listener, self._key, self._accept)
+                hub = Hub("peer", on_death=self._on_death)
+                try:
+                    for listener in listeners:
+                        hub.listen(listener, self._key, self._accept)
+                except BaseException:  # no thread is to be had, say: the next use tries it again
+                    hub.close()
+                    raise
+                self._hub = hub
                 self._address = ",".join(listener.address for listener in listeners)
             return self._address
 
@@ -98,7 +109,8 @@ class PeerChannel:
         frame = encode(head)
         connection = self._take(address, self.aborts if aborts is None else aborts)
         try:
-            connection.send(frame)
+            with suppress(OSError):  # whoever has closed it may have said why
+                connection.send(frame)
             (fine, *answer), body = connection.receive()
         except (EOFError, OSError, ValueError) as error:
             self._drop(connection)
@@ -237,8 +249,13 @@ class PeerChannel:
             if self._closed:
                 connection.close()
                 return
+            try:
+                thread.start()
+            except RuntimeError as error:
+                connection.send(encode((False, error_text(error))))  # so little that it is taken at once
+                connection.close()
+                return
             self._serving[thread] = connection
-            thread.start()
 
     def _serve(self, connection: _Connection) -> None:
         try:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -66,10 +66,11 @@ class WorkerHost(Site):
         self._transfer = JobThread(  # waits for residents and sends them, so that the lane never does
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
         )
-        self._ledgers: list[int] = []  # that were asked for; a thread tells them, as long as there are some
-        self._ledgers_lock = threading.Lock()
-        self._looks: list[Callable[[Mapping[str, Any]], object]] = []  # who waits to be told, as for ledgers
-        self._looks_lock = threading.Lock()
+        self._transfer.start()  # now, when it isn't to be had: the worker couldn't so much as end without
+        # Looks: neither where messages wait, nor on the lane, where a call may take long. Each has its own thread, as a
+        # role's `device_state` may keep it.
+        self._ledgers = JobThread(f"colocate-ledger-{boot.worker}", lambda error: report_exception())
+        self._glimpses = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, own_thread=in_process)
         self._runner = Runner(self, self.broken)
@@ -187,19 +188,19 @@ class WorkerHost(Site):
         self.say(from_worker.Stack(asked.token, self.stack(), tuple(self.lane.running)))
 
     def _on_ledger(self, asked: to_worker.AskLedger, body: None) -> None:
-        with self._ledgers_lock:
-            self._ledgers.append(asked.token)
-            if len(self._ledgers) > 1:  # one thread looks, and a role's `device_state` may keep it for long
-                return
-        # Neither here, where messages wait, nor on the lane, where a call may take long.
-        name = f"colocate-ledger-{self.boot.worker}"
-        threading.Thread(target=self._tell_ledgers, name=name, daemon=True).start()
+        try:
+            self._ledgers.soon(partial(self._tell_ledger, asked.token))
+        except RuntimeError as error:  # no thread is to be had
+            self.say(from_worker.LedgerTold(asked.token, None, "", error_text(error)))
 
     def _on_fetch(self, asked: to_worker.Fetch, body: None) -> None:
         self._transfer.soon(partial(self._fetch, asked))
 
     def _on_listen(self, message: to_worker.Listen, body: None) -> None:
-        self.say(from_worker.Address(self.peers.address))
+        try:
+            self.say(from_worker.Address(self.peers.address))
+        except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread to be had
+            self.say(from_worker.Address(None, error_text(error)))
 
     def _on_answer(self, answer: to_worker.Answer, body: None) -> None:
         if answer.error is None:
@@ -221,23 +222,9 @@ class WorkerHost(Site):
     # -- beside the driver, on the receiving thread
 
     def look(self, then: Callable[[Mapping[str, Any]], object]) -> None:
-        """Say what it does, on a thread of its own."""
-        with self._looks_lock:
-            self._looks.append(then)
-            if len(self._looks) > 1:
-                return
-        threading.Thread(target=self._tell_looks, name=f"colocate-glimpse-{self.boot.worker}", daemon=True).start()
-
-    def _tell_looks(self) -> None:
-        while True:
-            waiting = list(self._looks)
-            seen = glimpse(self)
-            for then in waiting:
-                then(seen)
-            with self._looks_lock:
-                del self._looks[: len(waiting)]
-                if not self._looks:
-                    return
+        """Say what it does, on a thread of its own. Nothing is said where there is none to be had."""
+        with suppress(RuntimeError):
+            self._glimpses.soon(lambda: then(glimpse(self)))
 
     # -- from driver to driver, on the receiving thread
 
@@ -276,7 +263,8 @@ class WorkerHost(Site):
         self.groups.close()
         self.residency.close()
         self.sleeper.space.close()
-        self._transfer.close()
+        for thread in (self._transfer, self._ledgers, self._glimpses):
+            thread.close(0.0)
         self.peers.close()
         tell_imports()  # what values needed, too
         self.ended = True
@@ -302,14 +290,6 @@ class WorkerHost(Site):
 
     # -- on the ledgers' thread
 
-    def _tell_ledgers(self) -> None:
-        while True:
-            self._tell_ledger(self._ledgers[0])
-            with self._ledgers_lock:
-                del self._ledgers[0]
-                if not self._ledgers:
-                    return
-
     def _tell_ledger(self, token: int) -> None:
         try:
             told = from_worker.LedgerTold(token, ledger(self, self.sleeper, self.gradients.of))
@@ -332,8 +312,7 @@ class WorkerHost(Site):
             # The structure is made of the value's own containers, of which some are of users' classes.
             with self.store.reading(entry):
                 body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
+            self.say_result(from_worker.Fetched(asked.token, entry.weight, None), body, entry.maker)
         except BaseException as error:  # users' classes say how they are packed
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.say(from_worker.Fetched(asked.token, None, told), body)
-        else:
-            self.say(from_worker.Fetched(asked.token, entry.weight, None), body)

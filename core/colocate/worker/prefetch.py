@@ -51,7 +51,7 @@ class Prefetch:
     def __init__(self, site: Worker, sleeper: Sleeper) -> None:
         self._site = site
         self._sleeper = sleeper
-        self._thread: JobThread | None = None
+        self._thread = JobThread(f"colocate-prefetch-{site.boot.worker}", lambda error: report_exception())
         self._moves: _Moves | None = None
 
     @property
@@ -64,8 +64,16 @@ class Prefetch:
         """The roles of which memory moves."""
         return set() if self._moves is None else {self._moves.name, *self._moves.going}
 
+    def can_begin(self) -> bool:
+        """Whether there is a thread for it. Where none can be started, memory moves when its turn comes."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            return False
+        return True
+
     def begin(self, going: Mapping[str, Going], name: str, coming: Coming, writes: bool) -> None:
-        """Begin to move memory: it counts as moved from now on.
+        """Begin to move memory, which `can_begin`: it counts as moved from now on.
 
         Args:
             going: What goes first, by role.
@@ -78,8 +86,6 @@ class Prefetch:
             self._sleeper.asleep.add(each, its)
         self._sleeper.asleep.remove(name, coming)
         moves = self._moves = _Moves(going, name, coming, writes)
-        if self._thread is None:
-            self._thread = JobThread(f"colocate-prefetch-{self._site.boot.worker}", lambda error: report_exception())
         self._thread.soon(partial(self._move, moves))
 
     def settle(self) -> set[str]:
@@ -107,8 +113,7 @@ class Prefetch:
         """The worker ends."""
         if self._moves is not None:
             self._moves.is_over.wait()
-        if self._thread is not None:
-            self._thread.close()
+        self._thread.close()
 
     # -- on the thread
 

@@ -406,6 +406,8 @@ class Residency:
             going = {each: self._sleeper.going(each, tuple(TAGS)) for each in goers}
         except ColocateError:  # its turn will tell it
             return
+        if not self._prefetch.can_begin():
+            return
         self._prefetch.begin(going, follows, coming, ahead[1].writes)
         turns.copied |= goers
         for each in {follows, *goers}:

@@ -22,7 +22,7 @@ from colocate._values.arguments import placed
 from colocate._values.dispatch import Scatter
 from colocate._values.leaving import Watch, ordinary
 from colocate._values.nesting import no_end
-from colocate.errors import DispatchError, RoleError, SerializationError
+from colocate.errors import DispatchError, RoleError
 from colocate.worker import failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.forked import RoleCode
@@ -299,12 +299,7 @@ class Runner:
         if call.method not in OF_WORKERS:  # of which each has done all that it does, or nothing
             raise_put_off()
         if call.keep is None:
-            try:
-                site.say(from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken), body)
-            except OSError as error:  # no descriptor is free in this process, which isn't the method's fault
-                raise SerializationError(
-                    f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
-                ) from error
+            site.say_result(from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken), body, label)
         else:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = site.store.put(call.keep, result, label, valid, rows)

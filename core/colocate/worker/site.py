@@ -17,6 +17,7 @@ from colocate._role.context import Context, running_call
 from colocate._system.recent import RecentSpans
 from colocate._values.arguments import gpu_is_used
 from colocate._values.codec import Codec
+from colocate.errors import SerializationError
 from colocate.executor import Boot
 from colocate.worker.accounts import Accounts
 from colocate.worker.definitions import Definitions
@@ -112,6 +113,19 @@ class Site:
     def say(self, message: Message, body: Any = None) -> None:
         """Tell the driver something; in order, from any thread."""
         self._send(message.head(), body)
+
+    def say_result(self, message: Message, body: Any, label: str) -> None:
+        """Tell the driver something with what a method has returned.
+
+        Raises:
+            SerializationError: This process has no descriptor, or no memory, to send it.
+        """
+        try:
+            self.say(message, body)
+        except OSError as error:  # which isn't the method's fault
+            raise SerializationError(
+                f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
+            ) from error
 
     def ask(self, question: Message, apart: bool = False) -> Any:
         """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait.

@@ -13,7 +13,7 @@ import pytest
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, SerializationError, WorkerDied
+from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
@@ -228,28 +228,6 @@ class Deaths(ExecutorCase):
         assert error.exitcode == 1 or (how == "close_all" and "closed its connection" in str(error.detail))
         assert "os.close and os.closerange do that" in str(error)
         assert "Traceback" not in str(error)
-
-    @needs(OwnProcess)
-    def test_too_few_descriptors(self, spawn: Spawn) -> None:
-        """A message's memory needs one: the worker that has none free says so with its end."""
-        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
-        reckless = group.role("reckless", Reckless)
-        reckless.open_all()
-        error = reckless.length.submit(bytes(2**22)).exception(PATIENCE_S)
-        assert isinstance(error, WorkerDied)
-        assert error.exitcode == 1
-        assert "no file descriptor is free" in str(error)
-
-    @needs(OwnProcess)
-    def test_too_few_descriptors_for_a_result(self, spawn: Spawn) -> None:
-        """That a result can't be sent for want of one isn't told as something that the method has raised."""
-        reckless = spawn({"reckless": colocate.role(Reckless)}, slots=1).role("reckless", Reckless)
-        reckless.open_all()
-        error = reckless.text.submit(2**22).exception(PATIENCE_S)
-        assert isinstance(error, SerializationError)
-        assert (error.argument, error.method, error.rank) == ("result", "text", 0)
-        assert "the result of reckless.text can't be sent: no file descriptor is free" in str(error)
-        assert reckless.text(3) == [bytes(3)]
 
     @needs(OwnProcess)
     def test_ended_as_another_program(self, spawn: Spawn) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -321,9 +320,6 @@ def _daemon() -> int:
 class Reckless(Role):
     """Does to its process what a role can do."""
 
-    def __init__(self) -> None:
-        self.open: list[int] = []
-
     @method
     def become(self) -> None:
         """Be another program."""
@@ -344,24 +340,6 @@ class Reckless(Role):
     def close_others(self) -> None:
         """Close descriptors that aren't its own, and go on."""
         os.closerange(3, 4096)
-
-    @method
-    def open_all(self) -> None:
-        """Leave no descriptor free."""
-        resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        with contextlib.suppress(OSError):
-            while True:
-                self.open.append(os.open(os.devnull, os.O_RDONLY))
-
-    @method
-    def text(self, length: int) -> bytes:
-        """So many bytes."""
-        return bytes(length)
-
-    @method
-    def length(self, text: bytes) -> int:
-        """How long it is."""
-        return len(text)
 
 
 class Parent(Role):
