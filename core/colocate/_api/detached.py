@@ -30,7 +30,9 @@ from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
 from colocate._system.off_main import off_main
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
-from colocate.executor import Detachable, Lease
+from colocate.executor import Detachable, Lease, Reservation
+
+_AGAIN_S = 0.5
 
 # -- detach
 
@@ -240,8 +242,9 @@ def _left(pool: Slots, groups: Sequence[Crew]) -> None:
 def lost(pool: Slots, by: str) -> None:
     """Another driver has taken it. On the thread that hears messages: nothing here waits."""
     words = f"{by}, who has taken it"
-    groups = pool.crews
-    if not pool.mark_closed(words):  # it is being closed here, which this cuts short
+    with pool.lock:  # whoever puts a group on it has done so, or will not
+        is_first, groups = pool.mark_closed(words), pool.crews
+    if not is_first:  # it is being closed here, which this cuts short
         for group in groups:
             if group.mark_closed(words):
                 group.residents.break_borrows()
@@ -251,9 +254,17 @@ def lost(pool: Slots, by: str) -> None:
         if group.mark_closed(words):
             group.residents.break_borrows()
     _left(pool, groups)
-    executor, reservation = cast("Detachable", pool.connection.services.executor), pool.reservation
-    if reservation is not None:
-        threading.Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced", daemon=True).start()
+    if pool.reservation is not None:
+        _let_go_beside(pool.connection, pool.reservation)
+
+
+def _let_go_beside(connection: Connection, reservation: Reservation) -> None:
+    """Let go of a reservation, on a thread of its own; where none is to be had, a moment later."""
+    let_go = cast("Detachable", connection.services.executor).let_go
+    try:
+        threading.Thread(target=let_go, args=(reservation,), name="colocate-fenced", daemon=True).start()
+    except RuntimeError:
+        connection.services.timers.after(_AGAIN_S, lambda: _let_go_beside(connection, reservation))
 
 
 def close_detached(connection: Connection, name: str, force: bool) -> None:

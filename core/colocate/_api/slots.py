@@ -88,15 +88,17 @@ class Slots(Home):
         self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
     ) -> Crew:
         """Put a group on free slots; nothing is started."""
-        with self.connection.naming:
-            name = self.connection.group_name(name)
-            places = [self.places[index] for index in indices]
-            services = self.connection.services
-            crew = Crew(services, self, self.base, indices, places, declared, name, restarts, generation)
-            self.connection.crews[name] = crew
-        for index in indices:
-            self.taken[index] = crew
-        return crew
+        with self.lock:
+            self.check()  # another driver may have taken it: whoever closes it has all groups that were put here
+            with self.connection.naming:
+                name = self.connection.group_name(name)
+                places = [self.places[index] for index in indices]
+                services = self.connection.services
+                crew = Crew(services, self, self.base, indices, places, declared, name, restarts, generation)
+                self.connection.crews[name] = crew
+            for index in indices:
+                self.taken[index] = crew
+            return crew
 
     def places_for(self, crew: Crew) -> list[Place]:
         """Where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew.

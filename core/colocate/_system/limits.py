@@ -31,6 +31,8 @@ RELEASED_AFTER_S = 0.1
 """A dropped resident's release waits so long for a message to ride on."""
 COLLECTIVE_PATIENCE_S = 0.1
 """A collective goes on so long after a peer of it has left: what that has sent may be on its way."""
+STEP_ENDS_WITHIN_S = 3.0
+"""What ranks are in together when their driver lets go ends by itself; what doesn't has its process groups cut."""
 WORKS_DONE_WITHIN_S = 30.0
 """What ranks have begun together is done before memory that it may write sleeps; others may be about to begin it."""
 

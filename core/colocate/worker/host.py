@@ -231,6 +231,10 @@ class WorkerHost(Site):
     def renew(self, base: int) -> None:
         """Its driver has let go: what that asked for is dropped, what runs is cancelled, what it kept is forgotten.
 
+        Its process groups aren't cut yet. A step that all ranks are in ends by itself. Of one that some of them drop,
+        the others wait in vain, which the next driver's hold ends; to cut them amid a transfer would have gloo forget
+        who waits for that (`collective_waits`), and in a backward pass nothing else frees them.
+
         Args:
             base: The numbers of the next driver's calls, holds and residents are above this.
         """
@@ -238,7 +242,11 @@ class WorkerHost(Site):
         self.definitions.renew()
         self.store.renew()
         self.lane.renew()
-        self.groups.cut()
+
+    def cut_short(self, base: int) -> None:
+        """What a former driver had begun has had its time to end by itself: what still runs of it waits no longer."""
+        if any(0 < seq <= base for seq in list(self.lane.running)):
+            self.groups.cut()
 
     def adopt(self, boot: Boot) -> None:
         """Another driver commands it from now on, with a secret of its own for what workers tell each other."""

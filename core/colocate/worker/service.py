@@ -19,6 +19,7 @@ from colocate import wire
 from colocate._protocol import from_worker, to_worker, versions
 from colocate._protocol.message import Head, is_a, kind_of, read
 from colocate._system.epochs import base_of
+from colocate._system.limits import STEP_ENDS_WITHIN_S
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
 from colocate.worker.supervisor import CLOSES_OTHERS
@@ -84,7 +85,7 @@ class Service:
         """Serve a connected, authenticated socket; the first message on it is the boot."""
         self._epoch, self._heeds = epoch, None
         if self._host is not None:
-            self._host.renew(base_of(epoch))
+            self._renew(self._host, epoch)
         self._lane = self.hub.attach(sock, self._received, self._closed)
         if self._host is not None:
             self._host.lane.turn_to(self._lane)
@@ -149,8 +150,13 @@ class Service:
 
     def _vacate(self, host: WorkerHost) -> None:
         self._lane = None
-        host.renew(base_of(self._epoch + 1))
+        self._renew(host, self._epoch + 1)
         self._open_next()
+
+    def _renew(self, host: WorkerHost, epoch: int) -> None:
+        """The driver before this epoch has let go."""
+        host.renew(base_of(epoch))
+        self.hub.later(STEP_ENDS_WITHIN_S, partial(host.cut_short, base_of(epoch)))
 
     def _at_the_door(self) -> None:
         assert self._door is not None

@@ -20,7 +20,7 @@ from colocate.testing.probes.counting import Counting
 TTL_S = 300.0  # longer than any test
 
 HEADER = """
-from colocate.testing.probes.counting import Counting
+from colocate.testing.probes.counting import Counting, Stepping
 from colocate.errors import ClosedError
 
 def new(slots=2, **more):
@@ -29,7 +29,7 @@ def new(slots=2, **more):
 
 def attached(name, **more):
     pool = runtime.attach(name, **more)
-    return pool, pool.groups["counting"].role("counting", Counting)
+    return pool, pool.groups["counting"].role("counting")
 """
 
 

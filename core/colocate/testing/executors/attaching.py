@@ -11,6 +11,7 @@ import pytest
 
 import colocate
 from colocate import RoleSpec, Runtime
+from colocate._api import detached
 from colocate._crew.crew import Crew
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
 from colocate.executor import Detachable
@@ -18,7 +19,7 @@ from colocate.testing.executors._base import needs
 from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new, published
 from colocate.testing.executors.drivers import Scripts
 from colocate.testing.gate import Gate
-from colocate.testing.probes.counting import Counting
+from colocate.testing.probes.counting import Counting, Stepping
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
@@ -181,6 +182,38 @@ class Attaching(DetachedCase):
         borrowed.close()
 
     @needs(Detachable)
+    def test_borrower_killed_amid_a_step(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """What all ranks are in ends as it would have: nobody cuts their groups while they need them."""
+        pytest.importorskip("torch")
+        pool, _ = new(runtime)
+        pool.detach(name, ttl=TTL_S)
+        with Gate() as gate:
+            with self.killed_amid(scripts, name, f"view.sum_on.submit({gate.address!r})"):
+                gate.wait_for(2)
+                gate.open()
+            with runtime.attach(name) as again:
+                assert counting(again).add(0) == [1, 1]
+                assert counting(again).sum() == [2, 2]
+
+    @needs(Detachable)
+    def test_borrower_killed_before_a_step_of_some(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """Who is in the backward pass of a step that the other rank drops is freed, and nothing that it has is lost."""
+        pytest.importorskip("torch")
+        pool = runtime.reserve(2, cpus=0, detachable=True)
+        pool.spawn({"counting": colocate.role(Stepping)}, name="counting").role("counting", Stepping).step()
+        pool.detach(name, ttl=TTL_S)
+        with Gate() as gate, Gate() as come:
+            keeps_one = f"view.until_cancelled.options(ranks=(0,)).submit({gate.address!r})"
+            with self.killed_amid(scripts, name, f"(view.step(), {keeps_one}, view.step.submit({come.address!r}))"):
+                gate.wait_for()
+                gate.open()
+                come.wait_for()
+            with runtime.attach(name) as again:
+                stepping = again.groups["counting"].role("counting", Stepping)
+                assert stepping.add(0) == [3, 2]
+                assert stepping.step() == [4, 3]
+
+    @needs(Detachable)
     def test_call_that_stays(
         self, scripts: Scripts, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -248,6 +281,32 @@ class Attaching(DetachedCase):
             mine[1].spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop()
             assert counting(mine).add() == [1]
             mine.close()
+        assert published(runtime, name) is None
+
+    @needs(Detachable)
+    @pytest.mark.parametrize("stage", ["_taken", "_greet"])
+    def test_taken_while_it_is_attached(
+        self, runtime: Runtime, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Who is fenced before it has taken up the groups keeps none of them, and can attach the pool again."""
+        pool, view = new(runtime)
+        view.add()
+        pool.detach(name, ttl=TTL_S)
+        go_on, mine = getattr(detached, stage), []
+        with self.connect() as other:
+
+            def taken_first(node: Any, *args: Any) -> Any:
+                monkeypatch.undo()
+                mine.append(other.attach(name, own=True))
+                wait_until(lambda: node.closed_by or node.owner.closed_by, "it is told")
+                return go_on(node, *args)
+
+            monkeypatch.setattr(detached, stage, taken_first)
+            with pytest.raises(ClosedError, match="who has taken it"):
+                counting(runtime.attach(name, own=True)).add()
+            mine[0].detach(name, ttl=TTL_S)
+            with runtime.attach(name, own=True) as again:
+                assert counting(again).add() == [2, 2]
         assert published(runtime, name) is None
 
     @needs(Detachable)

@@ -101,6 +101,17 @@ class Counting(Role):
         """The sum over the ranks of one."""
         return self._sum()
 
+    @method
+    def sum_on(self, gate: Address) -> None:
+        """Pass a gate amid collectives, and go on with them when nobody wants the result; count what went well."""
+        self._sum()
+        pass_gate(gate)
+        pause = threading.Event()
+        while not self.ctx.cancelled:
+            pause.wait(0.002)
+        self._sum()
+        self.count += 1
+
     def _sum(self) -> float:
         import torch
         import torch.distributed as dist
@@ -108,3 +119,36 @@ class Counting(Role):
         one = torch.ones(1)
         dist.all_reduce(one, group=self.ctx.process_group())
         return one.item()
+
+
+class Stepping(Counting):
+    """Counts the steps of a model that its ranks share."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        super().__init__()
+        self.net = DistributedDataParallel(torch.nn.Linear(50, 50), process_group=self.ctx.process_group())
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def renew(self) -> None:
+        """Go on with a new group."""
+        import colocate.torch
+
+        colocate.torch.renew(self.net, self.optimizer, self.ctx)
+
+    @method
+    def step(self, come: Address | None = None) -> int:
+        """Say that this rank has come, and do a step; how many there were."""
+        import socket
+
+        import torch
+
+        if come is not None:
+            socket.create_connection(come).close()
+        self.net(torch.ones(4, 50)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.count += 1
+        return self.count

@@ -22,18 +22,18 @@ def without_threads() -> Iterator[None]:
     def refuse(*_: Any) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    places: Any = (_thread, "start_new_thread"), (threading, "_start_new_thread")
-    places = [place for place in places if hasattr(*place)] + [
-        place for place in [(threading, "_start_joinable_thread")] if hasattr(*place)
+    # By these the standard library starts them, in whatever version.
+    names = {_thread: ("start_new_thread",), threading: ("_start_new_thread", "_start_joinable_thread")}
+    were = [
+        (module, name, getattr(module, name)) for module in names for name in names[module] if hasattr(module, name)
     ]
-    were = [getattr(*place) for place in places]
-    for place in places:
-        setattr(*place, refuse)
+    for module, name, _ in were:
+        setattr(module, name, refuse)
     try:
         yield
     finally:
-        for place, was in zip(places, were, strict=True):
-            setattr(*place, was)
+        for module, name, was in were:
+            setattr(module, name, was)
 
 
 @contextlib.contextmanager
