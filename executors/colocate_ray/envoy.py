@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import EngineError
 from colocate.gpus import VARIABLE, listed
 from colocate.keeper import Asked, DriverProxy
-from colocate_ray.private import new_folder
+from colocate_ray.private import new_folder, not_started
 from colocate_ray.terms import HEAD, Cluster
 
 _STARTS_WITHIN_S = 120.0
@@ -48,7 +48,7 @@ class Envoy(DriverProxy):
             folder=self.folder,
         )
         if not self.open(cluster, self.folder, within_s=_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S):
-            error = _too_slow(cluster, self.last_words())
+            error = _too_slow(cluster, self.folder, self.last_words())
             self.close()
             raise error
 
@@ -91,9 +91,9 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     return env
 
 
-def _too_slow(cluster: Cluster, words: str) -> ColocateError:
-    if cluster.private:
-        return ColocateError(f"a private Ray did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
+def _too_slow(cluster: Cluster, folder: str | None, words: str) -> EngineError:
+    if folder is not None:
+        return not_started(folder, f"did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
     return EngineError(
         f"the Ray cluster at {cluster.address} did not let this driver in within {_JOINS_WITHIN_S:g} s: is it a Ray "
         f"cluster of the same version that listens there? {words}".strip()

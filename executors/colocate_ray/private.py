@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, EngineError
 from colocate.worker.supervisor import TRACKERS_S, tracks
 from colocate_ray.terms import Cluster
 
@@ -58,21 +58,23 @@ class PrivateFolder:
             "_temp_dir": str(self.path / "r"),  # Ray opens the folder it is given to everybody
         }
 
-    def logs(self) -> dict[str, str]:
-        """What its raylet and its control store have written last, by file."""
-        found = {}
-        for name in _LOGS:
-            with contextlib.suppress(OSError), (self.path / "r" / "session_latest" / "logs" / name).open("rb") as file:
-                file.seek(-min(file.seek(0, os.SEEK_END), _LOG_BYTES), os.SEEK_CUR)
-                found[name] = file.read().decode(errors="replace")
-        return {name: text for name, text in found.items() if text.strip()}
-
     def remove(self) -> None:
         """Remove it with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def last_lines(logs: Mapping[str, str]) -> str:
+def not_started(folder: str | Path, why: str) -> EngineError:
+    """The error for a private Ray in a folder, with what its raylet and its control store have logged last."""
+    found = {}
+    for name in _LOGS:
+        with contextlib.suppress(OSError), Path(folder, "r", "session_latest", "logs", name).open("rb") as file:
+            file.seek(-min(file.seek(0, os.SEEK_END), _LOG_BYTES), os.SEEK_CUR)
+            found[name] = file.read().decode(errors="replace")
+    logs = {name: text for name, text in found.items() if text.strip()}
+    return EngineError(f"a private Ray {why}{_last_lines(logs)}", logs=logs)
+
+
+def _last_lines(logs: Mapping[str, str]) -> str:
     """The last of them that say something: no stacks of C++, no tables of statistics."""
     found = []
     for name, text in logs.items():

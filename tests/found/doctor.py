@@ -43,7 +43,7 @@ if __name__ == "__main__":
             (folder / f"{name}.dist-info" / "RECORD").write_text("some_module.py,,\n")
         (folder / "some_module.py").touch()
         (folder / "gone-1.0.dist-info" / "entry_points.txt").write_text("[colocate.roles]\ngone = gone_plugin\n")
-        done = run(folder, "-m", "colocate.cli", "doctor")
+        done = run(folder, "-m", "colocate", "doctor")
         told = "".join(done.stdout.split())
         verdict("doctor ends well", done.returncode == 0, done.stderr[-400:])
         verdict("doctor says whose metadata is lost", "gone-1.0.dist-info,whichhasnoMETADATA" in told, told[-800:])

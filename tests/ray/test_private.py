@@ -26,7 +26,7 @@ from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate_ray.leftovers import left_here
-from colocate_ray.private import _STORE_BYTES, PrivateFolder, last_lines
+from colocate_ray.private import _STORE_BYTES, not_started
 
 SCRIPT = """
 import json, os, sys
@@ -263,7 +263,7 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "demo.yaml").write_text(
         "executor: {use: ray, with: {cpus: 1}}\npools: {main: {slots: 1}}\njob: noop:job\n"
     )
-    command = f"mount -t tmpfs -o ro tmpfs /dev/shm && exec {sys.executable} -m colocate.cli run demo.yaml"
+    command = f"mount -t tmpfs -o ro tmpfs /dev/shm && exec {sys.executable} -m colocate run demo.yaml"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
@@ -275,8 +275,7 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
 
 
 def test_last_lines_of_its_logs(tmp_path: Path) -> None:
-    folder = PrivateFolder(str(tmp_path / "private"))
-    logs = folder.path / "r" / "session_latest" / "logs"
+    logs = tmp_path / "r" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.err").write_text(
         "[2026-11-28 15:04:54,949 C 1 1] (raylet) it is broken\n*** StackTrace Information ***\nmain()\n"
@@ -285,7 +284,11 @@ def test_last_lines_of_its_logs(tmp_path: Path) -> None:
     (logs / "gcs_server.out").write_text(
         "x" * (1 << 20) + "\n[2026-11-28 15:04:54,949 I 1 1] (gcs_server) waits\n\tstatistics\n"
     )
-    assert last_lines(folder.logs()) == (
+    error = not_started(tmp_path, "did not start.")
+    assert error.logs is not None
+    assert [*error.logs] == ["raylet.err", "gcs_server.out"]
+    assert str(error) == (
+        "a private Ray did not start."
         "\n  raylet.err: [2026-11-28 15:04:54,949 C 1 1] (raylet) it is broken"
         "\n  gcs_server.out: [2026-11-28 15:04:54,949 I 1 1] (gcs_server) waits"
     )
