@@ -20,6 +20,7 @@ from colocate._definitions.making import make_known
 from colocate._definitions.packed import Packed
 from colocate._definitions.pickler import Pickler
 from colocate._definitions.scout import Scout, code_last, is_code
+from colocate._system.tracebacks import without_own_frames
 from colocate.errors import SerializationError
 
 
@@ -172,11 +173,13 @@ def _dump(pickler: Pickler, thing: Any, what: str, name: str) -> None:
         instead = advice(
             culprit, "Make it inside the role, or have it in a module beside the script, which the workers import"
         )
+        if hasattr(value, "_torchdynamo_orig_callable"):
+            why = f"it is what torch.compile makes of a function ({why})"
         raise SerializationError(
             f"{what} goes to the workers with the script's code, and can't be pickled: {why}. {instead}",
             argument=what,
             path=path,
-        ) from error
+        ) from without_own_frames(error)
 
 
 def _dump_alone(thing: Any) -> None:

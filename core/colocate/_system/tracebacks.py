@@ -16,7 +16,10 @@ from colocate.errors import RoleError, RoleStartError
 _executors: set[str] = set()  # where the code of executors lies that are in use
 _BETWEEN = tuple(  # what the framework is called through, or calls users' code through
     f"{os.sep}{name}"
-    for name in ("contextlib.py", "functools.py", "threading.py", f"typer{os.sep}", f"bin{os.sep}colocate")
+    for name in (
+        *("contextlib.py", "functools.py", "threading.py", f"bin{os.sep}colocate"),
+        *(f"typer{os.sep}", f"cloudpickle{os.sep}"),
+    )
 )
 
 
