@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import dataclasses
@@ -141,11 +142,8 @@ def deep_inside(kind: str) -> NoReturn:
     raise _RAISE[kind]()
 
 
-_OF_THE_THREAD = threading.local()
-
-
 class EndsAtAGate:
-    """Something that ends with the thread that holds it, and ends it only once a gate is open."""
+    """Something that ends with the event loop that holds it, and ends it only once a gate is open."""
 
     def __init__(self, gate: Address) -> None:
         self.gate = gate
@@ -200,7 +198,7 @@ class Faulty(Role):
     @method
     def end_at_a_gate(self, gate: Address) -> None:
         """Have the lane hang when it ends."""
-        _OF_THE_THREAD.held = EndsAtAGate(gate)
+        asyncio.get_event_loop().call_later(1e6, print, EndsAtAGate(gate))  # let go of when the lane closes its loop
 
     @method(dispatch=PerRank("gate"))
     def fail_after(self, gate: Address | None, failing: int) -> int:
