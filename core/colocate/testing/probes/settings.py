@@ -32,7 +32,7 @@ def change(dtype: bool) -> list[Any]:
     """Set what is for the thread, and what is for the process if that is wanted: what has been begun for good."""
     import torch
 
-    blocks = [torch.inference_mode(), torch.autocast("cpu", torch.float16)]
+    blocks: list[Any] = [torch.inference_mode(), torch.autocast("cpu", torch.float16)]
     for block in blocks:
         block.__enter__()
     torch.set_grad_enabled(False)
@@ -125,7 +125,7 @@ class Casting(Role):
     def __init__(self) -> None:
         import torch
 
-        self._blocks = [torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)]
+        self._blocks: list[Any] = [torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)]
         for block in self._blocks:
             block.__enter__()
 
@@ -155,6 +155,6 @@ class Learning(Role):
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             assert self._weight.grad is not None
-            self._weight += self._weight.grad
+            self._weight.add_(self._weight.grad)
             self._weight.grad = None
         return loss.item()
