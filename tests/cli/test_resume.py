@@ -77,7 +77,7 @@ def begun(colocate: CommandLine) -> CommandLine:
 
 def rows(colocate: CommandLine) -> list[dict[str, Any]]:
     lines = (colocate.folder / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "time")} for line in lines]
 
 
 def test_groups_go_on_where_they_were(begun: CommandLine) -> None:

@@ -49,7 +49,7 @@ def run(colocate: CommandLine, *args: str) -> Left:
     assert "report: runs/demo/report.html" in lines
     assert lines[-1] == "everything is closed: 1 runtime, 1 pool, 1 group, 2 workers, 3 roles"
     return Left(
-        [{name: value for name, value in row.items() if name != "seconds"} for row in rows],
+        [{name: value for name, value in row.items() if name not in ("seconds", "time")} for row in rows],
         lines[start : lines.index("", start)],
         [line.strip() for line in lines if "role " in line and "rank" in line],
         {path.parent.name: path.read_text() for path in folder.glob("checkpoints/*/done.json")},

@@ -61,7 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 record = job.run(quiet=True)
             written = [*record.directory.absolute().glob("checkpoints/*/policy/*/.metadata")]
         tensors = {name: value for file in written for name, value in tensors_of(file.parent).items()}
-        numbers = {name: value for row in record.metrics for name, value in row.items() if name != "seconds"}
+        numbers = {
+            name: value for row in record.metrics for name, value in row.items() if name not in ("seconds", "time")
+        }
         return Update(numbers, tensors)
 
     return go

@@ -65,7 +65,7 @@ def metrics(
         killer = Killer(group, at)
         job.runtime.observe(killer)
         record = job.run(quiet=True)
-        rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
+        rows = [{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in record.metrics]
         return rows, group.generation, killer.updates - (killer.before or 0)
 
 

@@ -52,7 +52,7 @@ def train(folder: Path, *changes: str, whole: bool = False) -> Trained:
         patch.chdir(folder)
         with colocate.launch(colocate.load_config(EXAMPLE, set=[*(() if whole else SMALL), *changes])) as job:
             record = job.run(quiet=True)
-            rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
+            rows = [{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in record.metrics]
             return Trained(rows, job.groups["policy"].generation)
 
 

@@ -138,4 +138,4 @@ def test_what_is_suspected_of_another_call(order: Any, link: Sent) -> None:
     fails(order, first, 0, Unmade)
     fails(order, second, 1, "builtins.RuntimeError")
     back(order, link)
-    assert second.exception(PATIENCE_S).__cause__ is first.exception()  # type: ignore[union-attr]
+    assert second.exception(PATIENCE_S).__cause__ == first.exception()  # type: ignore[union-attr]

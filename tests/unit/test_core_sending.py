@@ -82,6 +82,7 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
         kept = echo.make.keep(1)
         kept.fetch()
         failures: list[str] = []
+        calls: list[colocate.Call[Any]] = []
         send = ThreadHost.send
 
         def failing(host: ThreadHost, frame: Any) -> None:
@@ -96,14 +97,14 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
             with group._node.order.lock:  # so that no other message carries it
                 kept.free()
                 if kind == "Call":
-                    with pytest.raises(OSError, match="open files"):
-                        echo.make(1)
+                    calls.append(echo.make.submit(1))  # which is sent when the lock is free
                 elif kind == "Batch":
                     with pytest.raises(OSError, match="open files"), group.pipeline():
                         _ = echo.make.submit(1), echo.make.submit(1)
 
         with ThreadPoolExecutor(1) as other:
             other.submit(use).result(PATIENCE_S)
+        assert all(isinstance(call.exception(PATIENCE_S), OSError) for call in calls)
         wait_until(lambda: failures == [kind], "sending has failed")
         wait_until(lambda: [len(store) for store in stores] == [0, 0], "both ranks have been told")
         assert echo.make(1) == [0, 1]
@@ -155,7 +156,7 @@ def test_closed_while_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late(request: Any) -> Any:
         reservation = reserve(request)
-        runtime.close()
+        runtime._node.close_here("the test", 10.0, False)
         return reservation
 
     def noted(reservation: Any) -> None:
@@ -181,7 +182,7 @@ def test_closed_while_spawning(processes: bool, monkeypatch: pytest.MonkeyPatch)
             nonlocal launched
             launched += 1
             if launched == 2:
-                pool.close()
+                pool._node.close_here("the test", 10.0, False)
             return launch(*args)
 
         monkeypatch.setattr(runtime._node.services.executor, "launch", closing)

@@ -162,6 +162,7 @@ class Setting:
     def _imported(self) -> Any:
         torch = self._torch = imported("torch")
         if torch is not None and self._no_autocast is None:
+            self._kinds = tuple(filter(torch.amp.is_autocast_available, self._kinds))
             usual = [(kind, False, torch.bfloat16 if kind == "cpu" else torch.float16) for kind in self._kinds]
             self._no_autocast = tuple(usual), True, 0
         return torch

@@ -139,7 +139,7 @@ class CutProcessGroups(ExecutorCase):
         mark.free()
         assert earlier.result(PATIENCE_S) == [None]
         error = later.exception(PATIENCE_S)
-        assert error is None or error.__cause__ is root
+        assert error is None or error.__cause__ == root
         assert last.result(PATIENCE_S) == [4.0] * 2
 
     @needs(OwnProcess)
@@ -179,7 +179,7 @@ class CutProcessGroups(ExecutorCase):
             late.open()
         error = beside.exception(PATIENCE_S)
         assert isinstance(error, ColocateError)
-        assert error.__cause__ is root
+        assert error.__cause__ == root
         assert pair.sum(1.0) == [2.0] * 2
 
     @needs(OwnProcess)
@@ -279,7 +279,7 @@ class CutProcessGroups(ExecutorCase):
         assert f"still holds the process group {name}" in str(error)
         assert "renew(self)" in str(error)
         assert error.role == ("sinner" if method == "sum_kept" else None)
-        assert error.__cause__ is root
+        assert error.__cause__ == root
 
     @needs(OwnProcess)
     def test_transfers(self, spawn: Spawn) -> None:

@@ -218,7 +218,7 @@ class Renewals(ExecutorCase):
         error = queued.exception(PATIENCE_S)
         assert isinstance(error, RenewalError)
         assert "rank 0 1, rank 1 0" in str(error)
-        assert error.__cause__ is root
+        assert error.__cause__ == root
         assert group.state == "failed"
 
     @needs(OwnProcess)
@@ -253,7 +253,7 @@ class Renewals(ExecutorCase):
             root, error = failing.exception(PATIENCE_S), queued.exception(PATIENCE_S)
         assert isinstance(error, RenewalError)
         assert "rank 0 1, rank 1 0" in str(error)
-        assert error.__cause__ is root
+        assert error.__cause__ == root
 
     @needs(OwnProcess)
     def test_weights_that_nobody_shares(self, spawn: Spawn) -> None:
