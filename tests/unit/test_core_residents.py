@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tests.unit.counted import functions_called
 
 import colocate
 from colocate import CallTimeout, ClosedError, ColocatedGroup, Concat, First, Role, RoleError, method
@@ -174,3 +176,24 @@ def test_who_writes_into_what_another_slot_has() -> None:
                     group.run(write_on, ranks, kept.ref)
                 with pytest.raises(RoleError, match=r"was changed in place by function write_on; it"):
                     group.run(write_on, (), kept.ref)
+
+
+def test_dropped_handles_of_unfinished_calls_cost_messages_nothing(group: ColocatedGroup) -> None:
+    """They are looked at when they are dropped, and when their calls end."""
+    maker = group.role("maker", Maker)
+    unfinished = group._node.residents.kept
+
+    def drop(handles: int) -> int:
+        for _ in range(handles):
+            maker.make.keep(1)
+        return functions_called(lambda: maker.make.keep(1))
+
+    with Gate() as gate, ThreadPoolExecutor(1) as thread:  # not the main thread, whose calls are sent by another
+        waiting = maker.wait.submit(gate.address)
+        few, many = thread.submit(drop, 10).result(), thread.submit(drop, 500).result()
+        assert len(unfinished) > 500
+        gate.open()
+        waiting.result(PATIENCE_S)
+        assert maker.make(1) == [0, 1]  # all others are done
+        wait_until(lambda: not unfinished, "all are forgotten")
+    assert many < few + 50

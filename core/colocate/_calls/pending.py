@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import forks
@@ -14,6 +14,8 @@ from colocate._role.call import Underway
 from colocate._system.jobs import JobThread, Timer
 from colocate._system.off_main import off_main
 from colocate.errors import ColocateError, ForkedError
+
+OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
 
 
 class Unsent(Protocol):
@@ -81,7 +83,7 @@ class PendingCall(Underway):
         self.timer: Timer | None = None
         self.submitted = time.time()
         self.line: tuple[str, int] = ("", 0)
-        self.on_end: Callable[[PendingCall, BaseException | None], None] | None = None
+        self.on_end: OnEnd | None = None  # with the order's lock held, just before it is settled
         self.dispatcher: Dispatcher | None = None
         self.timers: JobThread | None = None
         self.canceller: Callable[[PendingCall], bool] | None = None

@@ -6,7 +6,9 @@ import abc
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
+from colocate._calls.pending import OnEnd, PendingCall
 from colocate._kept.kept import Hold, HoldEnd, Kept, Lease
 from colocate.errors import ColocateError
 
@@ -17,7 +19,7 @@ class Leases(abc.ABC):
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
         self._ended: deque[int | HoldEnd] = deque()
-        self._unmade: list[int] = []  # freed in the workers, but their calls may still turn out to have failed
+        self._over: dict[int, None] = {}  # freed in the workers before their calls were over, which now are
 
     def add(self, kept: Kept) -> None:
         """A call has been sent whose result is kept."""
@@ -73,24 +75,31 @@ class Leases(abc.ABC):
         while self._ended:
             ended = self._ended.popleft()
             keys.append(ended if isinstance(ended, int) else ended.key)
-        self._unmade = [key for key in (*self._unmade, *keys) if not self._settled(key)]
+        over, self._over = self._over, {}
+        for key in (*over, *keys):
+            self._settle(key)
         return tuple(keys)
 
     def put_back(self, keys: Iterable[int]) -> None:
         """What was taken has not been told to all workers. To tell some of them again does no harm."""
         self._ended.extend(keys)
 
-    def _settled(self, key: int) -> bool:
-        """Whether the outcome of its call is known; one that has failed stays until somebody has seen that."""
+    def _settle(self, key: int) -> None:
+        """It is freed: drop it once its call is over; one that has failed stays until somebody has seen that."""
         kept = self.kept.get(key)
-        if kept is not None:
-            if not kept.call.done():
-                return False
-            if not kept.untold:
-                del self.kept[key]
-            else:
-                self.failed_unused(kept)
-        return True
+        if kept is None:
+            return
+        if not kept.call.done():
+            kept.call.on_end = partial(self._note_over, key, kept.call.on_end)  # no message looks at it until then
+        elif not kept.untold:
+            del self.kept[key]
+        else:
+            self.failed_unused(kept)
+
+    def _note_over(self, key: int, then: OnEnd | None, call: PendingCall, error: BaseException | None) -> None:
+        self._over[key] = None
+        if then is not None:
+            then(call, error)
 
     @abc.abstractmethod
     def failed_unused(self, kept: Kept) -> None:
