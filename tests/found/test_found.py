@@ -11,16 +11,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 FOLDER = Path(__file__).parent
+# What goes wrong yet, and why.
+WRONG = {"stuck_asleep.py": "what doesn't fit beside memory that can't sleep is refused for ever"}
 
 
-def _runs() -> Iterator[tuple[str, str]]:
+def _runs() -> Iterator[Any]:
     for path in sorted(FOLDER.glob("*.py")):
         if found := re.search(r"^Modes: (.*)\.$", path.read_text(), re.MULTILINE):
-            yield from ((path.name, mode) for mode in found[1].split(", "))
+            why = WRONG.get(path.name)
+            marks = () if why is None else pytest.mark.xfail(strict=True, raises=AssertionError, reason=why)
+            yield from (pytest.param(path.name, mode, marks=marks) for mode in found[1].split(", "))
 
 
 @pytest.mark.long

@@ -111,7 +111,6 @@ class Workforce:
             live = link.live()
             found = checkpoint()
             restored = None if found is None else (str(found.folder), found.identity)
-            self._building_since = time.time()
             build = to_worker.Build(
                 link.generation,
                 len(self.workers),
@@ -123,6 +122,7 @@ class Workforce:
                 restored,
             )
             link.send(live, build, body)
+            self._building_since = time.time()
             self._stages.wait(lambda: self._stages.all_reached(Stage.BUILT) or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
@@ -351,6 +351,8 @@ class Workforce:
             return []
         if self._link.failure is not None or self._link.hurried:  # what went wrong has been said, or nobody waits
             return []
+        if not self._has_roles:  # nothing of the user's runs there
+            return []
         self._stages.wait(lambda: self._stacks is not None, Deadline(2 * STACKS_WITHIN_S))
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
         return [
@@ -363,6 +365,11 @@ class Workforce:
             for w in (self.workers[slot] for slot in sorted(self._busy()))
             if w.hello is not None  # one that hasn't even started was late, which its start has told
         ]
+
+    @property
+    def _has_roles(self) -> bool:
+        """Whether roles were begun to be constructed, by this driver or an earlier one."""
+        return self._building_since is not None or bool(self._built)
 
     def _busy(self) -> set[int]:
         """The slots whose lanes haven't ended."""
@@ -405,4 +412,5 @@ class Workforce:
         stacks, busy = self._stacks, self._busy()
         silent = set() if stacks is None else busy - stacks.told.keys()
         running = self._order.owing() if stacks is None else self._order.still_running()
-        return busy & (silent | running | self._stages.short_of(Stage.BUILT))
+        constructing = self._stages.short_of(Stage.BUILT) if self._has_roles else set[int]()
+        return busy & (silent | running | constructing)
