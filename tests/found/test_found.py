@@ -29,7 +29,7 @@ def _runs() -> Iterator[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("script", "mode"), _runs())
+@pytest.mark.parametrize(("script", "mode"), [*_runs()])
 def test_found(script: str, mode: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(FOLDER / script), mode], cwd=tmp_path, capture_output=True, text=True, timeout=280
