@@ -6,6 +6,7 @@ BARE := .venv/bare
 VERL := .venv/verl
 MONARCH := .venv/monarch
 OLDEST := .venv/oldest
+NEWEST := .venv/newest
 TRAINERS := .venv/trainers
 TORCH := .venv/torch
 # What needs one extra alone has an environment of its own, unless there is the one with everything.
@@ -73,13 +74,17 @@ $(TRAINERS)/.installed: $(INSTALLED)  # libraries that people train with, beside
 trainers: $(TRAINERS)/.installed  ## what "Bring your trainer" says of Accelerate and Lightning Fabric
 	$(TRAINERS)/bin/python -m pytest tests/trainers
 
-versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports
+versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports; parts on today's newest
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
 	set -e; for version in $(TORCHES); do \
 		$(TORCH)-$$version/bin/python -c "import torch; assert torch.__version__.startswith('$$version')"; \
 		$(TORCH)-$$version/bin/python -m pytest -n 2 --dist loadfile tests/conformance/test_processes.py -k "renewals or process_group"; \
 	done
+	$(PYTHON) -m venv --clear $(NEWEST)  # each time: what colocate needs as it is released today, without the pins
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[ray,dask]'
+	$(call BESIDE,$(NEWEST))
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests/unit tests/identity tests/config
 
 SITE := build/site/.built
 SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))

@@ -660,3 +660,50 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert actor.role_config() == [1]
 """
     )
+
+
+def test_lines_of_the_script_in_a_workers_traceback(program: Program) -> None:
+    """A method of the script tells its file and its line, as do functions in it, whatever release cloudpickle is."""
+    told = program(
+        """
+class Faulty(Role):
+    @method
+    def fail(self):
+        return (lambda: 1 / 0)()  # here
+
+with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+    faulty = pool.spawn({"faulty": colocate.role(Faulty)})["faulty"]
+    try:
+        faulty.fail()
+    except colocate.RoleError as error:
+        print(error)
+"""
+    )
+    assert 'main.py", line 7, in fail' in told
+    assert 'main.py", line 7, in <lambda>' in told
+    assert "return (lambda: 1 / 0)()  # here" in told
+
+
+def test_what_is_told_of_a_global_that_cannot_travel(program: Program) -> None:
+    """Its name; and nothing of the workers, which had nothing to run."""
+    told = program(
+        """
+import threading, traceback
+
+LOCK = threading.Lock()
+
+class Locks(Role):
+    @method
+    def go(self):
+        with LOCK: ...
+
+with CONNECT as runtime, runtime.reserve(2, timeout=120) as pool:
+    for name in "abcdef":
+        try:
+            pool.spawn({"locks": colocate.role(Locks)}, name=name)
+        except colocate.SerializationError:
+            traceback.print_exc(file=__import__("sys").stdout)
+"""
+    )
+    assert told.count("the global 'LOCK' of __main__") == 6
+    assert "and then, closing" not in told

@@ -27,7 +27,15 @@ _CACHED = type(functools.lru_cache(maxsize=1)(len))
 _SENTINELS = {
     id(getattr(dataclasses, name)): name for name in ("MISSING", "_HAS_DEFAULT_FACTORY") if hasattr(dataclasses, name)
 }
-_SPECIAL = (type, FunctionType, _CACHED, functools.cached_property, BaseException, type(dataclasses.MISSING))
+_SPECIAL = (
+    type,
+    FunctionType,
+    types.CodeType,
+    _CACHED,
+    functools.cached_property,
+    BaseException,
+    type(dataclasses.MISSING),
+)
 _OF_ENUMS = {"_generate_next_value_", "_member_names_", "_member_map_", "_member_type_", "_value2member_map_"}
 _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
@@ -85,6 +93,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return NotImplemented
         if kind is FunctionType:
             return self._function(obj)
+        if kind is types.CodeType:
+            return _code(obj)
         if issubclass(kind, type):
             return self._class(obj)
         if kind is _CACHED:
@@ -234,6 +244,15 @@ class _Whole:
     def __reduce__(self) -> Any:
         self._begun.discard(self._cls)
         return dict, ()
+
+
+def _code(code: types.CodeType) -> Any:
+    """As cloudpickle does, with its file, which some releases leave out: tracebacks show its lines."""
+    make, args = details._code_reduce(code)
+    return make, (*args[:_CODE_FILE], code.co_filename, *args[_CODE_FILE + 1 :])
+
+
+_CODE_FILE = 10  # among the arguments of `CodeType`
 
 
 def _parametrised(cls: Any) -> tuple[Any, tuple[Any, ...]] | None:
