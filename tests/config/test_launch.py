@@ -160,7 +160,8 @@ def test_scalars_of_numpy_and_torch_are_numbers(load: Callable[..., Config]) -> 
     def job(run: Run) -> None:
         run.log(1, a=numpy.float32(0.5), b=torch.tensor(2), c=True, d=torch.tensor([0.25]))
 
-    assert dict(_run(load, job).metrics[0]) == {"step": 1, "a": 0.5, "b": 2, "c": True, "d": 0.25}
+    row = dict(_run(load, job).metrics[0])
+    assert {**row, "time": None} == {"step": 1, "time": None, "a": 0.5, "b": 2, "c": True, "d": 0.25}
 
 
 def _run(load: Callable[..., Config], job: Callable[[Run], None]) -> RunRecord:
