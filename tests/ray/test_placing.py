@@ -11,12 +11,13 @@ import pytest
 import colocate
 from colocate.errors import ColocateError, EngineError
 from colocate.executor import Request
+from colocate.keeper import Failure
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_ray import placing
 from colocate_ray.holder import Holder
 from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing
-from colocate_ray.terms import Cluster, Failure
+from colocate_ray.terms import Cluster
 
 REQUEST = Request(1)
 
