@@ -81,10 +81,12 @@ def _warm_up(group: ColocatedGroup) -> None:
     group.role("log", Log).clear()
     group.role("left", Rows).seen([1])
     group.role("rows", Rows).produce.keep(1).fetch()
+    group.memory()
 
 
 def _warm_up_square(group: ColocatedGroup) -> None:
     group.role("axes", Axes).seen.keep([1, 2]).fetch()
+    group.memory()
 
 
 class ExecutorCase:
