@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -163,7 +164,7 @@ def test_what_is_not_known_is_not_shown() -> None:
     role = {"role": "actor", "rank": 0, "busy": 0.256, "bytes": None, "asleep": None}
     slot = {"slot": 0, "node": "n", "device": "cpu", "pid": 1, "queue": 0, "call": None, "age": None, "roles": [role]}
     (row,) = rows({"groups": [{"group": "policy", "state": "starting", "slots": [slot]}]})
-    assert list(row.values()) == ["policy (starting)", "0 n cpu", "actor", "", "", "26%", "0", "", ""]
+    assert list(row.values()) == ["policy (starting)", "0", "n", "cpu", "actor", "", "", "26%", "0", "", ""]
 
 
 def test_a_rank_that_is_ahead() -> None:
@@ -232,21 +233,46 @@ def test_a_call_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slot["age"] >= 0
 
 
-@pytest.mark.parametrize(("width", "name"), [(80, "reference"), (60, "reference"), (80, "r" * 50), (120, "r" * 108)])
-def test_a_narrow_terminal(width: int, name: str) -> None:
-    """Nothing is cut off, and a size is in one line, as is the name of a role that is no longer than they are."""
-    held = [("actor", 5_662_310, 0), ("critic", 0, 1_365_632), (name, 1_416_832, 0)]
+@pytest.mark.parametrize(
+    ("width", "dropped"),
+    [
+        (60, "node, device, holds, asleep, busy, queue"),
+        (80, "node, device, asleep, queue"),
+        (120, ""),
+    ],
+)
+def test_a_narrow_terminal(width: int, dropped: str) -> None:
+    """It leaves out what matters least, and says so, before it breaks a word; a size is in one line."""
+    held = [("actor", 5_662_310, 0), ("critic", 0, 1_365_632), ("reference_policy", 1_416_832, 0)]
+    shown = narrow(width, held)
+    assert max(map(len, shown)) <= width
+    missing = re.search(r"\(a wider terminal shows (.*), too\)", " ".join(each.strip() for each in shown))
+    assert {*(missing[1] if missing else "").split(", ")} == {*dropped.split(", ")}
+    told = {"group": "policy", "role": "reference_policy", "runs": "actor.update_weights", "holds": "5.4 MiB"}
+    told |= {"asleep": "1.3 MiB", "busy": "50%", "for": "1.5 s", "node": "worker-17.example", "queue": " 2 "}
+    for column, whole in told.items():
+        assert any(whole in line for line in shown) == (column not in dropped.split(", ")), column
+
+
+@pytest.mark.parametrize(("width", "name"), [(80, "r" * 50), (120, "r" * 108), (20, "critics")])
+def test_a_name_that_has_no_place(width: int, name: str) -> None:
+    """It goes on in the next line: nothing is cut off."""
+    shown = narrow(width, [(name, 1_416_832, 0)])
+    assert max(map(len, shown)) <= width
+    assert "\u2026" not in "".join(shown)
+    assert "".join(shown).count("r") >= name.count("r")
+
+
+def narrow(width: int, held: list[tuple[str, int, int]]) -> list[str]:
+    """The lines that a terminal so wide shows of a job."""
     roles = [{"role": name, "rank": 0, "busy": 0.5, "bytes": here, "asleep": away} for name, here, away in held]
-    slot = {"slot": 0, "node": "vm", "device": "cpu", "queue": 2, "call": "actor.update", "age": 1.5}
-    group = {"group": "policy", "state": "ready", "slots": [{**slot, "roles": roles}]}
-    console = Console(width=width, file=io.StringIO())
-    console.print(_page({"job": "ppo", "node": "node-17", "pid": 7, "seconds": 3.0, "groups": [group]}, width))
+    slot = {"slot": 0, "node": "worker-17.example", "device": "cuda:0", "queue": 2}
+    slot |= {"call": "actor.update_weights", "age": 1.5, "roles": roles}
+    group = {"group": "policy", "state": "ready", "slots": [slot]}
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(_page({"job": "ppo", "node": "n", "pid": 7, "seconds": 3.0, "groups": [group]}, width))
     assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert "\u2026" not in shown
-    for whole in ("5.4 MiB", "1.3 MiB", "1.4 MiB", "50%", "1.5 s", *(["reference"] if name == "reference" else [])):
-        assert whole in shown
-    assert "".join(shown.split("critic")[1].split()).replace("0B1.3MiB50%", "").startswith(name[:12])
+    return console.file.getvalue().splitlines()
 
 
 def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

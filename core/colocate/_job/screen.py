@@ -7,8 +7,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -60,36 +59,82 @@ def _plain(file: IO[str]) -> Console:
     )
 
 
-def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console) -> None:
-    """Print rows under a title: their keys are the columns, numbers are aligned right."""
+def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, spare: Sequence[str] = ()) -> None:
+    """Print rows under a title: their keys are the columns, numbers are aligned right.
+
+    Args:
+        title: What stands above them.
+        rows: The rows; where one has no such key, its cell is empty.
+        to: Where to. A terminal that is too narrow for all columns shows those that matter, and names the others.
+        spare: The columns that matter least, least first; of the others, the last ones do.
+    """
     names = keys_of(rows)
     if not names:
         return
-    numeric = [all(isinstance(row.get(name, 0), int | float) for row in rows) for name in names]
-    cells = [[text_of(row.get(name)) for name in names] for row in rows]
     to.print(Text(f"\n{title}", "bold"))
     if to.is_terminal:
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        widths = least_widths([names, *cells], to.width // 3)
-        fits = sum(end - 1 <= to.width for end in accumulate(width + 3 for width in widths)) or 1
-        for name, number, width in list(zip(names, numeric, widths, strict=True))[:fits]:
-            shown.add_column(Text(name), justify="right" if number else "left", overflow="fold", min_width=width)
-        for line in cells:
-            shown.add_row(*(Text(cell) for cell in line[:fits]))
-        to.print(shown)
-        if fits < len(names):
-            to.print(Text(f"(a wider terminal shows {', '.join(names[fits:])}, too)", "dim"))
+        to.print(table_that_fits(rows, to.width, spare=spare))
         return
-    for text in columns([names, *cells], numeric):
+    numeric = [_is_numeric(rows, name) for name in names]
+    for text in columns([names, *([text_of(row.get(name)) for name in names] for row in rows)], numeric):
         to.print(Text(text), soft_wrap=True)
 
 
-def least_widths(lines: Sequence[Sequence[str]], most: int) -> list[int]:
-    """How wide each column must be so that no word is broken that has at most so many cells."""
-    return [
-        max(min(most, cell_len(word)) for cell in column for word in (*cell.split(), ""))
-        for column in zip(*lines, strict=True)
-    ]
+def table_that_fits(
+    rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = (), sizes: Collection[str] = ()
+) -> Group:
+    """A table that is no wider than a terminal: columns are left out, and named below, before a word is broken.
+
+    A word that needs more than half of the width is broken, so that there is a table at all.
+
+    Args:
+        rows: The rows, as for `show_table`.
+        width: The terminal's columns.
+        spare: The columns that matter least, least first.
+        sizes: Columns that are aligned right, as numbers are, and whose cells stay in one line ("5.4 MiB").
+    """
+    every = {name: _Column.of(rows, name, name in sizes, width // 2) for name in keys_of(rows)}
+    found: dict[str, _Column] = {}
+    for name in sorted(every, key=lambda name: spare[::-1].index(name) + 1 if name in spare else 0):
+        if not found or _width_of([*found.values(), every[name]]) <= width:
+            found[name] = every[name]
+    found = {name: found[name] for name in every if name in found}
+    left = width - _width_of(found.values())
+    for each in sorted(found.values(), key=lambda each: each.most - each.least):
+        each.width += min(left, each.most - each.least)
+        left -= each.width - each.least
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name, each in found.items():
+        shown.add_column(Text(name), justify="right" if each.right else "left", overflow="fold", width=each.width)
+    for cells in zip(*(each.cells for each in found.values()), strict=True):
+        shown.add_row(*map(Text, cells))
+    left_out = ", ".join(name for name in every if name not in found)
+    return Group(shown, *([Text(f"(a wider terminal shows {left_out}, too)", "dim")] if left_out else []))
+
+
+@attrs.define(eq=False)
+class _Column:
+    cells: Sequence[str]
+    right: bool
+    least: int  # its width when no word is broken
+    most: int  # when no cell needs a second line
+    width: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], name: str, is_size: bool, longest: int) -> _Column:
+        cells = [text_of(row.get(name)) for row in rows]
+        most = max(map(cell_len, (name, *cells)))
+        words = (word for cell in (name, *cells) for word in (*cell.split(), ""))
+        least = most if is_size else max(min(longest, cell_len(word)) for word in words)
+        return cls(cells, is_size or _is_numeric(rows, name), least, most, least)
+
+
+def _width_of(found: Collection[_Column]) -> int:
+    return sum(each.least for each in found) + 2 * (len(found) - 1)
+
+
+def _is_numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return all(isinstance(row.get(name, 0), int | float) for row in rows)
 
 
 def text_of(value: Any) -> str:

@@ -8,15 +8,12 @@ from functools import partial
 from typing import Any, cast
 
 import attrs
-from rich import box
-from rich.cells import chop_cells
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from colocate._job.cluster_window import look_at
-from colocate._job.screen import console, show_table
+from colocate._job.screen import console, show_table, table_that_fits
 from colocate._job.window import Job, jobs, look, short
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import plural
@@ -29,9 +26,9 @@ from colocate.errors import ConfigError, EngineError
 from colocate.executor import Detachable, Executor, Watchable, Window
 
 _HERE = "on this machine"
-_NUMBERS = ("holds", "asleep", "busy", "queue", "for")
-_WIDE = 100
-_OF_A_ROLE = 12  # columns of its name, or a quarter of all: what is more goes on in the next line, so that numbers fit
+_SIZES = ("holds", "asleep", "busy", "queue", "for")
+# What a narrow terminal leaves out first. What a role holds and what its slot runs stays longest.
+_SPARE = ("node", "device", "queue", "asleep", "busy", "for", "holds")
 
 
 @attrs.frozen
@@ -158,7 +155,7 @@ def _show(sight: Sight, once: bool, every: float, json: bool) -> None:
         print_json(told)
     elif once or not console().is_terminal:
         console().print(Text(_title(told), "bold"), soft_wrap=True)
-        show_table("", [dict(row) for row in rows(told)], console())
+        show_table("", list(rows(told)), console(), spare=_SPARE)
         for trouble in _troubles(told):
             console().print(Text(trouble, "yellow"), soft_wrap=True)
     else:
@@ -178,16 +175,7 @@ def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
 
 
 def _page(told: Mapping[str, Any], width: int) -> Group:
-    between = 0 if width < _WIDE else 1  # besides the one that is there anyway
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, between, 0, 0), pad_edge=False, show_edge=False)
-    found = list(rows(told))
-    for name in found[0] if found else ():
-        whole = name in (*_NUMBERS, "role")
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=whole, overflow="fold")
-    for row in found:
-        row["role"] = "\n".join(chop_cells(row["role"], max(_OF_A_ROLE, width // 4)))
-    for row in found:
-        table.add_row(*(Text(str(cell)) for cell in row.values()))
+    table = table_that_fits(list(rows(told)), width, spare=_SPARE, sizes=_SIZES)
     return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))
 
 
@@ -218,7 +206,9 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             for role in slot["roles"]:
                 yield {
                     "group": f"{group['group']} ({group['state']})" if first and slot is group["slots"][0] else "",
-                    "slot": f"{slot['slot']} {slot['node']} {slot['device']}" if first else "",
+                    "slot": str(slot["slot"]) if first else "",
+                    "node": slot["node"] if first else "",
+                    "device": slot["device"] if first else "",
                     "role": role["role"],
                     "holds": "" if role["bytes"] is None else size_text(role["bytes"]),
                     "asleep": size_text(role["asleep"]) if role["asleep"] else "",
