@@ -196,8 +196,8 @@ class EngineError(ColocateError, ConnectionError):
     """The engine can't be reached, doesn't let this driver in, or has been lost.
 
     Attributes:
-        logs: What the engine's own processes have logged last, by file, where it could not be started. A run leaves
-            them in its folder, as engine-NAME.
+        logs: What the engine's own processes have logged last, by file, where it could not be started, or the
+            process that was in it has ended by itself. A run leaves them in its folder, as engine-NAME.
     """
 
     logs: Mapping[str, str] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from colocate.errors import EngineError
 from colocate.gpus import VARIABLE, listed
 from colocate.keeper import Asked, DriverProxy
-from colocate_ray.private import new_folder, not_started
+from colocate_ray.private import engine_error, new_folder
 from colocate_ray.terms import HEAD, Cluster
 
 _STARTS_WITHIN_S = 120.0
@@ -71,6 +71,10 @@ class Envoy(DriverProxy):
         [answer] = asked.result()
         return answer
 
+    def lost(self, why: str) -> EngineError:
+        """The error when it has ended by itself: of a private Ray, with what that has logged last."""
+        return super().lost(why) if self.folder is None else engine_error(self.folder, why)
+
     def _wait_on_head(self, asked: Asked, patience_s: float) -> None:
         """Wait while the head of the cluster answers: Ray itself waits on one that doesn't, for ever."""
         silence_s = max(patience_s, _ASKS_EVERY_S)
@@ -93,7 +97,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
 
 def _too_slow(cluster: Cluster, folder: str | None, words: str) -> EngineError:
     if folder is not None:
-        return not_started(folder, f"did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
+        return engine_error(folder, f"a private Ray did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
     return EngineError(
         f"the Ray cluster at {cluster.address} did not let this driver in within {_JOINS_WITHIN_S:g} s: is it a Ray "
         f"cluster of the same version that listens there? {words}".strip()

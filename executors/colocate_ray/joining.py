@@ -13,7 +13,7 @@ from ray.runtime_env import RuntimeEnv
 
 from colocate.errors import ConfigError, EngineError
 from colocate_ray.greeting import greet
-from colocate_ray.private import PrivateFolder, not_started
+from colocate_ray.private import PrivateFolder, engine_error
 from colocate_ray.terms import Cluster
 
 _DIAL_S = 5.0
@@ -35,7 +35,7 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
     except _OF_ENVIRONMENTS as error:
         raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
     except Exception as error:
-        raise not_started(folder.path, f"could not be started: {last_words(error)}") from None
+        raise engine_error(folder.path, f"a private Ray could not be started: {last_words(error)}") from None
 
 
 def join(cluster: Cluster) -> None:

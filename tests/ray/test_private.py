@@ -9,8 +9,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import ColocatedGroup, Runtime, gpus
-from colocate.errors import ColocateError, ConfigError
+from colocate.errors import ColocateError, ConfigError, EngineError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate_ray.leftovers import left_here
-from colocate_ray.private import _STORE_BYTES, not_started
+from colocate_ray.private import _STORE_BYTES, engine_error
 
 SCRIPT = """
 import json, os, sys
@@ -275,6 +277,28 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
     assert "StackTrace" in kept
 
 
+@pytest.mark.long
+def test_one_whose_envoy_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same error as for one that doesn't start by itself."""
+
+    def kill() -> None:
+        logs = "*/r/session_latest/logs/gcs_server.out"
+        wait_until(lambda: any(each.stat().st_size for each in Path(parent).glob(logs)), "Ray logs")
+        (service,) = (each for each in psutil.Process().children() if "colocate_ray.service" in each.cmdline())
+        service.kill()
+
+    # Below tmp_path the names of Ray's sockets would be too long.
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent, ThreadPoolExecutor() as threads:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        killing = threads.submit(kill)
+        with pytest.raises(EngineError, match="the process that was in it ended with code -9") as caught:
+            colocate.connect("ray", cpus=1)
+        killing.result()
+        assert not [*Path(parent).iterdir()]
+    assert caught.value.logs is not None
+    assert "gcs_server.out" in caught.value.logs
+
+
 def test_last_lines_of_its_logs(tmp_path: Path) -> None:
     logs = tmp_path / "r" / "session_latest" / "logs"
     logs.mkdir(parents=True)
@@ -285,7 +309,7 @@ def test_last_lines_of_its_logs(tmp_path: Path) -> None:
     (logs / "gcs_server.out").write_text(
         "x" * (1 << 20) + "\n[2026-11-28 15:04:54,949 I 1 1] (gcs_server) waits\n\tstatistics\n"
     )
-    error = not_started(tmp_path, "did not start.")
+    error = engine_error(tmp_path, "a private Ray did not start.")
     assert error.logs is not None
     assert [*error.logs] == ["raylet.err", "gcs_server.out"]
     assert str(error) == (

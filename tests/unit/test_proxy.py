@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -114,6 +115,26 @@ def test_one_that_ends(toy: Toy) -> None:
     for _ in range(2):
         with pytest.raises(EngineError, match=r"ended with code 3(.|\n)*these are its last words"):
             toy.proxy.call("exit", within_s=WAIT_S)
+
+
+def test_what_one_that_ends_leaves(toy: Toy, tmp_path: Path) -> None:
+    """The folder of what it has started is there when its error is made, and gone when that is raised."""
+    folder = tmp_path / "started"
+    folder.mkdir()
+    (folder / "log").write_text("out of memory")
+
+    class Logged(DriverProxy):
+        def lost(self, why: str) -> EngineError:
+            return EngineError(why, logs={"log": (folder / "log").read_text()})
+
+    proxy = Logged("toy_side", engine="Toy", folder=str(folder))
+    with contextlib.closing(proxy):
+        assert proxy.open(str(toy.left), within_s=WAIT_S)
+        send(proxy.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="ended with code -9") as caught:
+            proxy.call("hang", within_s=WAIT_S)
+        assert caught.value.logs == {"log": "out of memory"}
+        assert not folder.exists()
 
 
 def test_one_that_is_stopped(toy: Toy) -> None:

@@ -35,6 +35,7 @@ def main() -> None:
         _wait([proxy], None, proxy)
     if folder:
         _sweep(session, mark)
+        _wait([driver, sys.stdin.fileno()], None, proxy)  # it may look into the folder first
         shutil.rmtree(folder, ignore_errors=True)
 
 

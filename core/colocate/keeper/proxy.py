@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -48,7 +49,7 @@ class DriverProxy:
         env: The process's environment; None for this one's. What it needs to import colocate and the module is added.
         mark: A variable that is set in its environment, and so in that of all that it starts.
         folder: A folder of what it starts: when the process has ended, its janitor ends all that has the mark, and
-            removes the folder. None where nothing of that is the driver's to end.
+            removes the folder, after `lost`. None where nothing of that is the driver's to end.
     """
 
     def __init__(
@@ -160,14 +161,25 @@ class DriverProxy:
         text = tail.decode(errors="replace").strip()
         return f"Its last words:\n{text}" if text else ""
 
+    def lost(self, why: str) -> EngineError:
+        """The error of all that is asked for when the process has ended by itself. `folder` is still there."""
+        return EngineError(why)
+
     def _end(self) -> None:
+        self._end_process()
+        assert self._janitor.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or was told before
+            self._janitor.stdin.write(b".")  # its end wouldn't do: a fork of the driver's may hold that open
+        self._janitor.stdin.close()
+        if not _has_ended(self._janitor, _ENDS_WITHIN_S):
+            self._janitor.kill()
+            self._janitor.wait()
+
+    def _end_process(self) -> None:
         deadline = time.monotonic() + _ENDS_WITHIN_S
         while not _has_ended(self._process, 1.0):
             if time.monotonic() > deadline or _is_stopped(self._process.pid):
                 self._process.kill()
-        if not _has_ended(self._janitor, _ENDS_WITHIN_S):
-            self._janitor.kill()
-            self._janitor.wait()
 
     def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
         told = read(head)
@@ -183,13 +195,15 @@ class DriverProxy:
             self._requests.answered(told.token, _PARTY, said)
 
     def _gone(self, _reason: str) -> None:
-        why = "it was closed" if self._closing else self._post_mortem()
-        self._requests.fail_all(EngineError(f"the connection to {self._engine} has ended: {why}"))
-
-    def _post_mortem(self) -> str:
+        ended = f"the connection to {self._engine} has ended"
+        if self._closing:
+            self._requests.fail_all(EngineError(f"{ended}: it was closed"))
+            return
+        self._end_process()
+        why = f"{ended}: the process that was in it ended with code {self._process.returncode}"
+        error = self.lost(f"{why}. Close the runtime, and connect again. {self.last_words()}".strip())
         self._end()
-        ended = f"the process that was in it ended with code {self._process.returncode}"
-        return f"{ended}. Close the runtime, and connect again. {self.last_words()}".strip()
+        self._requests.fail_all(error)
 
 
 def _started(module: str, sock: socket.socket, log: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -214,7 +228,8 @@ def _watched(proxy: subprocess.Popen[bytes], mark: str, folder: str | None) -> s
                     *(sys.executable, "-I", "-S", janitor.__file__),
                     *(*map(str, pidfds), str(proxy.pid), mark, folder or ""),
                 ],
-                stdin=subprocess.DEVNULL,
+                bufsize=0,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=pidfds,
