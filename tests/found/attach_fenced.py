@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 
 from hx import attempt, end, verdict
@@ -50,15 +51,15 @@ def takes(address, seed):
 if __name__ == "__main__" and len(sys.argv) > 2:
     sys.exit(not takes(sys.argv[2], int(sys.argv[3])))
 elif __name__ == "__main__":
+    import dask
     from distributed import LocalCluster
 
-    with LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        protocol="tcp://",
-        dashboard_address="127.0.0.1:0",
-        silence_logs=logging.FATAL,
-    ) as cluster:
+    options = {"protocol": "tcp://", "dashboard_address": "127.0.0.1:0", "silence_logs": logging.FATAL}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        dask.config.set({"temporary-directory": scratch}),
+        LocalCluster(n_workers=2, threads_per_worker=1, **options) as cluster,
+    ):
         address = cluster.scheduler_address
         with colocate.connect("dask", address=address) as runtime:
             pool = runtime.reserve(slots=2, cpus=0, detachable=True)

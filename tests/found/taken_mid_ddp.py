@@ -5,6 +5,7 @@ Modes: dask.
 
 import logging
 import random
+import tempfile
 import time
 
 import torch
@@ -44,11 +45,16 @@ def trainer(pool):
 
 
 if __name__ == "__main__":
+    import dask
     from distributed import LocalCluster
 
     pauses = random.Random(0)
     options = {"protocol": "tcp://", "dashboard_address": "127.0.0.1:0", "silence_logs": logging.FATAL}
-    with LocalCluster(n_workers=2, threads_per_worker=1, **options) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        dask.config.set({"temporary-directory": scratch}),
+        LocalCluster(n_workers=2, threads_per_worker=1, **options) as cluster,
+    ):
         runtimes = [colocate.connect("dask", address=cluster.scheduler_address) for _ in range(2)]
         pool = runtimes[0].reserve(slots=2, cpus=0, detachable=True)
         pool.spawn({"trainer": colocate.role(Trainer)}, name="training")
