@@ -1,5 +1,7 @@
 """A model and its optimizer travel together: a step of one changes the other, wherever they arrive.
 
+Where one is an argument and the other a global of the script, which would travel apart, that is said.
+
 Modes: threads, strict, processes, ray, dask.
 """
 
@@ -8,6 +10,9 @@ from hx import attempt, connect, end, mode, verdict
 
 import colocate
 from colocate import First, Role, method
+
+NET = torch.nn.Linear(2, 2)
+OPT = torch.optim.SGD(NET.parameters(), lr=1.0)
 
 
 def changes(net, opt):
@@ -50,6 +55,18 @@ def told(got):
     return mode() == "strict" and "changed its argument" in str(got)
 
 
+def step_global(ctx):
+    return changes(NET, OPT)
+
+
+def train_global(ctx, opt):
+    return changes(NET, opt)
+
+
+def train_by_global(ctx, net):
+    return changes(net, OPT)
+
+
 def main():
     net = torch.nn.Linear(2, 2)
     params = list(net.parameters())
@@ -71,6 +88,16 @@ def main():
         good("a result's", lambda: changes(*trainer.give()))
         with trainer.give.keep() as kept:
             good("a resident's", lambda: changes(*kept.fetch()))
+
+        def one(what, work, *args):
+            got = attempt(work, *args)
+            verdict(what, got is True or got == [True] or "is the same parameter as" in str(got), got)
+
+        one("a global model, its optimizer an argument", group.run, train_global, OPT)
+        one("a global optimizer, its model an argument", group.run, train_by_global, NET)
+        one("a global optimizer that an argument names", trainer.step_with, NET, lambda: OPT)
+        good("globals both", group.run, step_global)
+        one("a global model that has been sent", group.run, train_global, OPT)
         log_alpha = torch.zeros(1, requires_grad=True)
         got = attempt(trainer.learn, log_alpha, torch.optim.SGD([log_alpha], lr=1.0))
         verdict("a tensor's", got == [-1.0] or told(got), got)

@@ -10,6 +10,7 @@ import attrs
 
 from colocate import wire
 from colocate._crew.ship import ship
+from colocate._definitions.apart import refuse_apart
 from colocate._definitions.rebound import rebound
 from colocate._plugins.plugins import find_role
 from colocate._role.budget import NO_BUDGETS, Budgets
@@ -131,6 +132,8 @@ def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: 
             except Exception:
                 codec.pack_arguments(given, what)  # names the argument
                 raise
+            if getattr(arguments, "has_trained", False):
+                refuse_apart(given, (*arguments.needs, *wire.pack(info.cls).needs), what)
         distribution, version = declared.distributions[name]
         name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
         shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)

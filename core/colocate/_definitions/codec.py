@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from colocate._definitions import known, making
 from colocate._definitions.device_copies import Copies, exposed, flat, line_of
 from colocate._definitions.host_copies import on_host
 from colocate._definitions.lending import handle_of
@@ -63,13 +64,14 @@ def _pack(value: Any, makes_anew: bool = False) -> tuple[Packed, Pickler]:
     pickler = pickler_for(file, buffers.append)
     pickler.makes_anew = makes_anew
     pickler.dump(value)
-    return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values())), pickler
+    raw, needs = tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values())
+    return Packed(file.getvalue(), raw, needs, pickler.has_trained), pickler
 
 
 def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Whole | None = None) -> Pickler:
     """A pickler for values as they are sent, or for a lot of definitions."""
     # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
-    kind = _TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
+    kind = TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
     return kind(file, buffer_callback, lot)
 
 
@@ -118,7 +120,7 @@ def _is_plain(value: Any, room: int) -> int:
     return room - 1
 
 
-class _TensorPickler(Pickler):
+class TensorPickler(Pickler):
     """The pickler, with tensors out of band."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -130,7 +132,11 @@ class _TensorPickler(Pickler):
             if not is_trained(obj):
                 return _reduce_tensor(obj)
             self.has_trained = True
-            return _reduce_leaf(obj)
+            make, args, *rest = _reduce_leaf(obj)
+            if self.lot is None:
+                return make, args, *rest
+            # What code of the script has of it may travel at different times: a model first, its optimizer later.
+            return making.make_shared, (known.shared_id(obj), make, args), *rest
         if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
             # Its tensors will be where the receiver wants them: the device it was made on must not come along.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)

@@ -7,6 +7,7 @@ another object than the one that was sent. An object that exists beyond that kee
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import itertools
 import os
@@ -229,6 +230,34 @@ def find(id: int) -> Definition:
 
 def _here(id: int) -> Definition | None:
     return known(id) or (None if find_arrived is None else find_arrived(id))
+
+
+def shared_id(thing: Any) -> int:
+    """The id of something that is one object wherever code that travels has it. Nobody holds it for that."""
+
+    def find() -> int:
+        with lock:
+            found = _ids.get(id(thing), 0)
+            if _objects.get(found) is not thing:
+                found = _ids[id(thing)] = new_id()
+                _objects[found] = thing
+            return found
+
+    return off_main(find)
+
+
+def shared(id: int, make: Callable[[], Any]) -> Any:
+    """What has come under such an id and still exists here, or else what is made now."""
+
+    def find() -> Any:
+        with lock:
+            found = _objects.get(id)
+            if found is None:
+                found = _objects[id] = make()
+                _ids[builtins.id(found)] = id
+            return found
+
+    return off_main(find)
 
 
 def function_id(function: FunctionType) -> int:

@@ -13,7 +13,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -79,6 +79,11 @@ def named(id: int) -> Any:
     """A class or function by its id."""
     existing = _existing(id)
     return known.find(id).object if existing is None else existing
+
+
+def make_shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What several globals or closures have: the object that came with the first of them, or else a new one."""
+    return known.shared(id, lambda: make(*args))
 
 
 # -- functions

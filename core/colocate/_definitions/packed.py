@@ -25,11 +25,13 @@ class Packed(NamedTuple):
         buffers: What it refers to: contiguous readable memory. After `pack` it is the value's own memory; after a
             transport it is the receiver's, writable and shared with nobody.
         needs: What the receiver has to know before it unpacks this: classes and functions that are only named in it.
+        has_trained: Whether tensors are in it of which gradients are computed. Its sender asks, before it is sent.
     """
 
     data: Buffer
     buffers: tuple[memoryview, ...] = ()
     needs: tuple[Need, ...] = ()
+    has_trained: bool = False
 
     @property
     def nbytes(self) -> int:

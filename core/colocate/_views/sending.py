@@ -11,6 +11,8 @@ import attrs
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
+from colocate._definitions.apart import refuse_apart
+from colocate._definitions.codec import pack
 from colocate._definitions.packed import packed_bytes
 from colocate._kept.handles import Consumer, KeptResident, Reference
 from colocate._kept.kept import Kept
@@ -80,7 +82,9 @@ def ready(
     bodies: dict[int, Any] = {}
     for arguments in planned.arguments:
         if id(arguments) not in bodies:
-            bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
+            body = bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
+            if getattr(body, "has_trained", False):
+                refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
     call.uses = uses
     call.line = caller()
     crew.taught.given.compare(call.line)

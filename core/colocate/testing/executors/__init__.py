@@ -58,7 +58,7 @@ from colocate.testing.executors.startup import Startup
 from colocate.testing.executors.starving import Starving
 from colocate.testing.executors.successors import Successors
 from colocate.testing.executors.templates import Templates
-from colocate.testing.executors.tensors import Memory, TensorResidents
+from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
 from colocate.testing.executors.transfers import Transfers
 from colocate.testing.executors.turns import TakingTurns
@@ -75,6 +75,7 @@ class ExecutorSuite(
     KeptFailures,
     Mixing,
     TensorResidents,
+    Optimizers,
     Memory,
     Ledgers,
     Sleeping,
@@ -177,6 +178,7 @@ __all__ = [
     "Memory",
     "Mixing",
     "NamedMeshes",
+    "Optimizers",
     "Order",
     "Ownership",
     "Pipelines",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import DispatchError, RoleError
+from colocate._api.runtime import Runtime
+from colocate.errors import DispatchError, RoleError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.tensors import Intruder, Tensors, Trainer, takes_a_step
@@ -182,8 +186,57 @@ class TensorResidents(TensorCase):
             assert kept.spec.bytes_per_rank == (8, 12)
 
 
+_SCRIPT = """
+import torch
+from colocate import First, Role, method
+from colocate.testing.probes.tensors import takes_a_step
+
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+later = lambda: optimizer
+
+class User(Role):
+    def __init__(self, *given):
+        pass
+
+    @method(collect=First())
+    def step(self, optimizer):
+        return takes_a_step(net, optimizer)
+
+class Owner(Role):
+    net = net
+
+    @method(collect=First())
+    def step(self, optimizer):
+        return takes_a_step(self.net, optimizer)
+
+def look(ctx):
+    return net.weight.tolist()
+
+def load(ctx, state):
+    return str(net.load_state_dict(state))
+
+def step(ctx):
+    return takes_a_step(net, optimizer)
+
+def step_with(ctx, optimizer):
+    return takes_a_step(net, torch.optim.SGD(optimizer, lr=1.0))
+
+def step_of(ctx, model):
+    return takes_a_step(model, optimizer)
+"""
+
+
 class Optimizers(TensorCase):
     """A model and its optimizer that travel together have the same parameters where they arrive."""
+
+    @pytest.fixture
+    def trains(self, torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """The names of a script, in place of the one that runs the tests."""
+        module = ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        exec(_SCRIPT, module.__dict__)
+        return module
 
     def test_constructor(self, torch: Any, spawn: Spawn) -> None:
         """So it is for a constructor's arguments."""
@@ -208,7 +261,8 @@ class Optimizers(TensorCase):
             assert trainer.step_with(model, optimizer)
         assert trainer.step_with_both([model, sgd(parameters)])
         assert group.run(lambda ctx, it: takes_a_step(model, it), sgd(parameters)) == [True, True]
-        assert group.run(lambda ctx, it: takes_a_step(model, sgd(it)), parameters) == [True, True]
+        with _told(group):
+            assert group.run(lambda ctx, it: takes_a_step(model, sgd(it)), parameters) == [True, True]
         scheduler = torch.optim.lr_scheduler.StepLR(sgd(parameters), 1)
         assert group.run(lambda ctx, *it: takes_a_step(it[0], it[1].optimizer), model, scheduler) == [True, True]
         assert takes_a_step(*trainer.make())
@@ -218,18 +272,63 @@ class Optimizers(TensorCase):
             assert takes_a_step(*kept.fetch())
             assert trainer.step_with_both(kept.ref)
 
-    def test_optimizer_of_tensors(self, torch: Any, pair: ColocatedGroup) -> None:
+    def test_optimizer_of_tensors(self, torch: Any, spawn: Spawn) -> None:
         """For tensors that were made with `requires_grad`, too."""
-        weight = torch.zeros(2, requires_grad=True)
+        group, weight = spawn({"trainer": colocate.role(Trainer)}, slots=1), torch.zeros(2, requires_grad=True)
 
-        def trains(ctx: colocate.Context, it: Any, optimizer: Any) -> list[float]:
+        def learn(ctx: colocate.Context, it: Any, optimizer: Any) -> None:
             it.sum().backward()
             optimizer.step()
-            found: list[float] = it.tolist()
-            return found
+            assert it.tolist() == [-1.0, -1.0]
 
-        found = pair.run(trains, weight, torch.optim.SGD([weight], lr=1.0))
-        assert found[0] == [-1.0, -1.0]
+        with _told(group):
+            group.run(learn, weight, torch.optim.SGD([weight], lr=1.0))
+
+    def test_one_of_them_is_a_global(self, torch: Any, trains: Any) -> None:
+        """One as an argument and the other with the code is refused, wherever that has it, and whatever was sent."""
+        net, optimizer = trains.net, trains.optimizer
+        weight, of = r"\.weight", r"\.param_groups\[0\]\['params'\]\[0\]"
+        mine = f"optimizer{of}"
+        with self.connect(strict=True) as runtime, runtime.reserve(2, cpus=0) as pool:
+            roles = {"user": colocate.role(trains.User), "owner": colocate.role(trains.Owner)}
+            group = pool[0].spawn({**roles, "trainer": colocate.role(Trainer)}, name="training")
+            trainer, step_of = group.role("trainer", Trainer), trains.step_of
+            for call, argument, other in (
+                (lambda: group["user"].step(optimizer), f"optimizer{of}", f"net{weight}, of the global 'net'"),
+                (lambda: group["owner"].step.keep(optimizer), f"optimizer{of}", rf"Owner\.net{weight}, of Owner of"),
+                (lambda: trainer.step_with(net, trains.later), f"model{weight}", f"{mine}, of the global 'optimizer'"),
+                (lambda: group.run(step_of, net), rf"args\[0\]{weight}", f"{mine}, of the global 'optimizer'"),
+                (lambda: group.run(trains.step_with, [*net.parameters()]), r"args\[0\]\[0\]", f"net{weight}"),
+                (
+                    lambda: pool[1].spawn({"user": colocate.role(trains.User, net)}),
+                    f"argument 0{weight}",
+                    f"net{weight}",
+                ),
+            ):
+                told = f"{argument}, an argument's, is the same parameter as {other}"
+                with pytest.raises(SerializationError, match=told):
+                    call()
+            assert group.run(trains.step) == [True]
+            with pytest.raises(SerializationError, match="Give both as arguments, or neither"):
+                group.run(step_of, net)
+            assert group.run(trains.load, net.state_dict()) == ["<All keys matched successfully>"]
+
+    def test_both_are_globals(self, torch: Any, runtime: Runtime, trains: Any) -> None:
+        """They are one's model and optimizer also where the model was sent before, and a new optimizer comes later."""
+        with runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn({"trainer": colocate.role(trains.User)}, name="training")
+            assert group.run(trains.step) == [True]
+            (before,) = group.run(trains.look)
+            trains.optimizer = torch.optim.SGD(trains.net.parameters(), lr=1.0)
+            assert group.run(trains.look) == [before]
+            assert group.run(trains.step) == [True]
+            assert group.run(trains.look) != [before]
+
+
+def _told(group: ColocatedGroup) -> AbstractContextManager[object]:
+    """In strict mode a step of parameters that are an argument by themselves is told as a write into that."""
+    told = pytest.raises(RoleError, match="changed its argument 'args' in place")
+    return told if group._node.services.strict else nullcontext()
 
 
 class Memory(TensorCase):
