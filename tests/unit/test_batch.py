@@ -108,6 +108,16 @@ def test_padded_shares_without_their_padding_are_the_value(case: tuple[Any, list
     assert equal(batch.concat([batch.slice_rows(part, 0, size) for part, size in shares], "value"), value)
 
 
+def test_entries_of_a_tensordict_stay_in_their_order() -> None:
+    """Jagged ones among them, also further inside."""
+    inner = TensorDict({"ragged": jagged([1, 2]), "plain": torch.ones(2)}, [2])
+    value = TensorDict({"ragged": jagged([2, 1]), "inner": inner, "plain": torch.ones(2)}, [2])
+    parts = batch.split(value, [1, 1], "value")
+    for each in (*parts, batch.concat(parts, "value")):
+        assert list(each.keys()) == ["ragged", "inner", "plain"]
+        assert list(each["inner"].keys()) == ["ragged", "plain"]
+
+
 def test_jagged_tensors_that_compute_together_still_do() -> None:
     """Torch allows arithmetic of jagged tensors only when they hold the same offsets."""
     a = jagged([2, 0, 3, 1])

@@ -191,7 +191,7 @@ class _TensorDict(Kind):
         part = value.exclude(*ragged)[start:stop]
         for key in ragged:
             part.set(key, _slice_jagged(value.get(key), start, stop, memo))
-        return part
+        return _in_order(part, value, ragged)
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
         import torch
@@ -204,7 +204,7 @@ class _TensorDict(Kind):
         whole: Any = torch.cat([part.exclude(*ragged) for part in parts])
         for key in ragged:
             whole.set(key, _concat_jagged([part.get(key) for part in parts], memo))
-        return whole
+        return _in_order(whole, parts[0], ragged)
 
 
 def _device_of(value: Any) -> Any:
@@ -227,6 +227,13 @@ def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str,
         elif getattr(item, "is_nested", False):
             found.append((*prefix, key))
     return found
+
+
+def _in_order(made: Any, like: Any, ragged: list[tuple[str, ...]]) -> Any:
+    """The same, with its keys as another has them, wherever jagged entries were put last."""
+    for place in {key[:-1] for key in ragged}:
+        (made.get(place) if place else made).select(*(like.get(place) if place else like).keys(), inplace=True)
+    return made
 
 
 @attrs.frozen
