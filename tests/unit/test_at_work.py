@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,17 +86,36 @@ def test_a_result_that_is_kept_there_is_there_later(group: ColocatedGroup, colle
     kept[0].free()
 
 
-@pytest.mark.parametrize("what", ["call", "result", "fetch", "run", "close"])
-def test_what_would_wait_there_is_refused(group: ColocatedGroup, collected: Any, what: str) -> None:
+WAITING = (
+    *("call", "result", "fetch", "run", "close", "checkpoint", "restore", "memory", "sleep", "wake", "wait_ready"),
+    *("spawn", "reserve", "connect", "all in one", "audit"),
+)
+
+
+@pytest.mark.parametrize("what", WAITING)
+def test_what_would_wait_there_is_refused(group: ColocatedGroup, collected: Any, tmp_path: Path, what: str) -> None:
     """With words that say what to do instead; the call that was being sent goes on."""
     notes = group.role("notes", Notes)
     kept = notes.note.keep("kept")
+    pool: Any = group.owner
+    roles = {"notes": colocate.role(Notes)}
     ways: dict[str, Callable[[], object]] = {
         "call": lambda: notes.note("never"),
         "result": lambda: notes.note.submit("later").result(),
         "fetch": kept.fetch,
         "run": lambda: group.run(lambda ctx: None),
         "close": group.close,
+        "checkpoint": lambda: group.checkpoint(tmp_path / "there"),
+        "restore": lambda: group.restore(tmp_path),
+        "memory": group.memory,
+        "sleep": lambda: group.sleep("notes"),
+        "wake": lambda: group.wake("notes"),
+        "wait_ready": group.wait_ready,
+        "spawn": lambda: pool.spawn(roles, name="another"),
+        "reserve": pool.owner.reserve,
+        "connect": colocate.connect,
+        "all in one": lambda: colocate.spawn(roles),
+        "audit": pool.owner.audit,
     }
     errors: list[str] = []
 

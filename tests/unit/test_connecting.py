@@ -84,3 +84,17 @@ def test_nothing_is_made_by_its_class(kind: str, maker: str) -> None:
     """Who tries reads what makes it."""
     with pytest.raises(TypeError, match=rf"a {kind} is made by {maker}\(\.\.\.\), not by its class"):
         getattr(colocate, kind)("local")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [({"slot": 2}, "slots"), ({"sed": 1}, "seed"), ({"proceses": True}, "processes")]
+)
+def test_a_misspelt_option(wrong: dict[str, Any], meant: str) -> None:
+    """What is near it is suggested, be it the executor's own, or what the function itself takes."""
+    with pytest.raises(colocate.ConfigError) as caught:
+        colocate.spawn({}, **wrong)
+    (mistake,) = caught.value.mistakes
+    assert mistake.nearest == meant
+    if meant != "slots":
+        with pytest.raises(colocate.ConfigError, match=f"did you mean '{meant}'"):
+            colocate.connect(**wrong)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from colocate._plugins.plugins import find_executor
+from colocate._system.nearest import nearest
 from colocate._system.off_main import off_main
+from colocate.errors import ConfigError
 from colocate.worker.imports import refuse_while_importing
 
 if TYPE_CHECKING:
     from colocate._api.runtime import Runtime
+    from colocate.executor import Executor
 
 
 def connect(
@@ -52,4 +60,21 @@ def connect(
     off_main(lambda: cls.foresee(options))
     from colocate._api.runtime import begin
 
-    return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, replace)
+    with suggesting(connect, cls):
+        return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, replace)
+
+
+@contextmanager
+def suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[None]:
+    """Have what an error says of options that an executor doesn't take suggest those that a function takes itself."""
+    try:
+        yield
+    except ConfigError as error:
+        from colocate._signatures.arguments import options_of
+
+        own, its = inspect.signature(function).parameters, options_of(cls).parameters
+        error.mistakes = [
+            each if each.nearest or each.path in its else attrs.evolve(each, nearest=nearest(each.path, own))
+            for each in error.mistakes
+        ]
+        raise

@@ -192,6 +192,7 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
         self._node.check()
         if (found := recording(self._node)) is not None:
             found.refuse_call("checkpoint")
+        refuse_to_wait(f"the checkpoint of group {self.name!r}")
         folder = Path(directory)
         off_main(lambda: checkpoint.write(self._node, folder, folder.name if tag is None else tag))
 
@@ -215,6 +216,7 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
         self._node.check()
         if (found := recording(self._node)) is not None:
             found.refuse_call("restore")
+        refuse_to_wait(f"the restore of group {self.name!r}")
         folder = Path(directory)
         return off_main(lambda: checkpoint.restore(self._node, folder))
 
@@ -235,6 +237,7 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
         """
         self._node.check()
         limited = limit(timeout, "memory(timeout)")
+        refuse_to_wait(f"the memory of group {self.name!r}")
         return off_main(lambda: memory(self._node, Deadline(limited)))
 
     def sleep(
@@ -319,6 +322,7 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
             ColocateError: It has failed for good, or is closed.
         """
         limited = limit(timeout, "wait_ready(timeout)")
+        refuse_to_wait(f"wait_ready of group {self.name!r}")
         return off_main(lambda: self._node.restarts.wait(limited))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:

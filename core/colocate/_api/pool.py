@@ -218,6 +218,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             ConfigError: It was reserved without `detachable=True`, or the name is taken.
             ColocateError: Calls are pending, or another group uses its residents.
         """
+        refuse_to_wait(f"detaching {self._node.kind} {self.name!r}")
         off_main(lambda: detach(self._node, name, ttl))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:

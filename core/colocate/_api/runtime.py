@@ -255,6 +255,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         self._node.check()
         self._node.require(Detachable, "list detached pools")
+        refuse_to_wait("detached()")
         return off_main(lambda: [dict(each) for each in cast("Detachable", self._node.services.executor).published()])
 
     def audit(self) -> Audit:
@@ -265,6 +266,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             lacks (`.missing`). What is just starting or closing is in neither.
         """
         self._node.check()
+        refuse_to_wait("audit()")
         return off_main(lambda: audit(self._node))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:

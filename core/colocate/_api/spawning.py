@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from colocate._api.connecting import connect
+from colocate._api.connecting import connect, suggesting
 from colocate._owned.owned import Making
+from colocate._plugins.plugins import find_executor
+from colocate._system.at_work import waited_for
 from colocate._system.tracebacks import without_own_frames
 from colocate.errors import ColocateError
 from colocate.worker.imports import refuse_while_importing
@@ -84,18 +86,20 @@ def spawn(
     making: Making[Connection] = Making(f"colocate.spawn(name={name!r})")
 
     def begin() -> Connection:
-        return making.made(connect(executor, **options)._node)
+        with waited_for(), suggesting(spawn, find_executor(executor)):
+            return making.made(connect(executor, **options)._node)
 
     def fill(connection: Connection) -> ColocatedGroup:
         from colocate._api.runtime import Runtime
 
         try:
-            pool = Runtime._of(connection).reserve(
-                slots, gpus, cpus, host_memory, device_memory, strategy, reserve_timeout, env
-            )
-            group = pool.spawn(
-                roles, name, mesh, on_failure, timeout, restarts, restore, residency=residency, step=step
-            )
+            with waited_for():
+                pool = Runtime._of(connection).reserve(
+                    slots, gpus, cpus, host_memory, device_memory, strategy, reserve_timeout, env
+                )
+                group = pool.spawn(
+                    roles, name, mesh, on_failure, timeout, restarts, restore, residency=residency, step=step
+                )
         except BaseException as error:
             connection.close_after(error, "its failed spawn", 0.0)
             raise

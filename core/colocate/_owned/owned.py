@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from colocate._owned.lifecycle import Lifecycle, State
 from colocate._role.on_driver import OnDriver
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
 from colocate._system.lines import at, caller, origin
@@ -54,7 +55,7 @@ class Making(Generic[N]):
 
     def __init__(self, what: str) -> None:
         """Args: what: What is being made, in words."""
-        self._by = f"an interruption of {what}"
+        self._what = what
         self._node: N | None = None
         self._given_up = False
 
@@ -74,10 +75,11 @@ class Making(Generic[N]):
         """Nobody waits any more."""
         self._given_up = True  # before looking: one of the two threads sees what the other has noted
         if self._node is not None:
-            self._node.give_up(self._by)
+            self._node.give_up(f"an interruption of {self._what}")
 
     def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
         """Do the work, which says `made`, and wait for it; what users hold of the node is made there, too."""
+        refuse_to_wait(self._what)
         return off_main(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
 
 

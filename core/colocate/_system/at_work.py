@@ -8,6 +8,8 @@ would overtake one of which a part has been sent.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from colocate.errors import ColocateError
@@ -18,6 +20,7 @@ DISPATCHER = "colocate-dispatcher-"
 
 class _Here(threading.local):
     sections = 0
+    waited_for = False
 
 
 _here = _Here()
@@ -47,7 +50,17 @@ def at_work() -> bool:
     if _here.sections:
         return True
     name = threading.current_thread().name
-    return name.startswith("colocate-") and not name.startswith(DISPATCHER)
+    return name.startswith("colocate-") and not name.startswith(DISPATCHER) and not _here.waited_for
+
+
+@contextmanager
+def waited_for() -> Iterator[None]:
+    """A block in which this thread does for a user's thread, which waits for it, what that could do itself."""
+    _here.waited_for = True
+    try:
+        yield
+    finally:
+        _here.waited_for = False
 
 
 def refuse_to_wait(what: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._role.method import DISCARDABLE, TAGS
+from colocate._system.at_work import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan
@@ -109,6 +110,7 @@ def _start(crew: Crew, method: str, label: str, given: Mapping[str, Any], timeou
         pipeline.refuse_call(f"the {label}")
     crew.check()
     refuse_inside(f"the {label}", crew.name)
+    refuse_to_wait(f"the {label}")
     info, spec = everyone(crew), SPECS[method]
     planned = plan(spec.dispatch, dict(given), info.ranks)
     call = PendingCall(label, "", method, info.slots)
