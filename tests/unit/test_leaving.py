@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 from typing import Any
 
 import attrs
@@ -49,10 +49,29 @@ def test_a_write_behind_torch_in_a_class_of_the_users() -> None:
     assert watch.written()
 
 
+PLAIN: list[tuple[Any, Any]] = [
+    (Batch([1]), lambda batch: batch.x.append(2)),
+    ([Rollout(1)], lambda rollouts: setattr(rollouts[0], "x", 2)),
+    (UserDict(x=1), lambda values: values.update(x=2)),
+    ({"seen": {1}}, lambda values: values["seen"].add(2)),
+    (deque([1]), lambda values: values.append(2)),
+    (bytearray(b"a"), lambda values: values.extend(b"b")),
+]
+
+
+@pytest.mark.parametrize(("value", "write"), PLAIN)
+def test_a_write_into_what_has_no_tensor(value: Any, write: Any) -> None:
+    watch = Watch(value, True)
+    assert not watch.written()
+    write(value)
+    assert watch.written()
+
+
 def test_what_leads_to_itself() -> None:
     """It is looked at once; a field that isn't set is nothing."""
     one = Batch(torch.ones(1))
     one.more = [one, Rollout(torch.ones(2))]
     assert [each.numel() for each in memories(one)] == [1, 2]
+    assert not Watch(one, True).written()
     del one.more
     assert [each.numel() for each in memories([one, one])] == [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from colocate._values.records import CopyError, Records, fields
 from colocate._values.tree import PLAIN, map_leaves
 
 _PLAIN = (int, float, str, type(None))
-_COMPARED = (*_PLAIN, complex, bytes)
+_COMPARED = (*_PLAIN, complex, bytes, bytearray)
 
 
 def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
@@ -156,28 +157,35 @@ class Watch:
 
 
 def _digest(value: Any) -> bytes:
-    """A digest of a value's structure, of the contents of its tensors and arrays, and of its numbers and strings."""
+    """A digest of a value's structure, of the contents of its tensors and arrays, and of its numbers and strings.
+
+    Those in its dataclasses and classes made by attrs are among them; what other objects have as attributes isn't.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    _add(digest, value)
+    _add(digest, value, {})
     return digest.digest()
 
 
-def _add(digest: hashlib.blake2b, value: Any) -> None:
+def _add(digest: hashlib.blake2b, value: Any, looked_at: dict[int, Any]) -> None:
     kind: Any = type(value)
     if isinstance(value, dict):
         digest.update(b"{%d" % len(value))
         for key, item in value.items():
-            _add(digest, key)
-            _add(digest, item)
-    elif isinstance(value, (list, tuple)):
+            _add(digest, key, looked_at)
+            _add(digest, item, looked_at)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         digest.update(b"[%d" % len(value))
         for item in value:
-            _add(digest, item)
+            _add(digest, item, looked_at)
     elif isinstance(value, _COMPARED):
         digest.update(f"{value!r},".encode(errors="surrogatepass"))
-    elif _may_have_memory(kind):
+    elif has_memory(kind):
         for item in memories(value):
             _add_memory(digest, item)
+    elif (names := fields(kind)) and id(value) not in looked_at:
+        looked_at[id(value)] = value  # it may lead to itself
+        for name in names:
+            _add(digest, getattr(value, name, None), looked_at)
 
 
 def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
