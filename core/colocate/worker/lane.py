@@ -51,6 +51,7 @@ class Work(CallState):
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
     began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
     taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # what it has got of residents so far
+    used: Sequence[int] = attrs.field(default=(), init=False)  # the residents that it was given
     watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # its arguments, where writes are noticed
     raised: BaseException | None = attrs.field(default=None, init=False)  # by a handler while an async method awaited
 

@@ -177,7 +177,7 @@ class Runner:
     def _resolver(self, call: to_worker.Call, work: Work) -> Resolver:
         site, aligned = self._site, partial(self._ask_aligned, call.seq)
         resolver = Resolver(site.peers, site.boot.group, site.boot.slot, aligned, call.observed)
-        work.taken = resolver.taken
+        work.taken, work.used = resolver.taken, resolver.keys
         return resolver
 
     def _ask_aligned(self, seq: int, key: int, others: Sequence[int]) -> Any:
@@ -310,12 +310,8 @@ class Runner:
 
     def _check_writes(self, work: Work, role: HostedRole, resolver: Resolver | None) -> None:
         site, label = self._site, work.label
-        # A role may write into what it got now, or into what it returned before and still refers to.
-        used = resolver.keys if resolver is not None else ()
-        everything = site.store.strict or role.name is None  # a function may have asked any role for anything
-        keys = None if everything else dict.fromkeys((*used, *site.store.made_by(role.name or "")))
         # All of them, so that nobody gets what any has become.
-        written = [(key, maker, by or label) for key, maker, by in site.store.written(keys, label)]
+        written = self._writes(work, role.name)
         if resolver is not None:
             written += [(key, maker, by or label) for key, maker, by in site.peers.given_back(work.seq, label)]
             # As if they were here, since of several ranks one has the very value: which is heard of first makes no
@@ -326,6 +322,14 @@ class Runner:
         for name, watch in work.watches.items():
             if watch.written():
                 raise RoleError(f"{label} changed its argument {name!r} in place; {_CURE}")
+
+    def _writes(self, work: Work, role: str | None) -> list[tuple[int, str, str]]:
+        """What a call has written into of the residents here."""
+        store = self._site.store
+        # A role may write into what it got now, or into what it returned before and still refers to.
+        everything = store.strict or role is None  # a function may have asked any role for anything
+        keys = None if everything else dict.fromkeys((*work.used, *store.made_by(role or "")))
+        return [(key, maker, by or work.label) for key, maker, by in store.written(keys, work.label)]
 
     def _failed(
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
@@ -354,6 +358,8 @@ class Runner:
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
         if seq and (lost := site.device.why_lost()) is not None:
             self._broken(lost)
+        elif work is not None:  # it may have written before it failed, of which no other call is to be told
+            self._writes(work, role)
 
 
 _CURE = "a role method changes neither its arguments nor what it has returned: clone it first"

@@ -185,6 +185,19 @@ class Borrows(ExecutorCase):
             assert user.untouched() == [1.0, 1.0]
             assert not driver.written()
 
+    def test_a_call_that_wrote_before_it_failed(self) -> None:
+        """Nobody gets what it has written into, and the next call of who made that is not to blame."""
+        pytest.importorskip("torch")
+        with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn({name: colocate.role(Writer) for name in ("maker", "user")})
+            maker, user = group.role("maker", Writer), group.role("user", Writer)
+            with maker.nested.keep() as kept:
+                with pytest.raises(RoleError, match="it has written before"):
+                    user.write_and_fail(kept.ref, "operators")
+                assert maker.untouched() == [1.0]
+                with pytest.raises(RoleError, match=r"was changed in place by user\.write_and_fail"):
+                    kept.fetch()
+
     def test_the_call_that_wrote_is_blamed(self) -> None:
         """Of two async calls of one method with one resident of another slot the one that wrote is told of it."""
         pytest.importorskip("torch")
