@@ -46,6 +46,7 @@ class Request:
         id: Of the reservation to be, unique among all drivers: the runtime's id, a slash, the pool's name. Whatever
             the engine holds for it should carry this, in the engine's own listings too.
         detachable: Whether the pool may be given to the cluster later; only to an executor that is `Detachable`.
+        ports: The first and the last TCP port that may be listened on for it (`Keeper(ports=...)`); None for any.
     """
 
     slots: int
@@ -58,6 +59,7 @@ class Request:
     env: Mapping[str, str] = attrs.field(factory=dict)
     id: str = ""
     detachable: bool = False
+    ports: tuple[int, int] | None = None
 
 
 @attrs.frozen
@@ -107,6 +109,7 @@ class Boot:
         imports: Modules that the roles need, take long to import, and are no user's: a worker that is a fork finds them
             imported. None: it is to be none, for the driver has modules of its own in place of Python's.
         log_levels: The levels that the driver's loggers were given, by name, where it shows logs.
+        ports: The first and the last TCP port that it may listen on; None for any.
     """
 
     worker: str
@@ -123,6 +126,7 @@ class Boot:
     generation: int = 0
     imports: tuple[str, ...] | None = ()
     log_levels: Mapping[str, int] = attrs.field(factory=dict)
+    ports: tuple[int, int] | None = None
 
 
 @attrs.frozen

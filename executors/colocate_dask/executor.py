@@ -294,7 +294,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         for worker in plans:
             answer = answers.get(worker)
             if not isinstance(answer, str):
-                raise PlacementError(f"no worker can be started at the Dask worker {worker}: {answer!r}")
+                words = str(answer) if isinstance(answer, OSError) else repr(answer)
+                raise PlacementError(f"no worker can be started at the Dask worker {worker}: {words}")
         return dict(answers)
 
     def _blame(self, workers: Mapping[str, object]) -> None:
@@ -307,7 +308,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         host = None if _is_loopback(grant) else grant.host
         tls = self._connection.tls is not None
         env = {**own, **request.env}
-        return far.Plan(held.id, key or self._keepers.key, host, env, tls, request.id, detachable=key is not None)
+        secret, detachable = key or self._keepers.key, key is not None
+        return far.Plan(held.id, secret, host, env, tls, request.id, detachable, request.ports)
 
     # -- freeing
 

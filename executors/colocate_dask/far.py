@@ -42,6 +42,7 @@ class Plan:
         encrypted: Whether it talks with other machines by TLS, with the Dask worker's own certificates.
         label: The reservation's name among those of all drivers (`Request.id`).
         detachable: Whether other drivers may follow this one.
+        ports: The first and the last that it may listen on; None for any.
     """
 
     reservation: str
@@ -51,6 +52,7 @@ class Plan:
     encrypted: bool = False
     label: str = ""
     detachable: bool = False
+    ports: tuple[int, int] | None = None
 
 
 @attrs.define(eq=False)
@@ -96,6 +98,7 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
     keeper = Keeper(
         plan.key,
         host=plan.host,
+        ports=plan.ports,
         env=plan.env,
         tls=tls,
         name=plan.label,

@@ -88,7 +88,19 @@ class Holder:
             keepers = self._keepers[number] = []
             for gpus in slots.values():
                 env = {**gpus.env, **request.env}
-                keepers.append(Keeper(key, host=host, env=env, tls=tls, name=request.id, detachable=request.detachable))
+                try:
+                    keeper = Keeper(
+                        key,
+                        host=host,
+                        ports=request.ports,
+                        env=env,
+                        tls=tls,
+                        name=request.id,
+                        detachable=request.detachable,
+                    )
+                except OSError as error:  # no port is free, or no descriptor
+                    return str(error)
+                keepers.append(keeper)
         return {
             "process": (os.getpid(), psutil.Process().create_time()),
             "host": host or LOOPBACK,

@@ -37,7 +37,9 @@ class Owner:
         self._name = ""
         self._ending = threading.Lock()
 
-    def open(self, version: str, key: bytes, name: str, cluster: Cluster) -> str | Failure:
+    def open(
+        self, version: str, key: bytes, name: str, cluster: Cluster, ports: tuple[int, int] | None
+    ) -> str | Failure:
         """Make the keeper.
 
         Args:
@@ -45,9 +47,10 @@ class Owner:
             key: The key of the pool's keepers.
             name: Its own in Ray.
             cluster: How its driver has joined.
+            ports: The first and the last that it may listen on; None for any.
 
         Returns:
-            The keeper's address; an error when the version is another.
+            The keeper's address; an error when the version is another, or it can't listen.
         """
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return Failure(ColocateError, f"the Python that Ray runs in the cluster {words}", {})
@@ -55,14 +58,18 @@ class Owner:
         self._name = name
         self._placing = Placing(cluster, lambda *lost: None)
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
-        self._keeper = Keeper(
-            key,
-            host=address_of_node(),
-            tls=tls_of_environment(),
-            detachable=True,
-            dialled_within_s=_DIALLED_WITHIN_S,
-            on_end=self._leave,
-        )
+        try:
+            self._keeper = Keeper(
+                key,
+                host=address_of_node(),
+                ports=ports,
+                tls=tls_of_environment(),
+                detachable=True,
+                dialled_within_s=_DIALLED_WITHIN_S,
+                on_end=self._leave,
+            )
+        except OSError as error:  # no port is free, or no descriptor
+            return Failure(ColocateError, f"the Ray actor that is to own the pool has no keeper: {error}", {})
         return self._keeper.address
 
     def reserve(self, key: bytes, request: Request) -> list[Slot]:

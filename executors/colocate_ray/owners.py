@@ -51,7 +51,8 @@ class OwnedPlacing(Placing):
         self._undialled[name] = actor
         address: Any
         try:
-            address = ray.get(actor.open.remote(colocate.__version__, key, name, self.cluster), timeout=_OPENS_WITHIN_S)
+            opening = actor.open.remote(colocate.__version__, key, name, self.cluster, request.ports)
+            address = ray.get(opening, timeout=_OPENS_WITHIN_S)
         except RayError as error:
             ray.kill(actor, no_restart=True)
             raise ColocateError(

@@ -163,6 +163,11 @@ class TestTypes:
                 "executor: {use: local, with: {spill_dir: scratch}}",
                 "executor.with.spill_dir: must be an absolute path, since it is one on the workers' machines, not 'sc",
             ),
+            (
+                "executor: {use: ray, with: {ports: 20100}}",
+                "executor.with.ports: must be the first and the last of some ports from 1024 to 65535, as "
+                "'20000-20100', not 20100",
+            ),
             ("zzz: {}", "unknown key 'zzz'; known here: name, seed, call_timeout, executor, pools, groups, job"),
             ("executor: {use: ray, cpus: 2}", "unknown key 'cpus'; known here: use, with; options go under 'with'"),
         ],

@@ -30,6 +30,8 @@ ON_PROCESSES = {
     *("test_roles_take_turns", "test_restart_of_roles_that_take_turns"),
     *("test_random_numbers_go_on", "test_nothing_is_left", "test_every_failure_of_its_own", "test_odd_failures[exit]"),
 }
+# What ranks meet by, and where it listens.
+MEETS = {"test_all_ranks", "test_ports_of_a_range"}
 # The engine starts workers, where and with what they were asked for, and tells of those that don't come.
 STARTS = {
     *(
@@ -99,7 +101,7 @@ VANISHES = {
     "test_the_slots_of_what_has_vanished_are_given_back",
 }
 ENGINES = {
-    "test_ray": (ON_KEEPERS | DETACHES | RESERVES | {"test_all_ranks"}) - OF_RAY - OF_TORCH - OF_DRIVERS,
+    "test_ray": (ON_KEEPERS | DETACHES | RESERVES | MEETS) - OF_RAY - OF_TORCH - OF_DRIVERS,
     "test_dask": STARTS | BRINGS | NOTICES | LEAVES | DETACHES | OF_LEADS | RESERVES | ON_DASK,
     # It stands for all executors that others write on core's keepers and ledger.
     # The same, where its slots lie on two machines: that they reach each other, and the test.

@@ -22,6 +22,7 @@ from colocate import Pool, Runtime
 from colocate._api.detached import close_detached
 from colocate.errors import ClosedError, ConfigError, EngineError
 from colocate.keeper import Lease, PoolKeepers
+from colocate.testing.executors.ports import _free, _listening
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -114,6 +115,19 @@ def test_driver_is_killed_before_it_knows_its_owner(cluster: Any) -> None:
     driver.kill()
     wait_until(lambda: not owners(cluster), "the owner has gone")
     driver.communicate()
+
+
+def test_owner_listens_at_a_port_of_the_range(cluster: Any) -> None:
+    """As the keepers of the slots do."""
+    first = _free(9)
+    within = range(first, first + 9)
+    with (
+        colocate.connect("ray", **cluster.options, ports=f"{within[0]}-{within[-1]}") as runtime,
+        runtime.reserve(1, cpus=0, detachable=True),
+    ):
+        (owner,) = owners(cluster)
+        (port,) = _listening([owner.pid])
+        assert port in within
 
 
 def test_owner_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:

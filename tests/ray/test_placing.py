@@ -117,6 +117,6 @@ def test_another_version() -> None:
     """What is in Ray refuses a driver of another one, with both and what to do."""
     words = f"has colocate {colocate.__version__}, the driver 0.0: install the same in both: pip install ."
     assert str(Holder().open("0.0", 1, b"", REQUEST, {}, Cluster())).startswith(f"it {words}")
-    refused = Owner().open("0.0", b"", "name", Cluster())
+    refused = Owner().open("0.0", b"", "name", Cluster(), None)
     assert isinstance(refused, Failure)
     assert words in str(refused.error())

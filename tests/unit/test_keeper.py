@@ -213,7 +213,7 @@ def test_where_a_keeper_listens(keepers: Keepers) -> None:
     """At a port of a range, on another address than the one that is dialled; when none is free, that is said."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"no port of {port}-{port} is free on 127\.0\.0\.1: give more of them"):
+        with pytest.raises(OSError, match=rf"no port of {port}-{port} is free on 127\.0\.0\.1 for a keeper of a pool"):
             Keeper(keepers.key, host="127.0.0.1", ports=(port, port))
     kept = Kept(keepers, host="localhost", bind="0.0.0.0", ports=(port, port))
     assert kept.address == f"tcp:localhost:{port}"

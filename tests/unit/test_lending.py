@@ -54,7 +54,7 @@ class Two:
     def _host(self, group: str, store: Store) -> Any:
         return SimpleNamespace(
             boot=SimpleNamespace(
-                host=wire.LOOPBACK, secret=b"s" * 32, device="cuda:0", slot=0, group=group, generation=0
+                ports=None, host=wire.LOOPBACK, secret=b"s" * 32, device="cuda:0", slot=0, group=group, generation=0
             ),
             broken=lambda reason: None,
             store=store,

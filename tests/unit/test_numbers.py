@@ -256,3 +256,10 @@ def test_bounds() -> None:
     assert seconds(math.inf, "x") == seconds(10**400, "x") == seconds(FOREVER_S, "x") == FOREVER_S
     assert FOREVER_S < threading.TIMEOUT_MAX
     assert amount_problem(10**5000) == "must be a number from 0 to 1,000,000, not a number of thousands of digits"
+
+
+@pytest.mark.parametrize("value", ["20000", "20100-20000", "80-90", "65000-70000", "20000-20100,", 20000])
+def test_ports(value: Any) -> None:
+    """They are the first and the last of a range, of those that anybody may listen on."""
+    with pytest.raises(ConfigError, match=r"connect\(ports\) must be the first and the last of some ports from 1024"):
+        colocate.connect(ports=value)

@@ -26,7 +26,7 @@ def test_how_long_a_value_was_waited_for(monkeypatch: pytest.MonkeyPatch, questi
 
     entry = Entry([1, 2, 3], maker="role.method", ready=True)
     host: Any = SimpleNamespace(
-        boot=SimpleNamespace(host=wire.LOOPBACK, secret=b"secret", device="cpu"),
+        boot=SimpleNamespace(host=wire.LOOPBACK, secret=b"secret", device="cpu", ports=None),
         device=SimpleNamespace(aside=nullcontext),
         broken=None,
         store=SimpleNamespace(wait=lambda key: later(5.0, entry), reading=lambda entry: nullcontext()),

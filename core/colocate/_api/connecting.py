@@ -29,6 +29,7 @@ def connect(
     call_timeout: float | None = None,
     collective_timeout: float = 1800.0,
     spill_dir: str | os.PathLike[str] | None = None,
+    ports: str | None = None,
     replace: bool = False,
     **options: Any,
 ) -> Runtime:
@@ -44,6 +45,8 @@ def connect(
         collective_timeout: Seconds after which torch gives up an operation of a process group that colocate makes.
         spill_dir: A folder on a disk of the workers' machines, where memory of roles that sleep lies (`group.sleep`);
             None for the folder of temporary files, or `/var/tmp`.
+        ports: The first and the last of the TCP ports that colocate may listen on, as "20000-20100", on every machine;
+            None for any that are free. The engine, gloo and NCCL have ports of their own.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
             cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.
@@ -53,7 +56,7 @@ def connect(
 
     Raises:
         PluginError: There is no such executor, or it can't be imported.
-        ConfigError: It has no such option.
+        ConfigError: It has no such option, or the option can't be that.
     """
     refuse_while_importing(f"connect({executor!r})")
     cls = find_executor(executor)
@@ -61,7 +64,7 @@ def connect(
     from colocate._api.runtime import begin
 
     with suggesting(connect, cls):
-        return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, replace)
+        return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, ports, replace)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ class Connection(Owned):
         call_timeout: float | None,
         collective_timeout: float,
         spill_dir: str | None,
+        ports: tuple[int, int] | None,
     ) -> None:
         super().__init__("runtime", name, None)
         runtime_id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
@@ -63,6 +64,7 @@ class Connection(Owned):
             FOREVER_S if call_timeout is None else call_timeout,
             collective_timeout,
             spill_dir,
+            ports,
             timers=JobThread(f"colocate-timers-{runtime_id}", self._timers_failed),
             dispatcher=Dispatcher(f"{DISPATCHER}{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),

@@ -30,6 +30,7 @@ from colocate._system.numbers import (
     gpus_problem,
     limit,
     name_problem,
+    port_range,
     seconds,
     shown,
     variable_problem,
@@ -52,6 +53,7 @@ def begin(
     call_timeout: float | None,
     collective_timeout: float,
     spill_dir: str | os.PathLike[str] | None,
+    ports: str | None,
     replace: bool,
 ) -> Runtime:
     """As `connect`, whose executor has been found."""
@@ -59,7 +61,7 @@ def begin(
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
     collective_timeout = seconds(collective_timeout, "connect(collective_timeout)", positive=True)
-    spill = _folder(spill_dir)
+    spill, span = _folder(spill_dir), port_range(ports, "connect(ports)")
     making: Making[Connection] = Making(f"connect({executor!r})")
 
     def start() -> Connection:
@@ -67,7 +69,7 @@ def begin(
             _close_earlier(executor)
         with told_when_slow(f"connect({executor!r})"):
             connected = _connected(executor, cls, options)
-        return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout, spill))
+        return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout, spill, span))
 
     return making.run(start, Runtime._of)
 
@@ -206,7 +208,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         chosen = name or connection.pool_name()
         variables = {key: str(value) for key, value in (env or {}).items()}
         id = connection.pool_id(chosen)
-        request = Request(slots, gpus, cpus, budget.host, strategy, timeout, chosen, variables, id, detachable)
+        ports = connection.services.ports
+        request = Request(slots, gpus, cpus, budget.host, strategy, timeout, chosen, variables, id, detachable, ports)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:

@@ -35,6 +35,7 @@ class Services:
         call_timeout: Seconds that a call may take which names no timeout of its own.
         collective_timeout: Seconds that an operation of a process group may take.
         spill_dir: Where memory that sleeps lies on the workers' machines; None for one of the usual folders.
+        ports: The first and the last TCP port that may be listened on; None for any.
         timers: Keeps deadlines; nothing of the user's runs there.
         dispatcher: Runs users' callbacks.
         printer: Prints what workers print, and logs.
@@ -50,6 +51,7 @@ class Services:
     call_timeout: float
     collective_timeout: float
     spill_dir: str | None
+    ports: tuple[int, int] | None
     timers: JobThread
     dispatcher: Dispatcher
     printer: Printer

@@ -71,6 +71,7 @@ class Workforce:
                     strict=services.strict,
                     generation=link.generation,
                     log_levels=levels,
+                    ports=request.ports,
                 ),
             )
             for slot, place in enumerate(places)

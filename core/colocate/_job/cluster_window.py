@@ -33,19 +33,27 @@ class ClusterWindow:
         name: The job's.
         id: What tells it apart in the cluster.
         seen: What there is to be seen; may take a while.
+        ports: The first and the last that it may listen on; None for any.
 
     Raises:
         OSError: Nothing can listen here.
         ColocateError: The cluster doesn't confirm it.
     """
 
-    def __init__(self, executor: Watchable, name: str, id: str, seen: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        executor: Watchable,
+        name: str,
+        id: str,
+        seen: Callable[[], Mapping[str, Any]],
+        ports: tuple[int, int] | None = None,
+    ) -> None:
         self._executor = executor
         self._seen = seen
         self._process = os.getpid()
         self._closed = False
         reach, key = executor.reach(), wire.new_key()
-        listeners = wire.listen_widely(reach.host, reach.tls)
+        listeners = wire.listen_widely(reach.host, reach.tls, ports=ports, what=f"others to look at job {name!r}")
         self._hub = wire.Hub(f"window-{name}")
         self._thread = JobThread(f"colocate-glances-{name}", lambda error: report_exception())
         try:

@@ -66,18 +66,19 @@ class Job(NamedTuple):
 def window(runtime: Runtime, name: str) -> Iterator[None]:
     """A block in which a job can be looked at. Where that can't be, it goes on without."""
     job, scene = Job(name, os.getpid(), next(_numbers)), Scene(runtime, name)
-    executor = runtime._node.services.executor
+    services = runtime._node.services
+    executor = services.executor
     with contextlib.ExitStack() as windows:
         runtime.observe(scene.recent)
-        windows.callback(runtime._node.services.observers.remove, scene.recent)
+        windows.callback(services.observers.remove, scene.recent)
         with contextlib.suppress(OSError):  # no descriptor is free, or another container of this network has that name
             windows.callback(_Window(job, scene).close)
         if isinstance(executor, Watchable):
-            new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen)
+            new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen, services.ports)
             try:
                 windows.callback(off_main(new).close)
             except (OSError, ColocateError) as error:
-                _log.info("others of the cluster can't look at job %s: %s", name, error)
+                _log.warning("others of the cluster can't look at job %s: %s", name, error)
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -140,11 +139,11 @@ def _no_split(c10d: Any) -> Any:
 # -- stores
 
 
-def serve_store(host: str) -> tuple[Any, tuple[str, int]]:
+def serve_store(host: str, ports: tuple[int, int] | None = None) -> tuple[Any, tuple[str, int]]:
     """A store that ranks tell each other their addresses through, at a port that nobody else can have; and where."""
     import torch.distributed as dist
 
-    listener = socket.create_server((host, 0))
+    listener = wire.listening_within(host, ports, "torch's store of process groups")
     address = listener.getsockname()[:2]
     # On libuv, as is torch's default: its other server doesn't wake up who waits for what is set by `compare_set`.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch has it here without saying so

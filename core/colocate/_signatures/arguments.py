@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import attrs
 
 from colocate._signatures.annotations import Arguments, Checked, arguments_of
-from colocate._system.numbers import amount_problem, duration_problem, gpus_problem
+from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, ports_problem
 from colocate._system.room import spill_problem
 
 # Of every executor that has options of these names.
@@ -20,6 +20,7 @@ _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
     "timeout": duration_problem,
     "collective_timeout": partial(duration_problem, positive=True),
     "spill_dir": spill_problem,
+    "ports": ports_problem,
 }
 
 

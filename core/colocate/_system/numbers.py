@@ -1,4 +1,4 @@
-"""Numbers that users give, durations and amounts, and variables: checked alike wherever one is taken.
+"""Numbers that users give, durations, amounts and ports, and variables: checked alike wherever one is taken.
 
 Every duration is a finite number from here on, small enough for any call of the system. What nobody will live to see
 the end of is for ever, and a comparison with `FOREVER_S` tells it.
@@ -7,6 +7,7 @@ the end of is for ever, and a comparison with `FOREVER_S` tells it.
 from __future__ import annotations
 
 import numbers
+import re
 from typing import Any
 
 from colocate.errors import ConfigError
@@ -62,6 +63,32 @@ def gpus_problem(value: Any) -> str | None:
     if isinstance(value, float) and 0 < value < _MOST and not value.is_integer():
         return f"{problem}: only its group uses the GPUs of a slot, which several roles share by being in one group"
     return problem
+
+
+def ports_problem(value: object) -> str | None:
+    """What is wrong with a range of ports, in words; None when nothing is, or none is given."""
+    found = re.fullmatch("([0-9]{4,5})-([0-9]{4,5})", value) if isinstance(value, str) else None
+    if value is None or (found is not None and 1024 <= int(found[1]) <= int(found[2]) <= 65535):
+        return None
+    return f"must be the first and the last of some ports from 1024 to 65535, as '20000-20100', not {shown(value)}"
+
+
+def port_range(value: str | None, what: str) -> tuple[int, int] | None:
+    """A range of ports: its first and its last; None where none is given.
+
+    Args:
+        value: What the user gave.
+        what: What the error calls it: "connect(ports)".
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if (problem := ports_problem(value)) is not None:
+        raise ConfigError(f"{what} {problem}")
+    if value is None:
+        return None
+    first, _, last = value.partition("-")
+    return int(first), int(last)
 
 
 def name_problem(name: object) -> str | None:

@@ -78,7 +78,7 @@ class Keeper:
         self._on_end = on_end
         self._cut_s = cut_s
         # First: it may raise, and there is nothing to be undone yet.
-        listeners = wire.listen_widely(host, tls, bind=bind, ports=ports)
+        listeners = wire.listen_widely(host, tls, bind=bind, ports=ports, what=f"a keeper of {name or 'a pool'}")
         self.hub = wire.Hub("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
         self._launcher.start()  # now, when whoever makes it is told that no thread is to be had

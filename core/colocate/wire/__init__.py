@@ -4,6 +4,7 @@ from colocate._definitions.codec import pack, unpack
 from colocate._definitions.explain import explain
 from colocate._definitions.packed import Packed
 from colocate.wire._forks import track, track_socket
+from colocate.wire._listening import listening_within
 from colocate.wire.auth import LOOPBACK, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.handshake import KEY_BYTES
@@ -37,6 +38,7 @@ __all__ = [
     "hand_on",
     "listen",
     "listen_widely",
+    "listening_within",
     "new_key",
     "pack",
     "take_over",

@@ -20,6 +20,34 @@ REOPENS_WITHIN_S = 0.25
 NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
+def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> socket.socket:
+    """A TCP socket that listens, at some port.
+
+    Args:
+        host: The address to listen on.
+        ports: The first and the last of those that may be taken; None for any that is free.
+        what: What needs the port, for the error: "the keeper of a slot".
+
+    Raises:
+        OSError: No port of these is free; or it can't be listened there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ports is None:
+        return listening(family, (host, 0))
+    first, last = ports
+    for port in range(first, last + 1):
+        try:
+            return listening(family, (host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE,
+        f"no port of {first}-{last} is free on {host} for {what}: give more of them (connect(..., ports=...)), or end "
+        "what has them (`ss -tlnp` lists it)",
+    )
+
+
 def listening(family: int, name: Any) -> socket.socket:
     """A socket that listens.
 

@@ -13,7 +13,6 @@ kernel for the other side's user: only one's own gets as far as the proof.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import os
 import random
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from colocate.wire._forks import track_socket
-from colocate.wire._listening import REOPEN_EVERY_S, REOPENS_WITHIN_S, listening
+from colocate.wire._listening import REOPEN_EVERY_S, REOPENS_WITHIN_S, listening, listening_within
 from colocate.wire.handshake import (
     GREETING,
     KEY_BYTES,
@@ -116,7 +115,12 @@ class Listener:
 
 
 def listen_widely(
-    host: str | None, tls: Tls | None = None, *, bind: str | None = None, ports: tuple[int, int] | None = None
+    host: str | None,
+    tls: Tls | None = None,
+    *,
+    bind: str | None = None,
+    ports: tuple[int, int] | None = None,
+    what: str = "a listener",
 ) -> list[Listener]:
     """Open what others on this machine reach and, with a host, what those on other machines do.
 
@@ -125,6 +129,7 @@ def listen_widely(
         tls: What the connections from other machines are encrypted with.
         bind: See `listen`.
         ports: See `listen`.
+        what: See `listen`.
 
     Returns:
         The listeners; an address for all of them is theirs, joined by commas.
@@ -132,7 +137,8 @@ def listen_widely(
     Raises:
         OSError: See `listen`; nothing is left open.
     """
-    widely = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports)]  # first: it may raise
+    # First: it may raise.
+    widely = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports, what=what)]
     return [listen("unix"), *widely]
 
 
@@ -143,6 +149,7 @@ def listen(
     *,
     bind: str | None = None,
     ports: tuple[int, int] | None = None,
+    what: str = "a listener",
 ) -> Listener:
     """Open a listening socket.
 
@@ -152,6 +159,7 @@ def listen(
         tls: With `"tcp"`: what the connections are encrypted with.
         bind: With `"tcp"`: the address to listen on, where that isn't the one that others dial; "0.0.0.0" for all.
         ports: With `"tcp"`: the first and the last port of those to listen on; None for any that is free.
+        what: What needs the port, for the error when none of them is free.
 
     Returns:
         The listener.
@@ -165,26 +173,12 @@ def listen(
         sock = listening(socket.AF_UNIX, f"\0{name}")
         address = f"unix:{name}"
     elif kind == "tcp":
-        sock = _at_some_port(bind or host, ports)
+        sock = listening_within(bind or host, ports, what)
         address = f"{'tcp' if context is None else 'tls'}:{host}:{sock.getsockname()[1]}"
     else:
         raise ValueError(f"no kind of address is called {kind!r}: use 'unix' or 'tcp'")
     sock.setblocking(False)
     return Listener(sock, address, context)
-
-
-def _at_some_port(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    if ports is None:
-        return listening(family, (host, 0))
-    first, last = ports
-    for port in range(first, last + 1):
-        try:
-            return listening(family, (host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise OSError(errno.EADDRINUSE, f"no port of {first}-{last} is free on {host}: give more of them (ports=...)")
 
 
 def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:

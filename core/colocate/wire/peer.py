@@ -40,6 +40,7 @@ class PeerChannel:
         handler: Handler,
         host: str | None = None,
         tls: Tls | None = None,
+        ports: tuple[int, int] | None = None,
         on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Make a channel; nothing is opened before it is used.
@@ -50,6 +51,7 @@ class PeerChannel:
                 may block.
             host: The address of this machine to listen on besides, when there are peers on others.
             tls: What connections with those are encrypted with.
+            ports: The first and the last of the ports to listen on there; None for any.
             on_death: Called with the reason when an exception has ended the thread that lets others in.
         """
         self._on_death = on_death
@@ -57,6 +59,7 @@ class PeerChannel:
         self._handler = handler
         self._host = host
         self._tls = tls
+        self._ports = ports
         self._lock = threading.Lock()
         self._hub: Hub | None = None
         self._address = ""
@@ -79,7 +82,7 @@ class PeerChannel:
         with self._lock:
             self._check_open()
             if self._hub is None:
-                listeners = listen_widely(self._host, self._tls)
+                listeners = listen_widely(self._host, self._tls, ports=self._ports, what="what other workers fetch")
                 hub = Hub("peer", on_death=self._on_death)
                 try:
                     for listener in listeners:

@@ -54,7 +54,16 @@ class DefaultGroup:
         timeout_s: How long an operation may take.
     """
 
-    def __init__(self, worker: Worker, making: Making, group: str, slot: int, host: str, device: str) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        making: Making,
+        group: str,
+        slot: int,
+        host: str,
+        device: str,
+        ports: tuple[int, int] | None = None,
+    ) -> None:
         """None is made yet.
 
         Args:
@@ -64,9 +73,10 @@ class DefaultGroup:
             slot: The worker's.
             host: Address under which the other slots reach this machine.
             device: The slot's.
+            ports: The first and the last that its store may listen on; None for any.
         """
         self._worker, self._making = worker, making
-        self._group, self._slot, self._host, self._device = group, slot, host, device
+        self._group, self._slot, self._host, self._ports, self._device = group, slot, host, ports, device
         self.name = f"{group}/default"
         self._lock = threading.Lock()
         self._now: _Default | None = None
@@ -106,7 +116,7 @@ class DefaultGroup:
         now = self._now
         assert now is not None
         if now.address is None:  # that of a single slot needs no store
-            now.store, now.address = torch_groups.serve_store(self._host)
+            now.store, now.address = torch_groups.serve_store(self._host, self._ports)
         return now.address
 
     def join(self, asked: int | None = None) -> _Default:
@@ -210,7 +220,7 @@ class DefaultGroup:
     def _meet(self, board: str, default: _Default) -> tuple[str, int]:
         """Wait until all slots are about to make it; where the store is through which they do."""
         if self._slot == 0 and default.address is None:
-            default.store, default.address = torch_groups.serve_store(self._host)
+            default.store, default.address = torch_groups.serve_store(self._host, self._ports)
         mine = default.address if self._slot == 0 else None
         try:
             host, port = self._worker.ask(Meet(board, self.slots, mine, True, None), apart=True)

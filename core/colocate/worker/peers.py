@@ -177,7 +177,7 @@ class ChannelPeers(_HostPeers):
     def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
         super().__init__(host)
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
-        self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.broken)
+        self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.boot.ports, host.broken)
         self._addresses: dict[tuple[str, int, int], str] = {}
         self._borrower = Borrower(host.boot.device)
         self._by_host: set[tuple[str, int, int]] = set()  # who can't lend to this worker

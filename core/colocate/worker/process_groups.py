@@ -101,6 +101,7 @@ class ProcessGroups:
         slot: int = 0,
         host: str = "127.0.0.1",
         device: str = "cpu",
+        ports: tuple[int, int] | None = None,
     ) -> None:
         """Make none yet.
 
@@ -111,12 +112,13 @@ class ProcessGroups:
             slot: The worker's.
             host: Address under which the other slots reach this machine.
             device: The slot's.
+            ports: The first and the last that a store may listen on; None for any.
         """
         self._worker = worker
         self._in_process = in_process
         self._group, self._device = group, device
         self._making = Making(worker)
-        self.default = DefaultGroup(worker, self._making, group, slot, host, device)
+        self.default = DefaultGroup(worker, self._making, group, slot, host, device, ports)
         self._lock = threading.Lock()
         self._made: dict[str, _Made] = {}
         self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order

@@ -81,7 +81,7 @@ class Site:
         self.instances: dict[str, object] = {}
         self.device = Device(boot.device, in_process)
         self.setting = Setting(boot.device, in_process, self.device.leaves)
-        self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device)
+        self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device, boot.ports)
         self.sleeper = Sleeper(self)
         self.gradients = Gradients(self)
         self.accounts = Accounts(self, self.sleeper, self.gradients)

@@ -44,6 +44,7 @@ from colocate.testing.executors.order import Order
 from colocate.testing.executors.ownership import Ownership
 from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement
+from colocate.testing.executors.ports import Ports
 from colocate.testing.executors.printing import Printing
 from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.renewals import Renewals
@@ -121,6 +122,7 @@ class ExecutorSuite(
     Printing,
     Vanishing,
     Watching,
+    Ports,
 ):
     """Everything that holds for every executor."""
 
@@ -183,6 +185,7 @@ __all__ = [
     "Ownership",
     "Pipelines",
     "Placement",
+    "Ports",
     "Printing",
     "ProcessGroups",
     "Renewals",

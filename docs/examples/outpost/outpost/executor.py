@@ -110,7 +110,7 @@ class Post:
         command = [*through, sys.executable, "-m", "outpost.post"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
-        told = {"key": keepers.key.hex(), "env": env, "name": request.id, "host": host}
+        told = {"key": keepers.key.hex(), "env": env, "name": request.id, "host": host, "ports": request.ports}
         print(json.dumps(told), file=self._process.stdin, flush=True)
         self._watch = threading.Thread(target=self._wait, name="outpost-watch", daemon=True)
 
