@@ -84,7 +84,8 @@ versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tes
 	$(PYTHON) -m venv --clear $(NEWEST)  # each time: what colocate needs as it is released today, without the pins
 	$(NEWEST)/bin/python -m pip install --quiet --editable '.[ray,dask]'
 	$(call BESIDE,$(NEWEST))
-	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests/unit tests/identity tests/config
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests/unit tests/identity tests/config \
+		--deselect tests/unit/test_gpu_run.py::test_nothing_is_missing  # whose list of wheels is one of the pins
 
 SITE := build/site/.built
 SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))
