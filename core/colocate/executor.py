@@ -18,6 +18,7 @@ from colocate._values.codec import BY_REFERENCE as BY_REFERENCE
 from colocate._values.codec import BY_VALUE as BY_VALUE
 from colocate._values.codec import STRICT as STRICT
 from colocate._values.codec import Codec as Codec
+from colocate.wire import Posting as Posting
 
 
 @attrs.frozen
@@ -218,6 +219,13 @@ class Host(abc.ABC):
     def send(self, frame: Any) -> None:
         """Send what `Executor.frame` made: ordered, from any thread, never blocking. A dead host swallows it."""
 
+    def post(self, frame: Any) -> Posting | None:
+        """How a frame of `Executor.numbered` is sent without a lock, on any thread; None where it can't be just now.
+
+        What is posted and what is sent arrives in the order in which it was given.
+        """
+        return None
+
     @abc.abstractmethod
     def kill(self) -> None:
         """End it now, whatever it does; `exited` follows. Returns at once; harmless when it is gone."""
@@ -238,8 +246,9 @@ class Executor(abc.ABC):
     parameters are the options that a config may give (or those of `connect`, where that is overridden). `name` is what
     users write: that of the entry point.
 
-    Core calls its methods on any thread but the driver's main one, several at once: no signal interrupts them. Only at
-    interpreter exit, when no thread can be started any more, does the main thread call.
+    Core calls its methods on any thread but the driver's main one, several at once: no signal interrupts them. The main
+    thread calls `numbered` and `Host.post`, which take no lock and change nothing that others see, and, at interpreter
+    exit, when no thread can be started any more, the others.
     """
 
     name: ClassVar[str]
@@ -330,6 +339,18 @@ class Executor(abc.ABC):
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
         """A message for `Host.send`, encoded once for any number of hosts. Later changes to the value don't show."""
         return wire.encode(head, body)
+
+    def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]] | None:
+        """A frame for `Host.post`, and functions in C that put the numbers of its calls into it.
+
+        None where it is too large for that.
+
+        Args:
+            message: Of one or of several calls (`message.numbered`), whose numbers are `wire.HOLE` and those after it.
+            body: Its body.
+        """
+        found = wire.numbered(message.head(), len(message.numbered), body)
+        return None if found is None else (found, found.puts)
 
     def discard(self, frame: Any) -> None:
         """The frame has been given to all its hosts: what it holds may go once they have it."""

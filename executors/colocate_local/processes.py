@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from colocate import wire
-from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
+from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Posting, Running
 from colocate.gpus import shown, torch_device
 from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, first_message, forks, left_by
 from colocate_local.local import Local
@@ -107,6 +107,10 @@ class ProcessHost(Host):
         """Send a message."""
         if self._lane is not None:
             self._lane.send(frame)
+
+    def post(self, frame: wire.Numbered) -> Posting | None:
+        """Send a message by steps."""
+        return None if self._lane is None else self._lane.post(frame)
 
     def kill(self) -> None:
         """End the process now."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from colocate.errors import ColocateError
-from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Running
+from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Posting, Running
 from colocate.worker.host import LANE, WorkerHost
 from colocate.worker.peers import LocalPeers
 from colocate.worker.service import hello
@@ -41,6 +43,10 @@ class LocalThreads(Local):
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
         """Messages are handed over as they are."""
         return head, body
+
+    def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
+        """Calls are handed over as they are, and are told their numbers."""
+        return (message, body), [partial(setattr, call, "seq") for call in message.numbered]
 
     def discard(self, frame: Any) -> None:
         """Nothing to free."""
@@ -100,6 +106,11 @@ class ThreadHost(Host):
         """Hand a message over."""
         if not self._over:
             self.worker.receive(*frame)
+
+    def post(self, frame: Any) -> Posting:
+        """Put a message into the lane's queue."""
+        lane = self.worker.lane
+        return Posting(map(lane.take, (frame,)), iter(()), lane.look_again, lane.look_again)
 
     def kill(self) -> None:
         """A thread can't be ended: its slot is freed, and whatever it still says is ignored."""

@@ -43,4 +43,4 @@ class Tenant(Role):
     def stored(self) -> int:
         """How many parts of residents this worker holds. Nothing public tells that of a worker, only of its bytes."""
         groups: Any = self.ctx._groups
-        return len(groups._worker.store)
+        return len(groups._worker.store.entries)

@@ -25,7 +25,7 @@ from colocate.testing.waiting import PATIENCE_S
 class Sent:
     """A group of two workers that notes what it sends them; no time passes."""
 
-    name, grace, closed_by, base = "two", PATIENCE_S, None, 0
+    name, grace, closed_by, base, size, forked = "two", PATIENCE_S, None, 0, 2, False
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.seen: list[tuple[list[int], tuple[Any, ...]]] = []

@@ -58,7 +58,7 @@ def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, E
     one, other = ends
     for i in range(40):  # Some of it is still queued in the parent when it forks.
         one.lane.send((i,), pack(bytes(1 << 20)))
-    inherited = {one.lane.fileno(), other.lane.fileno(), hub._wake, hub._epoll.fileno()}
+    inherited = {one.lane.fileno(), other.lane.fileno(), hub._woken.fileno(), hub._waker.fileno(), hub._epoll.fileno()}
 
     def child() -> bool:
         gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
@@ -121,7 +121,7 @@ def test_what_cannot_be_forgotten_keeps_nothing_else(ends: tuple[End, End], hub:
     stubborn = [Stubborn() for _ in range(20)]  # in a set of weak references nobody knows which comes first
     for each in stubborn:
         track(each)
-    inherited = {end.lane.fileno() for end in ends} | {hub._wake, hub._epoll.fileno()}
+    inherited = {end.lane.fileno() for end in ends} | {hub._woken.fileno(), hub._waker.fileno(), hub._epoll.fileno()}
     said: list[str] = []
 
     def child() -> bool:

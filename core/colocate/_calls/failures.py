@@ -80,6 +80,13 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
     return error
 
 
+def never_sent(call: PendingCall, error: BaseException) -> BaseException:
+    """The error of a call that hasn't been sent, for this error; one of a signal's handler isn't the call's."""
+    if isinstance(error, Exception):
+        return error
+    return ColocateError(f"{call.label} was never sent: it was interrupted by {error_text(error)}", method=call.method)
+
+
 def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
     """What a call has returned on a rank.
 

@@ -27,7 +27,10 @@ class Joiner:
         if call.keep is not None:
             return None
         link = self._link
-        results = [result_of(link, call, slot, body) for slot, body in zip(call.targets, bodies, strict=True)]
+        results = [
+            None if body is None else result_of(link, call, slot, body)  # as often
+            for slot, body in zip(call.targets, bodies, strict=True)
+        ]
         ranks = self._role.ranks
         if call.targets is not self._role.slots:
             ranks = Ranks(ranks.world_size, ranks.meshes, call.rows, None, call.ranks)

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from colocate._calls.pending import PendingCall
 from colocate._calls.services import Services
 from colocate._owned.lifecycle import State
 from colocate._owned.owned import Owned
@@ -18,6 +19,7 @@ class Link(Owned, abc.ABC):
 
     Attributes:
         services: What it shares with all that its runtime owns.
+        size: How many slots it has.
         base: The numbers of its calls, holds and residents are above this: those up to it were an earlier driver's.
         grace: Seconds that ranks have to come back after a failed call.
         generation: How often it has been restarted.
@@ -25,8 +27,9 @@ class Link(Owned, abc.ABC):
 
     grace: float = 10.0
 
-    def __init__(self, name: str, owner: Owned, services: Services, base: int, generation: int) -> None:
+    def __init__(self, name: str, owner: Owned, services: Services, size: int, base: int, generation: int) -> None:
         super().__init__("group", name, owner, State.STARTING)
+        self.size = size
         self.services = services
         self.base = base
         self.generation = generation
@@ -35,6 +38,10 @@ class Link(Owned, abc.ABC):
     def failure(self) -> ColocateError | None:
         """Why it can't be called, if something has gone wrong."""
         return self.life.failure
+
+    @abc.abstractmethod
+    def cancel(self, call: PendingCall) -> bool:
+        """Withdraw a call from all ranks, if none has begun it."""
 
     @abc.abstractmethod
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:

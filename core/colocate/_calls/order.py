@@ -8,7 +8,10 @@ rank which had begun it; everything else goes on. A rank that doesn't come back 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import attrs
@@ -18,6 +21,7 @@ from colocate._calls.failures import (
     holders_error,
     hung_error,
     later_error,
+    never_sent,
     renew_error,
     timeout_error,
     torn_error,
@@ -27,10 +31,17 @@ from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
+from colocate._system import at_once
+from colocate._system.at_once import Gate
 from colocate._system.at_work import Section
 from colocate._system.jobs import Timer
 from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
+from colocate._system.off_main import hand_over
 from colocate.errors import ColocateError
+from colocate.executor import Posting
+
+_seq = operator.attrgetter("seq")
+_STEPS = 4  # of a call that is sent at once, beside one for each rank
 
 
 @attrs.define(eq=False)
@@ -90,10 +101,11 @@ class CallOrder:
     def __init__(self, link: Link) -> None:
         self.lock = Section()
         self.pending: dict[int, PendingCall] = {}
+        self.gate = Gate(_STEPS + link.size)
         self.link = link
-        self._timers, self._dispatcher = link.services.timers, link.services.dispatcher
+        self._timers = link.services.timers
         self.stacks = StackQuestions(link, self._timers, self.lock)
-        self._next = link.base + 1  # 0 is the construction of the roles
+        self._numbers = itertools.count(link.base + 1)  # 0 is the construction of the roles
         self._resumed = link.base
         self._hold: _Hold | None = None
         self._ended: dict[int, float] = {}  # by slot: when the last call that it has told of was over there
@@ -104,18 +116,63 @@ class CallOrder:
         if self._hold is not None and self._hold.timer is not None:
             self._hold.timer.cancel()
         self._hold = None  # of a generation that is gone
+        self.gate.open("a hold")
         self.stacks.renew()
 
     # -- submission
 
     def enter(self, call: PendingCall) -> int:
         """Give a call its place in the order. The lock is held, and the call is sent before it is released."""
-        call.seq = self._next
         call.pipeline = None
-        call.timers, call.dispatcher = self._timers, self._dispatcher
-        self._next += 1
+        call.link = self.link
+        call.seq = next(self._numbers)
         self.pending[call.seq] = call
         return call.seq
+
+    def post(
+        self,
+        calls: Sequence[PendingCall],
+        numbers: Sequence[tuple[PendingCall, Callable[[int], object]]],
+        postings: Sequence[Posting],
+    ) -> bool:
+        """Send calls at once, to all their ranks, unless the gate is shut: without a lock, and on any thread.
+
+        Args:
+            calls: The calls, in order.
+            numbers: Functions in C that put a call's number into a message, and the call.
+            postings: How these are sent.
+
+        Returns:
+            Whether they were sent.
+        """
+        steps: list[Iterator[object]] = [
+            map(setattr, calls, repeat("seq"), self._numbers),
+            map(setattr, calls, repeat("pipeline"), repeat(None)),
+            at_once.called([put for _, put in numbers], map(_seq, [call for call, _ in numbers])),
+            map(self.pending.__setitem__, map(_seq, calls), calls),
+        ]
+        writes: list[Iterator[object]] = []
+        for posting in postings:
+            steps.append(posting.queues)
+            writes.append(posting.writes)
+        try:
+            at_once.run(chain(at_once.when(steps, self.gate.passes), *writes))
+            for posting in postings:
+                if posting.after is not None:
+                    posting.after()
+        except BaseException as error:
+            failure = error
+            hand_over(lambda: self._mend(calls, postings, failure))
+            if not isinstance(error, OSError):  # of a signal's handler, which comes between two of these lines
+                raise
+        return calls[0].seq >= 0
+
+    def _mend(self, calls: Sequence[PendingCall], postings: Sequence[Posting], error: BaseException) -> None:
+        for posting in postings:
+            posting.mend()
+        for call in calls:
+            if call.seq < 0:
+                self.drop(call, never_sent(call, error))
 
     def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
         """A call couldn't be sent to all its ranks, but perhaps to some (`sent`). The lock is held."""
@@ -137,27 +194,27 @@ class CallOrder:
     def watch(self, call: PendingCall, timeout: float) -> None:
         """Give up on a call after `timeout` seconds."""
         with self.lock:
-            if not call.done():
-                call.timer = self._timers.after(timeout, lambda: self._late(call, timeout))
+            if not call.done() and call.timer is None:
+                call.timer = self._timers.after(timeout, partial(self.late, call, timeout))
 
     # -- what workers say
 
     def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
         """A rank has finished a call."""
-        with self.lock:
+        with self.lock.lock:  # as often, and on a thread of the framework
             call = self.pending.get(done.seq)
             if call is None:  # it has failed elsewhere already
                 self._note_updates(slot, done.seq, done.updates)
                 return
             if done.updates:
-                call.updates[slot] = done.updates
+                call.updates = {**call.updates, slot: done.updates}
             index = call.index_of(slot)
             call.bodies[index] = done.size if body is None else body
             call.rows[index] = done.rows
             call.spans.append((index, done.start, done.end))
             self._ended[slot] = done.end
             if done.taken:
-                call.taken[index] = done.taken
+                call.taken = {**call.taken, index: done.taken}
             call.remaining -= 1
             if call.remaining == 0:
                 # What it used was given up, though the ranks had it: nothing was made, for whoever looks.
@@ -183,13 +240,13 @@ class CallOrder:
             if call is None:
                 self._note_updates(slot, seq, failed.updates)
                 return
-            call.updates[slot] = failed.updates
+            call.updates = {**call.updates, slot: failed.updates}
             index = call.index_of(slot)
             call.spans.append((index, failed.start, failed.end))
             self._ended[slot] = failed.end
-            call.raised.append(index)
+            call.raised = (*call.raised, index)
             if failed.taken:
-                call.taken[index] = failed.taken
+                call.taken = {**call.taken, index: failed.taken}
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
             if seq > hold.failed and seq not in hold.withdrawn:  # as soon as its first rank has failed
@@ -260,12 +317,13 @@ class CallOrder:
             if self._hold is not None and self._hold.timer is not None:
                 self._hold.timer.cancel()
             self._hold = None
+            self.gate.open("a hold")
             return bool(calls)
 
     def begin_anew(self) -> None:
         """Have all ranks come back from what an earlier driver has left them in, before they begin anything."""
         with self.lock:
-            self._begin_hold(self._next - 1, known=None, cut=True)
+            self._begin_hold(self.link.base, known=None, cut=True)
 
     # -- the hold
 
@@ -274,6 +332,7 @@ class CallOrder:
         hold = _Hold(self._resumed + 1, failed, set(live), set(live) - {known})
         hold.withdrawn.add(failed)
         self._hold = hold
+        self.gate.shut("a hold")
         hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
         # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
         self.link.send(live, to_worker.Hold(hold.number, failed, cut))
@@ -349,6 +408,7 @@ class CallOrder:
             hold.timer.cancel()
         self._resumed = hold.number
         self._hold = None
+        self.gate.open("a hold")
         self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn)))
 
     def _overdue(self, hold: _Hold) -> None:
@@ -371,8 +431,9 @@ class CallOrder:
 
     # -- deadlines
 
-    def _late(self, call: PendingCall, timeout: float) -> None:
-        if call.done():
+    def late(self, call: PendingCall, timeout: float) -> None:
+        """A call's time is over; it may have been settled, or never sent."""
+        if call.done() or call.seq < 0:
             return
         self.stacks.ask(call.missing(), lambda found: self._time_out(call, timeout, found))
 
@@ -419,7 +480,7 @@ class CallOrder:
         hold = self._hold
         for call in hold.failures if hold is not None else ():
             if call.seq == seq:
-                call.updates[slot] = updates
+                call.updates = {**call.updates, slot: updates}
 
     def _note_running(self, calls: Iterable[PendingCall], busy: set[int]) -> None:
         """Note of calls, in their order, on which ranks they run as far as is known here, and since when.

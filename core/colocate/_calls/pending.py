@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import CodeType, MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from colocate._owned.dispatcher import Dispatcher
-from colocate._owned.owned import forks
 from colocate._protocol.taken import Taken
 from colocate._role.call import Underway
 from colocate._system.jobs import JobThread, Timer
+from colocate._system.lines import shown
 from colocate._system.off_main import off_main
 from colocate.errors import ColocateError, ForkedError
 
 OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
+
+
+class Group(Protocol):
+    """What a call needs of its group."""
+
+    @property
+    def services(self) -> Threads:
+        """What runs callbacks."""
+        ...
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process that made it."""
+        ...
+
+    def cancel(self, call: PendingCall) -> bool:
+        """Withdraw a call from all ranks, if none has begun it."""
+        ...
+
+
+class Threads(Protocol):
+    """The threads that run callbacks: the framework's own, and users'."""
+
+    timers: JobThread
+    dispatcher: Dispatcher
 
 
 class Unsent(Protocol):
@@ -26,88 +52,80 @@ class Unsent(Protocol):
 
 
 class PendingCall(Underway):
-    """A call on its way: what has come back from which rank."""
+    """A call on its way: what has come back from which rank.
 
-    __slots__ = (
-        "__weakref__",
-        "bodies",
-        "canceller",
-        "dispatcher",
-        "forks",
-        "keep",
-        "left",
-        "line",
-        "method",
-        "on_end",
-        "pipeline",
-        "places",
-        "raised",
-        "ranks",
-        "remaining",
-        "role",
-        "rows",
-        "sent",
-        "seq",
-        "spans",
-        "submitted",
-        "taken",
-        "targets",
-        "timer",
-        "timers",
-        "updates",
-        "uses",
-    )
+    Attributes:
+        seq: Its place in the group's order; -1 before it has one.
+        targets: The slots that it goes to.
+        ranks: The ranks of its role on these.
+        bodies: The results, and where they are kept their sizes; along `targets`, as `rows` is.
+        spans: Index, start and end of each rank that has answered.
+        at: Code and line of the user's that has made it, or what stands for them.
+        link: Its group, once it is about to be sent.
+        sent: Bytes of its arguments, where somebody wants to know.
+        raised: Of the spans' indices, those of ranks that have raised.
+        left: Indices of those that ran it yet when it failed, and since when.
+        updates: Beginnings and ends of updates by slot, where there were any.
+        taken: What ranks have got of residents by index, where there was something and somebody wants to know.
+        on_end: Called with the order's lock held, just before it is settled.
+    """
+
+    seq = -1
+    link: Group | None = None
+    keep: int | None = None
+    uses: Sequence[Any] = ()
+    timer: Timer | None = None
+    on_end: OnEnd | None = None
+    pipeline: Unsent | None = None
+    at: tuple[CodeType | str, int] = ("", 0)
+    sent = 0
+    raised: Sequence[int] = ()
+    left: Sequence[tuple[int, float]] = ()
+    updates: Mapping[int, int] = MappingProxyType({})
+    taken: Mapping[int, Sequence[Taken]] = MappingProxyType({})
+    _places: dict[int, int] | None = None
 
     def __init__(
         self, label: str, role: str, method: str, targets: Sequence[int], ranks: Sequence[int] | None = None
     ) -> None:
         """Targets are slots of the group; ranks are those of the role on them (default: 0, 1, ...)."""
         super().__init__(label)
-        self.seq = -1
         self.role = role
         self.method = method
         self.targets = targets
-        self.ranks = range(len(targets)) if ranks is None else ranks
-        self.places: dict[int, int] | None = None
-        self.bodies: list[Any] = [None] * len(targets)
-        self.rows: list[int | None] = [None] * len(targets)
+        self.remaining = count = len(targets)
+        self.ranks = range(count) if ranks is None else ranks
+        self.bodies: list[Any] = [None] * count
+        self.rows: list[int | None] = [None] * count
         self.spans: list[tuple[int, float, float]] = []
-        self.raised: list[int] = []  # of the spans' indices, those of ranks that have raised
-        self.left: Sequence[tuple[int, float]] = ()  # those that ran it yet when it failed, and since when
-        self.remaining = len(targets)
-        self.updates: dict[int, int] = {}  # by slot, where there were any
-        self.taken: dict[int, Sequence[Taken]] = {}  # by index, where there was something and somebody wants to know
-        self.sent = 0  # bytes of its arguments, where somebody wants to know
-        self.keep: int | None = None
-        self.uses: Sequence[Any] = ()
-        self.timer: Timer | None = None
         self.submitted = time.time()
-        self.line: tuple[str, int] = ("", 0)
-        self.on_end: OnEnd | None = None  # with the order's lock held, just before it is settled
-        self.dispatcher: Dispatcher | None = None
-        self.timers: JobThread | None = None
-        self.canceller: Callable[[PendingCall], bool] | None = None
-        self.pipeline: Unsent | None = None
-        self.forks = forks()
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """File and line of the user's code that has made it."""
+        code, number = self.at
+        return (code if isinstance(code, str) else shown(code), number)
 
     def cancel(self) -> bool:
         """Withdraw the call from all ranks, if none has begun it."""
         self._check_fork()
         self._check_unsent()
-        canceller = self.canceller
-        return canceller is not None and not self.done() and off_main(lambda: canceller(self))
+        link = self.link
+        return link is not None and not self.done() and off_main(lambda: link.cancel(self))
 
     def _wait(self, timeout: float | None) -> None:
+        if self.pipeline is not None:
+            self.pipeline.refuse_wait(self.label, awaits=False)
         self._check_fork()
-        self._check_unsent()
-        super()._wait(timeout)
+        if not self.is_set and not self.wait(timeout):
+            raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         if self.pipeline is not None:
             self.pipeline.refuse_wait(self.label, awaits)
 
     def _check_fork(self) -> None:
-        if self.forks != forks():
+        if self.link is not None and self.link.forked:
             raise ForkedError(
                 f"{self.label} was submitted by the process that forked this one; its result is told there"
             )
@@ -127,20 +145,20 @@ class PendingCall(Underway):
             off_main(self._run_callbacks)
 
     def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:
-        thread = self.timers if own else self.dispatcher
-        if thread is None:
+        if self.link is None:
             callback(self)
         else:
-            thread.soon(partial(callback, self))
+            services = self.link.services
+            (services.timers if own else services.dispatcher).soon(partial(callback, self))
 
     def index_of(self, slot: int) -> int:
         """The index among its ranks of the rank on a slot."""
         targets = self.targets
         if slot < len(targets) and targets[slot] == slot:
             return slot
-        if self.places is None:
-            self.places = {target: index for index, target in enumerate(targets)}
-        return self.places[slot]
+        if self._places is None:
+            self._places = {target: index for index, target in enumerate(targets)}
+        return self._places[slot]
 
     def rank_of(self, slot: int) -> int:
         """The rank on a slot."""

@@ -93,7 +93,7 @@ class Crew(Restartable):
         restarts: int = 0,
         generation: int = 0,
     ) -> None:
-        super().__init__(name, home, services, base, generation)
+        super().__init__(name, home, services, len(places), base, generation)
         self.home = home
         self.indices = indices
         self.declared = declared
@@ -102,6 +102,8 @@ class Crew(Restartable):
         self._start_timeout: float | None = None
         self._origins: dict[str, Origin] = {}  # by method
         self.order = CallOrder(self)
+        self.life.on_change = self._look_at_life
+        self._look_at_life()
         self.cancellations = Cancellations(self.order)
         self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers, self.roles)
         self.restarts = Restarts(self, restarts)
@@ -126,10 +128,14 @@ class Crew(Restartable):
         super().check()
         self.restarts.check()
 
+    def cancel(self, call: PendingCall) -> bool:
+        """Withdraw a call from all ranks, if none has begun it."""
+        return self.cancellations.cancel(call)
+
     def kept(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Kept:
         """The record of a kept call's resident."""
         assert call.keep is not None
-        return Kept(Source(call.keep, self._origin(call, role, spec)), call, call.line)
+        return Kept(Source(call.keep, self._origin(call, role, spec)), call)
 
     def _origin(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Origin:
         """One for all residents of a method, so that it is packed once; those of calls that name ranks have their own.
@@ -284,6 +290,10 @@ class Crew(Restartable):
     def _tell_state(self, state: State, cause: ColocateError | None = None) -> None:
         """Tell observers."""
         self.services.tell("colocate_group_changed", self.name, state.value, cause)
+
+    def _look_at_life(self) -> None:
+        """Calls may be sent at once while `check` has nothing to say."""
+        (self.order.gate.open if self.life.is_plain else self.order.gate.shut)("its life")
 
     def became_ready(self) -> None:
         """Its workers are: it can be called, unless it is closed."""

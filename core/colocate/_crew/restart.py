@@ -107,7 +107,7 @@ class Restarts:
                 group.refuse_closed()
                 if (failure := group.life.told()) is not None:
                     raise copy.copy(failure)
-                group.life.overcome = None
+                group.life.noted()
                 return self.restored
 
     def committed(self, checkpoint: Checkpoint) -> None:

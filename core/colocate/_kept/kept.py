@@ -59,12 +59,16 @@ class Kept:
 
     source: Source
     call: PendingCall
-    line: tuple[str, int]
     used: bool = False
     released: str | None = None
     lease: weakref.ref[Lease] | None = None
     ending: HoldEnd | None = None
     lost: ColocateError | None = None
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """The user's that has kept it."""
+        return self.call.line
 
     @property
     def freed_by(self) -> str | None:

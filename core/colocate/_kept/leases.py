@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from colocate._calls.pending import OnEnd, PendingCall
@@ -19,11 +19,17 @@ class Leases(abc.ABC):
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
         self._ended: deque[int | HoldEnd] = deque()
+        self._told = [0]  # so many of these, from the left; another list after each `take`
         self._over: dict[int, None] = {}  # freed in the workers before their calls were over, which now are
 
     def add(self, kept: Kept) -> None:
         """A call has been sent whose result is kept."""
         self.kept[kept.source.key] = kept
+
+    def forget_unsent(self, kept: Kept) -> None:
+        """A call couldn't be sent, of which whoever has made it is told."""
+        kept.used = True
+        self.kept.pop(kept.source.key, None)
 
     def lease(self, kept: Kept) -> Lease:
         """The lease of a resident: once that has ended, and whatever uses it, the workers forget it."""
@@ -33,14 +39,23 @@ class Leases(abc.ABC):
         kept.lease = weakref.ref(lease)
         return lease
 
-    def end(self, key: int) -> None:
-        """Nobody needs it: it couldn't be made."""
-        self._ended.append(key)
-
     @property
     def news(self) -> bool:
         """Whether there is something to take."""
         return bool(self._ended)
+
+    def untold(self) -> tuple[tuple[int, ...], Callable[[], object]]:
+        """What the workers may forget and haven't been told to, and what notes that they have been told.
+
+        It takes no lock, and takes nothing away: that is `take`'s. What is told twice does no harm.
+        """
+        told = self._told
+        keys = tuple([ended if isinstance(ended, int) else ended.key for ended in list(self._ended)[told[0] :]])
+
+        def note() -> None:
+            told[0] += len(keys)  # if `take` has come meanwhile, nobody looks at this any more
+
+        return keys, note
 
     def forget(self, error: ColocateError) -> None:
         """The workers are gone, and what they have kept with them: whoever uses that is told this.
@@ -75,6 +90,7 @@ class Leases(abc.ABC):
         while self._ended:
             ended = self._ended.popleft()
             keys.append(ended if isinstance(ended, int) else ended.key)
+        self._told = [0]
         over, self._over = self._over, {}
         for key in (*over, *keys):
             self._settle(key)

@@ -144,7 +144,7 @@ class Residents(Leases):
     def keep(self, kept: Kept, scopes: Sequence[Scope] = ()) -> None:
         """A call is sent, from within some scopes, whose result is kept."""
         self.add(kept)
-        self._flush_later()
+        self.flush_later()
         self.free_with(scopes, kept)
 
     def free_with(self, scopes: Sequence[Scope], kept: Kept) -> None:
@@ -289,11 +289,11 @@ class Residents(Leases):
             if borrow.kept is kept:
                 borrow.break_off(error)
 
-    def _flush_later(self) -> None:
-        with self.order.lock:
-            if not self._flushing and (self.kept or self.news) and self.link.alive:
-                self._flushing = True
-                self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
+    def flush_later(self) -> None:
+        """See to it that the workers are told of what is released. It takes no lock; to be told twice does no harm."""
+        if not self._flushing and (self.kept or self.news) and self.link.alive:
+            self._flushing = True
+            self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
 
     def _flush(self) -> None:
         """After a while of quiet: release what no message has carried."""
@@ -302,7 +302,7 @@ class Residents(Leases):
             if not self.link.alive:  # its end tells what has failed
                 return
             self.tell()
-        self._flush_later()
+        self.flush_later()
 
     def tell(self) -> None:
         """Have all workers forget now what they may. The order's lock is held."""

@@ -34,6 +34,7 @@ class Lifecycle:
         failure: What keeps it from going on.
         recovers: Whether it is rebuilt after that failure.
         overcome: A failure that it was rebuilt after, as long as nobody has taken note of that.
+        on_change: Called after each change, on any thread but the main one.
     """
 
     def __init__(self, state: State) -> None:
@@ -47,6 +48,7 @@ class Lifecycle:
         self._closer: int | None = None
         self._closing = threading.Event()  # this closing: set when it has ended, or come to nothing
         self._news = threading.Condition()
+        self.on_change: Callable[[], object] = lambda: None
 
     def _enter(self, state: State, *before: State) -> bool:
         """Be in another state, from one of these; whether that was so. The lock is held."""
@@ -54,6 +56,7 @@ class Lifecycle:
             return False
         self.state = state
         self._news.notify_all()
+        self.on_change()
         return True
 
     # -- use
@@ -64,6 +67,7 @@ class Lifecycle:
             if not self._enter(State.READY, State.STARTING, State.RESTARTING):
                 return False
             self.failure, self.recovers, self._is_told = None, False, True
+            self.on_change()
             return True
 
     def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
@@ -114,6 +118,17 @@ class Lifecycle:
         """Wait for that, at most so many seconds; whether it is so."""
         with self._news:
             return self._news.wait_for(lambda: self.is_settled, timeout)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can be used, and there is nothing that whoever does so is to be told."""
+        return self.state is State.READY and self.failure is None and self.overcome is None
+
+    def noted(self) -> None:
+        """Somebody has taken note that it was rebuilt."""
+        with self._news:
+            self.overcome = None
+            self.on_change()
 
     # -- closing
 

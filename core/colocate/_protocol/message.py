@@ -60,9 +60,9 @@ def is_a(head: Head, kind: type[Message]) -> bool:
     return kind_of(head) == kind.__name__
 
 
-def read(head: Head) -> Message:
-    """The message of a head."""
-    return _kinds[head[0]](*head[1:])
+def read(head: Head | Message) -> Message:
+    """The message of a head; within one process it is handed over as it is."""
+    return head if isinstance(head, Message) else _kinds[head[0]](*head[1:])
 
 
 @dataclass_transform(frozen_default=True)

@@ -110,6 +110,11 @@ class Call(Message):
     frees: Sequence[int]
     observed: bool = False
 
+    @property
+    def numbered(self) -> Sequence[Call]:
+        """The calls in it."""
+        return (self,)
+
 
 @message
 class Batch(Message):
@@ -122,6 +127,11 @@ class Batch(Message):
 
     frees: Sequence[int]
     calls: Sequence[tuple[Call, Where]]
+
+    @property
+    def numbered(self) -> Sequence[Call]:
+        """The calls in it."""
+        return [call for call, _ in self.calls]
 
     def head(self) -> Head:
         """What travels of it."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import queue
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
@@ -22,29 +22,19 @@ C_co = TypeVar("C_co", covariant=True)
 _Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
 
 
-class Underway:
+class Underway(Flag):
     """A call that has been made: it is settled once, by its results or an error.
 
     The value is collected by whoever asks first, never on a worker's or an I/O thread.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_collecting",
-        "_error",
-        "_joiner",
-        "_outcomes",
-        "_raised",
-        "_raw",
-        "_settled",
-        "_trace",
-        "label",
-    )
+    __slots__ = ("_callbacks", "_collecting", "_error", "_joiner", "_outcomes", "_raised", "_raw", "_trace", "label")
 
     def __init__(self, label: str) -> None:
+        self.is_set = False
+        self._waiting = []
         self.label = label
-        self._settled = Flag()
-        self._collecting = threading.Lock()
+        self._collecting = _thread.allocate_lock()
         self._raw: Any = None
         self._joiner: Callable[..., Any] | None = None
         self._outcomes: list[_Outcome] = []  # the first one counts
@@ -64,11 +54,11 @@ class Underway:
 
     def done(self) -> bool:
         """True once it has a result or an error."""
-        return self._settled.is_set
+        return self.is_set
 
     def result(self, timeout: float | None = None) -> Any:
         """See `Call.result`."""
-        self._wait(limit(timeout, "result(timeout)"))
+        self._wait(None if timeout is None else limit(timeout, "result(timeout)"))
         error = self._failure()
         if error is None:
             return self._outcomes[0][0]
@@ -86,7 +76,8 @@ class Underway:
     def _failure(self) -> BaseException | None:
         """What it failed with, when it is done; collects the value first, which may be what fails."""
         if self._error is None:
-            self._collect_once()
+            if not self._outcomes:
+                self._collect_once()
             _, self._error, self._trace = self._outcomes[0]
             if self._error is None:
                 return None
@@ -116,7 +107,7 @@ class Underway:
     # -- for the group that settles it
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._settled.wait(timeout):
+        if not self.is_set and not self.wait(timeout):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
 
     def _refuse_to_wait(self) -> None:
@@ -129,8 +120,6 @@ class Underway:
 
     def _collect_once(self) -> None:
         """Collect the value, unless somebody has."""
-        if self._outcomes:
-            return
         if on_main():  # which holds nothing: a signal's handler may ask for the same value, and has it collected then
             self._collect()
             return
@@ -154,20 +143,20 @@ class Underway:
 
     def _settle(self, raw: Any, joiner: Callable[..., Any] | None = None) -> bool:
         """Give it its results; False when it was settled already. The caller holds the lock that orders settling."""
-        if self.done():
+        if self.is_set:
             return False
         self._raw, self._joiner = raw, joiner
-        self._settled.set()
+        self.set()
         if self._callbacks:
             self._run_callbacks()
         return True
 
     def _fail(self, error: BaseException) -> bool:
         """Give it its error; False when it was settled already. The caller holds the lock that orders settling."""
-        if self.done():
+        if self.is_set:
             return False
         self._error = error
-        self._settled.set()
+        self.set()
         if self._callbacks:
             self._run_callbacks()
         return True

@@ -19,53 +19,59 @@ DISPATCHER = "colocate-dispatcher-"
 
 
 class _Here(threading.local):
-    sections = 0
-    waited_for = False
+    """How many sections this thread is in; the framework's own threads are in one for good."""
+
+    def __init__(self) -> None:
+        name = threading.current_thread().name
+        self.sections = self.own = int(name.startswith("colocate-") and not name.startswith(DISPATCHER))
 
 
 _here = _Here()
 
 
 class Section:
-    """A lock for blocks of one thread at a time, which knows when it is in one; such blocks may be nested."""
+    """A lock for blocks of one thread at a time, which knows when it is in one; such blocks may be nested.
 
-    __slots__ = ("_lock",)
+    Attributes:
+        lock: It alone, for the framework's own threads, of which that is known anyway.
+    """
+
+    __slots__ = ("lock",)
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def __enter__(self) -> None:
         _here.sections += 1  # first, and as the last step below: in between there may be a `__del__`
-        self._lock.acquire()
+        self.lock.acquire()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.release()
+        self.lock.release()
         _here.sections -= 1
 
 
 def at_work() -> bool:
     """Whether this thread is the framework's, or in a section."""
-    if _here.sections:
-        return True
-    name = threading.current_thread().name
-    return name.startswith("colocate-") and not name.startswith(DISPATCHER) and not _here.waited_for
+    return bool(_here.sections)
 
 
 @contextmanager
 def waited_for() -> Iterator[None]:
     """A block in which this thread does for a user's thread, which waits for it, what that could do itself."""
-    _here.waited_for = True
+    own, _here.own = _here.own, 0
+    _here.sections -= own
     try:
         yield
     finally:
-        _here.waited_for = False
+        _here.sections += own
+        _here.own = own
 
 
 def refuse_to_wait(what: str) -> None:
     """Refuse what would wait, where the framework is at work on this thread."""
-    if at_work():
+    if _here.sections:
         raise ColocateError(
             f"{what} would wait for an answer on a thread on which colocate is at work, which has to take that answer. "
             "The garbage collector runs a __del__ anywhere: use .submit(...) in it, or a `with` block instead of it"

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import CodeType, FrameType
 
 from colocate._system.off_main import frames
 
@@ -19,11 +20,24 @@ _TESTING = os.path.join(_HERE, "testing", "")  # its suites are users of colocat
 
 def caller() -> tuple[str, int]:
     """File and line of the user's code that called into colocate."""
-    for frame in frames():
-        name = frame.f_code.co_filename
-        if not _is_passed_by(name):
-            return cell(name) or name, frame.f_lineno
+    code, line = place(sys._getframe(1))
+    return (code if isinstance(code, str) else shown(code)), line
+
+
+def place(frame: FrameType) -> tuple[CodeType | str, int]:
+    """Code and line of the user's code that called into colocate, of which this is a frame: as text only if asked."""
+    code = frame.f_code
+    if not _is_passed_by(code.co_filename):
+        return code, frame.f_lineno
+    for each in frames():
+        if not _is_passed_by(each.f_code.co_filename):
+            return each.f_code, each.f_lineno
     return "?", 0
+
+
+def shown(code: CodeType) -> str:
+    """The file of some code, as its user knows it."""
+    return cell(code.co_filename) or code.co_filename
 
 
 def cell(file: str) -> str | None:

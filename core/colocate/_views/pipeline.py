@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
+from colocate._calls.failures import never_sent
 from colocate._crew.crew import Crew
 from colocate._kept.handles import Reference
 from colocate._kept.kept import Kept
@@ -19,7 +21,7 @@ from colocate._protocol.bundle import Memory
 from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._system.off_main import off_main
-from colocate._views.drafts import Draft, send, watch
+from colocate._views.drafts import Draft, post, send, watch
 from colocate._views.waking import behind_wakes
 from colocate.errors import ColocateError, PipelineError
 
@@ -100,26 +102,33 @@ class Pipeline:
             _give_up(draft, reason)
 
     def end(self) -> None:
-        """Send everything.
+        """Send everything. On any thread.
 
         Raises:
             ColocateError: A group can't be called any more. Its calls, and those of groups after it, have that error.
         """
         self.open = False
         crews = list(dict.fromkeys(draft.crew for draft in self._drafts))
-        lots = [[draft for draft in self._drafts if draft.crew is crew] for crew in crews]
-        sent = 0
         try:
             for crew in crews:
                 crew.check()
-            for lot in lots:
-                _send(lot)
-                sent += 1
-        except BaseException as error:
-            for lot in lots[sent:]:
+            for crew in crews:
+                lot = [draft for draft in self._drafts if draft.crew is crew]
+                if any(map(_has_failed, lot)) or not post(lot):
+                    off_main(partial(_send, lot), waits_s=None)
                 for draft in lot:
-                    _give_up(draft, error)
+                    if draft.kept is not None:
+                        crew.residents.flush_later()
+                    draft.kept = draft.hold = None
+        except BaseException as error:
+            failure = error
+            off_main(lambda: self._give_up(failure), waits_s=None, in_any_case=True)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        for draft in self._drafts:
+            if draft.call.seq < 0 or draft.call._error is error:
+                _give_up(draft, error)
 
     @property
     def forked(self) -> bool:
@@ -129,7 +138,7 @@ class Pipeline:
 
 def _give_up(draft: Draft, error: BaseException) -> None:
     """A call is never sent, or not to all of its ranks."""
-    draft.crew.order.drop(draft.call, error)
+    draft.crew.order.drop(draft.call, never_sent(draft.call, error))
     kept = draft.kept
     if kept is not None:
         draft.kept = draft.hold = None
@@ -153,9 +162,12 @@ def _send(drafts: Sequence[Draft]) -> None:
         sent: Sequence[Draft] = ()
         if ready:
             send(sent := behind_wakes(ready))
-    for draft in drafts:
-        draft.kept = draft.hold = None
     watch(sent)
+
+
+def _has_failed(draft: Draft) -> bool:
+    """Whether a call can't be sent: it has failed, or a resident that it uses has, or is gone."""
+    return draft.call.done() or any(use._kept.error is not None for use in draft.call.uses)
 
 
 def _is_lost(draft: Draft) -> bool:
@@ -202,7 +214,7 @@ def pipeline(crew: Crew) -> Iterator[None]:
         yield
         _open.set(None)
         if not found.forked:
-            off_main(found.end, waits_s=None)
+            found.end()
     except BaseException as error:
         if found.open and not found.forked:  # nothing of it has been sent
             found.open = False

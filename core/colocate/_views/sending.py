@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
-
-import attrs
 
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
@@ -23,12 +22,12 @@ from colocate._role.on_driver import lives_on_driver
 from colocate._role.resident import Resident
 from colocate._system.at_work import at_work
 from colocate._system.by_type import by_type
-from colocate._system.lines import caller
+from colocate._system.lines import place
 from colocate._system.off_main import hand_over, off_main, on_main
 from colocate._values.dispatch import Plan
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate._values.tree import PLAIN, map_leaves
-from colocate._views.drafts import Draft, send, settled, watch
+from colocate._views.drafts import Draft, post, send, settled, watch
 from colocate._views.pipeline import Pipeline, recording, refuse_unsent
 from colocate._views.waking import behind_wakes
 from colocate.errors import ColocateError
@@ -36,21 +35,6 @@ from colocate.errors import ColocateError
 # A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
 # that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
 _LOOKS = 500
-
-
-@attrs.frozen(eq=False)
-class Ready:
-    """A call that is ready to be sent, or to be recorded by the pipeline that is open here."""
-
-    draft: Draft
-    role: RoleInfo
-    spec: MethodSpec
-    pipeline: Pipeline | None
-
-    def resident(self) -> KeptResident[Any]:
-        """The handle of what it keeps."""
-        crew = self.draft.crew
-        return KeptResident(crew.residents, crew.kept(self.draft.call, self.role, self.spec))
 
 
 def ready(
@@ -61,7 +45,8 @@ def ready(
     planned: Plan,
     uses: list[Reference],
     timeout: float | None,
-) -> Ready:
+    joiner: Joiner | None = None,
+) -> Draft:
     """Have everything ready, on the caller's thread, for users' code runs meanwhile.
 
     Everything that can't be sent is found out before anything is.
@@ -74,50 +59,53 @@ def ready(
         planned: How the arguments reach the ranks.
         uses: The residents among them.
         timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
+        joiner: Makes its value; None to have one made.
     """
-    if timeout is None:
-        timeout = crew.services.call_timeout
-    executor = crew.services.executor
-    codec = executor.codec
+    services = crew.services
+    codec = services.executor.codec
     bodies: dict[int, Any] = {}
     for arguments in planned.arguments:
         if id(arguments) not in bodies:
             body = bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
             if getattr(body, "has_trained", False):
                 refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
-    call.uses = uses
-    call.line = caller()
-    crew.taught.given.compare(call.line)
-    call.canceller = crew.cancellations.cancel
-    call._joiner = Joiner(crew, role, spec)
-    if crew.services.observers or uses:
-        call.on_end = partial(settled, crew)
-    found = recording(crew)
-    refuse_unsent(uses, call.label, found)
+    call.at = place(sys._getframe(3))
+    if crew.taught.given.contents:
+        crew.taught.given.compare(call.line)
+    call.link = crew
+    call._joiner = joiner or Joiner(crew, role, spec)
+    pipeline = recording(crew)
+    if uses:
+        call.uses = uses
+        refuse_unsent(uses, call.label, pipeline)
     packed = [bodies[id(arguments)] for arguments in planned.arguments]
-    if crew.services.observers and not executor.in_process:
-        sizes = {key: packed_bytes(body) for key, body in bodies.items()}
-        call.sent = sum(sizes[id(arguments)] for arguments in planned.arguments)
-    draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
-    return Ready(draft, role, spec, found)
+    if services.observers:
+        if not services.executor.in_process:
+            call.sent = sum(map(packed_bytes, packed))
+        call.on_end = partial(settled, crew)
+    elif uses:
+        call.on_end = partial(settled, crew)
+    if timeout is None:
+        timeout = services.call_timeout
+    return Draft(crew, call, role, spec, packed, planned.valid, timeout, pipeline)
 
 
-def submit(ready: Ready) -> PendingCall:
+def submit(draft: Draft) -> PendingCall:
     """Send a call to its ranks."""
-    draft = ready.draft
-    if ready.pipeline is not None:
-        ready.pipeline.add(draft)
+    if draft.pipeline is not None:
+        draft.pipeline.add(draft)
     elif at_work():
         _send_soon(draft)
-    else:
+    elif not post((draft,)):
         off_main(lambda: _send(draft), waits_s=None)
     return draft.call
 
 
-def start(ready: Ready) -> PendingCall:
+def start(draft: Draft) -> PendingCall:
     """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
-    draft = ready.draft
     call = draft.call
+    if post((draft,)):
+        return call
     if not on_main():
         _send(draft)
         return call
@@ -132,27 +120,29 @@ def start(ready: Ready) -> PendingCall:
     return call
 
 
-def keep(ready: Ready) -> KeptResident[Any]:
+def keep(draft: Draft) -> KeptResident[Any]:
     """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
-    draft = ready.draft
-    crew = draft.crew
-    draft.call.keep = crew.base + crew.services.new_key()
-    scopes = crew.residents.here()
-
-    def send_and_keep() -> KeptResident[Any]:
-        _send(draft)
-        resident = ready.resident()
-        crew.residents.keep(resident._kept, scopes)
-        return resident
-
-    if ready.pipeline is None and not at_work():
-        return off_main(send_and_keep, waits_s=None)
-    resident = ready.resident()
-    if ready.pipeline is not None:
-        ready.pipeline.add(draft, resident._kept)
+    crew, call = draft.crew, draft.call
+    residents = crew.residents
+    call.keep = crew.base + crew.services.new_key()
+    scopes = residents.here()
+    resident: KeptResident[Any] = KeptResident(residents, crew.kept(call, draft.role, draft.spec))
+    kept = resident._kept
+    if draft.pipeline is not None:
+        draft.pipeline.add(draft, kept)
+    elif at_work():
+        _send_soon(draft, kept)
     else:
-        _send_soon(draft, resident._kept)
-    crew.residents.free_with(scopes, resident._kept)
+        residents.add(kept)
+        try:
+            if not post((draft,)):
+                off_main(lambda: _send(draft), waits_s=None)
+        except BaseException as error:  # of a signal's handler, perhaps; if it is the call's, it is told here
+            if call.seq < 0 or error is call._error:
+                residents.forget_unsent(kept)
+            raise
+        residents.flush_later()
+    residents.free_with(scopes, kept)
     return resident
 
 
@@ -177,12 +167,7 @@ def _send(draft: Draft) -> None:
         except BaseException as error:
             crew.order.give_up(call, error, sent=False)
             raise
-        try:
-            send(sent := behind_wakes((draft,)))
-        except BaseException:
-            if call.keep is not None:
-                crew.residents.end(call.keep)
-            raise
+        send(sent := behind_wakes((draft,)))
     watch(sent)
 
 

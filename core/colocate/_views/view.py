@@ -7,18 +7,20 @@ from typing import Any, NoReturn
 
 import attrs
 
+from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._kept.handles import Consumer, Reference
+from colocate._role import context
 from colocate._role.call import Call
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._role.on_driver import OnDriver
 from colocate._role.resident import Resident
 from colocate._role.role import no_such_method
-from colocate._system.at_work import refuse_to_wait
+from colocate._system.at_work import at_work, refuse_to_wait
 from colocate._system.numbers import limit
-from colocate._values.dispatch import Plan, chosen_ranks, plan
+from colocate._values.dispatch import Broadcast, Plan, chosen_ranks, plan
 from colocate._values.nesting import no_end
 from colocate._views.pipeline import recording
 from colocate._views.sending import keep, ready, refuse_inside, start, submit, with_references
@@ -91,7 +93,7 @@ def inspect(view: Any) -> Inspection:
 class ViewCall(OnDriver):
     """One method of a role, on its ranks."""
 
-    __slots__ = ("_consumer", "_crew", "_label", "_ranks", "_role", "_spec", "_timeout")
+    __slots__ = ("_consumer", "_crew", "_joiner", "_label", "_nothing", "_ranks", "_role", "_spec", "_timeout")
 
     def __init__(
         self,
@@ -108,11 +110,12 @@ class ViewCall(OnDriver):
         self._ranks = ranks
         self._label = f"{role.name}.{spec.name}"
         self._consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
+        self._joiner = Joiner(crew, role, spec)
+        # How nothing reaches the ranks, where that is always the same.
+        self._nothing = plan(spec.dispatch, {}, role.ranks, ranks) if type(spec.dispatch) is Broadcast else None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
-        if (pipeline := recording(self._crew)) is not None:
-            pipeline.refuse_call(self._label, "use .submit(...) or .keep(...), or ")
         return self._send(start, args, kwargs).result()
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[Any]:
@@ -149,22 +152,31 @@ class ViewCall(OnDriver):
 
     def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send it: `start`, `submit` or `keep`."""
-        crew, spec = self._crew, self._spec
-        crew.check()
-        refuse_inside(self._label, crew.name)
+        crew, spec, ranks = self._crew, self._spec, self._role.ranks
+        if not crew.order.gate.passes:
+            crew.check()
+        if context.current() is not None:
+            refuse_inside(self._label, crew.name)
         if how is start:
-            refuse_to_wait(self._label)
-        arguments = spec.bind(args, kwargs)
+            if (pipeline := recording(crew)) is not None:
+                pipeline.refuse_call(self._label, "use .submit(...) or .keep(...), or ")
+            if at_work():
+                refuse_to_wait(self._label)
         uses: list[Reference] = []
-        try:
-            if arguments:
-                arguments = with_references(arguments, crew, self._consumer, self._label, uses)
-            planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
-        except RecursionError:
-            if (error := no_end(arguments, self._label)) is not None:
-                raise error from None
-            raise
-        return how(ready(crew, self._call(planned), self._role, spec, planned, uses, self._timeout))
+        if self._nothing is not None and not (args or kwargs or spec.required):
+            planned = self._nothing
+        else:
+            arguments = spec.bind(args, kwargs)
+            try:
+                if arguments:
+                    arguments = with_references(arguments, crew, self._consumer, self._label, uses)
+                planned = plan(spec.dispatch, arguments, ranks, self._ranks)
+            except RecursionError:
+                if (error := no_end(arguments, self._label)) is not None:
+                    raise error from None
+                raise
+        call = self._call(planned)
+        return how(ready(crew, call, self._role, spec, planned, uses, self._timeout, self._joiner))
 
     def _call(self, planned: Plan) -> PendingCall:
         slots = self._role.slots

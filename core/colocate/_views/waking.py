@@ -72,7 +72,7 @@ def _wakes(crew: Crew, draft: Draft) -> dict[str, dict[Mark, Slept]]:
     name = draft.call.role
     if name not in crew.roles:
         return {}
-    awake = crew.roles[name].methods[draft.method].awake
+    awake = draft.spec.awake
     return {name: crew.sleepers.for_call(name, TAGS if awake is None else awake)}
 
 
@@ -81,10 +81,10 @@ def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: Draft) -
     given = arguments(crew, role, [tag for _, tag in marks], f"needed by {before.call.label}")
     planned = plan(spec.dispatch, given, info.ranks)
     call = PendingCall(label, "", WAKE, info.slots)
-    call.line, call.submitted = before.call.line, before.call.submitted
-    call.canceller = crew.cancellations.cancel
+    call.at, call.submitted = before.call.at, before.call.submitted
+    call.link = crew
     call._joiner = Joiner(crew, info, spec)
     call.on_end = partial(settled, crew)
     call._then(partial(note, crew, marks))
     body = crew.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
-    return Draft(crew, call, info.key, WAKE, [body] * len(info.slots), planned.valid, before.timeout)
+    return Draft(crew, call, info, spec, [body] * len(info.slots), planned.valid, before.timeout)

@@ -22,7 +22,7 @@ from colocate._system.limits import (
     LAST_WORDS_S,
 )
 from colocate.errors import ClosedError, EngineError
-from colocate.executor import Boot, Exit, Host, HostEvents
+from colocate.executor import Boot, Exit, Host, HostEvents, Posting
 from colocate.keeper.greeting import TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
 from colocate.worker.service import first_message
@@ -105,6 +105,10 @@ class KeptHost(Host):
         self._looks: Requests[None, str | None] = Requests()
         self._killed = False
         self._over = False
+
+    def post(self, frame: wire.Numbered) -> Posting | None:
+        """Send a message by steps."""
+        return None if self._lane is None else self._lane.post(frame)
 
     def send(self, frame: Any) -> None:
         """Send a message."""

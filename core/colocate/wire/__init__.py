@@ -6,16 +6,17 @@ from colocate._definitions.packed import Packed
 from colocate.wire._forks import track, track_socket
 from colocate.wire._listening import listening_within
 from colocate.wire.auth import LOOPBACK, Listener, connect, listen, listen_widely, new_key
-from colocate.wire.framing import Frame, Head, Message, encode
+from colocate.wire.framing import HOLE, Frame, Head, Message, Numbered, encode, numbered
 from colocate.wire.handshake import KEY_BYTES
 from colocate.wire.hub import Hub
-from colocate.wire.lane import OnClosed, OnMessage, SocketLane
+from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane
 from colocate.wire.peer import PeerChannel
 from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, hand_on, take_over
 from colocate.wire.turns import Turns
 
 __all__ = [
     "CUT_AFTER_S",
+    "HOLE",
     "KEY_BYTES",
     "LOOPBACK",
     "Frame",
@@ -23,10 +24,12 @@ __all__ = [
     "Hub",
     "Listener",
     "Message",
+    "Numbered",
     "OnClosed",
     "OnMessage",
     "Packed",
     "PeerChannel",
+    "Posting",
     "SocketLane",
     "Tls",
     "Turns",
@@ -40,6 +43,7 @@ __all__ = [
     "listen_widely",
     "listening_within",
     "new_key",
+    "numbered",
     "pack",
     "take_over",
     "track",

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import array
 import errno
+import functools
 import os
 import pickle
 import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -36,7 +39,11 @@ _ZEROS = bytes(_ALIGN)
 FILE_BYTES = 256 << 10
 # What one call may write of a payload, so that nobody waits long for the lane's lock.
 _STRIDE_BYTES = 4 << 20
+SMALL_BYTES = 16 << 10  # what is sent at once, beside its head, where the socket takes anything
 SCRATCH_BYTES = 64 << 10
+HOLE = 0x7E5EC0DED0C0FFEE
+"""Stands in a head for a number that isn't known yet."""
+_NUMBER = struct.Struct("<q")
 _DIRECT_BYTES = 16 << 10
 
 
@@ -123,6 +130,53 @@ def encode(head: Head, body: Packed | None = None) -> Frame:
     return Frame(passed + header + table, inline + header + table, memory_file(pieces), length)
 
 
+class Numbered:
+    """A small message in which numbers are to be put; then it is sent as it is, to any number of sockets."""
+
+    __slots__ = ("data", "puts")
+
+    def __init__(self, data: bytearray, places: Sequence[int]) -> None:
+        """Args: data: The message. places: Where in it the numbers are put, in their order."""
+        self.data = data
+        self.puts: Sequence[Callable[[int], object]] = [partial(_NUMBER.pack_into, data, place) for place in places]
+
+    def close(self) -> None:
+        """It has no memory of its own to free."""
+
+
+def numbered(head: Head, count: int, body: Packed | None) -> Numbered | None:
+    """Make a frame of a message in whose head numbers are to be put; None where it is large.
+
+    Args:
+        head: As of `encode`, with `HOLE` and the numbers after it where numbers aren't known yet.
+        count: How many.
+        body: As of `encode`.
+    """
+    header, places = _with_hole(head) if count == 1 else _with_holes(head, count)
+    if body is None:
+        start = _PREFIX.pack(_VERSION, _BARE, len(header), 0, 0)
+        return Numbered(bytearray(start + header), places)
+    sizes = [len(body.data), *[buffer.nbytes for buffer in body.buffers]]
+    pieces, length = _lay_out((body.data, *body.buffers), sizes)
+    if length > SMALL_BYTES:
+        return None
+    start = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
+    table = struct.pack(f"<{len(sizes)}Q", *sizes)
+    return Numbered(bytearray().join((start, header, table, *pieces)), places)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_hole(head: Head) -> tuple[bytes, Sequence[int]]:
+    """As `_with_holes`: most calls without arguments, and so most messages of one size, are alike."""
+    return _with_holes(head, 1)
+
+
+def _with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
+    """A pickled head, and where in the frame its holes are."""
+    header = pickle.dumps(head, protocol=5)
+    return header, [_PREFIX.size + header.index(_NUMBER.pack(HOLE + place)) for place in range(count)]
+
+
 def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffer], int]:
     """The segments with the gaps that align them, and how long they are together."""
     if len(sizes) == 1:
@@ -148,13 +202,40 @@ def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
     return Packed(segments[0], tuple(segments[1:]))
 
 
+class Posted:
+    """A numbered frame on its way through one socket: the first bytes were sent in a step, the rest isn't.
+
+    Attributes:
+        written: How many bytes have been written, each time.
+    """
+
+    __slots__ = ("_data", "written")
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+        self.written: list[int] = []
+
+    def write(self, sock: socket.socket) -> bool:
+        """As `Sending.write`."""
+        left = memoryview(self._data)[sum(self.written) :]
+        while left:
+            self.written.append(sock.send(left))
+            left = left[self.written[-1] :]
+        return True
+
+    def close(self) -> None:
+        """It is through."""
+
+    abandon = close
+
+
 class Sending:
-    """A frame on its way through one socket."""
+    """A frame on its way through one socket, whose memory it holds until `close`."""
 
     __slots__ = ("_from", "_left", "_pass", "frame")
 
     def __init__(self, frame: Frame, passes_files: bool) -> None:
-        frame.check_open()
+        frame.hold()
         self.frame = frame
         self._pass = passes_files and frame.has_file
         self._left: bytes | memoryview = frame._passed if self._pass else frame._inline
@@ -185,6 +266,14 @@ class Sending:
         while self._from < until:
             self._from += send_file(sock, frame._file, self._from, until - self._from)
         return self._from == frame.payload_bytes
+
+    def close(self) -> None:
+        """It is through, or will never be."""
+        self.frame.close()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self.frame.abandon()
 
     def _pass_file(self, sock: socket.socket) -> None:
         """Send the first bytes with the file attached to them."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
-import os
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from colocate._system.jobs import error_text, report_exception
@@ -50,9 +51,14 @@ class Hub:
         self._own_thread = own_thread
         self._on_death = on_death
         self._epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._handlers: dict[int, Callable[[int], None]] = {self._wake: self._on_wake}
+        # Sockets, and no eventfd: a step may be under way when the hub is closed, and the number somebody else's then.
+        self._woken, self._waker = socket.socketpair()
+        for sock in (self._woken, self._waker):
+            sock.setblocking(False)
+        self.jobs: deque[Callable[[], object]] = deque()
+        self.wake = partial(self._waker.send, b"\0")
+        self._epoll.register(self._woken, select.EPOLLIN)
+        self._handlers: dict[int, Callable[[int], None]] = {self._woken.fileno(): self._on_wake}
         self._lanes: dict[int, SocketLane] = {}
         self._doors: list[Door] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -143,7 +149,7 @@ class Hub:
             self._start()
             heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
             if threading.current_thread() is not self._thread:
-                os.eventfd_write(self._wake, 1)  # it may be waiting for longer than that
+                self._wake()  # it may be waiting for longer than that
 
     def run(self) -> None:
         """Serve on the calling thread until the hub is closed (`own_thread=False`)."""
@@ -168,7 +174,7 @@ class Hub:
             self._stopping = True
             thread = self._thread
             if not self._ended.is_set():
-                os.eventfd_write(self._wake, 1)
+                self._wake()
         if thread is None:
             self._end()
         elif thread is not threading.current_thread():
@@ -186,7 +192,8 @@ class Hub:
         if not ended:
             # Not unregister: the child's epoll is the parent's.
             self._epoll.close()
-            os.close(self._wake)
+            self._woken.close()
+            self._waker.close()
             for lane in list(self._lanes.values()):
                 lane._forget_fork()
 
@@ -268,8 +275,14 @@ class Hub:
                 report_exception()
         return -1
 
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
+            self.wake()
+
     def _on_wake(self, _events: int) -> None:
-        os.eventfd_read(self._wake)
+        self._woken.recv_into(self.scratch)
+        while self.jobs:
+            self.jobs.popleft()()
 
     def _end(self, reason: str = "the hub was closed") -> None:
         with self._lock:
@@ -285,7 +298,8 @@ class Hub:
             self._ended.set()
             self._handlers.clear()
             self._epoll.close()
-            os.close(self._wake)
+            self._woken.close()
+            self._waker.close()
 
 
 def _try(closing: Callable[[], None]) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import errno
+import operator
 import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain, compress
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from colocate._definitions.packed import Packed
+from colocate._system import at_once
+from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
-from colocate.wire.framing import Frame, Head, Reader, Sending, encode
+from colocate.wire.framing import Frame, Head, Numbered, Posted, Reader, Sending, encode
 from colocate.wire.tls import Secured
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
@@ -22,10 +28,37 @@ _GONE = frozenset({errno.EPIPE, errno.ECONNRESET})
 _TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 
 
+_LOOKS_S = 0.05
+
+
+class Posting(NamedTuple):
+    """How one frame is sent in steps that nothing comes in between (`_system.at_once`).
+
+    Attributes:
+        queues: Steps, functions in C that `map` calls, by which the frame gets its place behind what was sent before.
+        writes: Steps that send it on from there.
+        after: Called afterwards.
+        mend: Called instead, perhaps twice, when something was raised in between: by the operating system, or by a
+            signal's handler.
+    """
+
+    queues: Iterator[object]
+    writes: Iterator[object]
+    after: Callable[[], object] | None
+    mend: Callable[[], object]
+
+
 class Server(Protocol):
     """What a lane needs of the hub that serves it."""
 
     scratch: memoryview
+
+    jobs: deque[Callable[[], object]]  # what its thread is to do soon, once it was woken
+
+    @property
+    def wake(self) -> Callable[[], object]:
+        """Wakes it; a function in C."""
+        ...
 
     def look_for(self, sock: socket.socket, events: int) -> None:
         """Look for these events of a socket from now on."""
@@ -50,7 +83,8 @@ class SocketLane:
         self._empty = threading.Condition(self._lock)
         self._reading = threading.RLock()  # held while messages are received and handled: one thread at a time does
         self._lent = False
-        self._queue: deque[Sending] = deque()
+        self._queue: deque[Sending | Posted] = deque()
+        self._hub_writes = False  # what is in the queue; who has put something there no longer does
         self._can_send = True
         self._closing = False
         self._finished = False
@@ -113,8 +147,10 @@ class SocketLane:
         Returns:
             Whether it has been, before the timeout and before the lane closed.
         """
+        deadline = Deadline(timeout)
         with self._empty:
-            self._empty.wait_for(lambda: not (self._queue and self._can_send), timeout)
+            while self._queue and self._can_send and not deadline.is_over:
+                self._empty.wait(deadline.at_most(_LOOKS_S))  # whoever empties it by steps says nothing
             return not self._queue and self._can_send
 
     def finish(self, reason: str) -> None:
@@ -134,24 +170,46 @@ class SocketLane:
         with self._lock:
             if not self._can_send:
                 return False
+            before: list[int] = []
             sending = Sending(frame, self._passes_files)
-            if not self._queue:
+            queue = self._queue
+            at_once.run(chain(map(before.append, map(len, (queue,))), map(queue.append, (sending,))))
+            if not before[0]:
                 try:
-                    if sending.write(self._sock):
-                        return True
-                except BlockingIOError:
-                    pass  # The hub's thread goes on when there is room.
-                except OSError as error:
-                    self._break(error)
-                    return False
+                    self._write()
                 except BaseException:
                     # Ctrl-C, say. Nobody knows how much was written, and half a message would garble all others.
                     self._shut("interrupted in the middle of sending a message")
                     raise
-            frame.hold()
-            self._queue.append(sending)
-            self._show_interest()
-            return True
+            return self._can_send
+
+    def post(self, frame: Numbered) -> Posting | None:
+        """How a frame is sent without a lock; None where it can't be: the lane is closed, or one of TLS.
+
+        Whoever puts something into the empty queue is the one that writes, until the queue is empty again, or the hub
+        has been told to.
+        """
+        if self._secured is not None or not self._can_send:
+            return None
+        queue, data = self._queue, frame.data
+        posted, owns = Posted(data), list[bool]()
+        written, whole = posted.written, len(data)
+        queues = chain(map(owns.append, map(operator.not_, map(len, (queue,)))), map(queue.append, (posted,)))
+        writes = chain(
+            map(written.append, map(self._sock.send, compress((data,), owns))),
+            at_once.called(compress((queue.popleft,), map(operator.eq, written, (whole,)))),
+            self._told(owns, queue),
+        )
+        return Posting(queues, writes, None, partial(self._tell, owns, queue))
+
+    def _told(self, owns: list[bool], queue: deque[Any]) -> Iterator[object]:
+        """Steps that tell the hub to write what is in the queue, if who has put something into that was to."""
+        steps = at_once.called([partial(self._hub.jobs.append, self._take_over), owns.clear, self._hub.wake])
+        return at_once.when(compress((steps,), owns), map(bool, (queue,)))
+
+    def _tell(self, owns: list[bool], queue: deque[Any]) -> None:
+        with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
+            at_once.run(self._told(owns, queue))
 
     # For the thread that has taken its turn (see `turns.py`):
 
@@ -200,20 +258,26 @@ class SocketLane:
         if events & ~select.EPOLLOUT:
             self.receive(self._hub.scratch)
 
+    def _take_over(self) -> None:
+        """Write what others have put into the queue, and couldn't write."""
+        with self._lock:
+            self._hub_writes = True
+        self._flush()
+
     def _flush(self) -> None:
         with self._lock:
             try:
                 if self._secured is not None:
                     self._secured.flush()
-                while self._queue:
-                    if not self._queue[0].write(self._sock):
-                        return
-                    self._queue.popleft().frame.close()
             except BlockingIOError:
                 if self._settled:
                     return
             except OSError as error:
                 self._break(error)
+            else:
+                if self._hub_writes and self._queue:
+                    self._hub_writes = False
+                    self._write()
             if not self._finished:
                 self._show_interest()
             self._empty.notify_all()
@@ -264,9 +328,28 @@ class SocketLane:
 
     # With the lock held:
 
+    def _write(self) -> None:
+        """Write what is in the queue, for it is this thread's turn to; the hub's thread goes on if that takes long."""
+        queue, left = self._queue, [1]
+        try:
+            while left.pop():
+                if not queue[0].write(self._sock):
+                    self._hub_writes = True
+                    break
+                done = queue[0]
+                # In one step: from the moment when it is empty whoever fills it writes.
+                at_once.run(chain(at_once.called((queue.popleft,)), map(left.append, map(len, (queue,)))))
+                done.close()
+        except BlockingIOError:
+            self._hub_writes = True
+        except OSError as error:
+            self._break(error)
+        if self._hub_writes and not self._finished:
+            self._show_interest()
+
     def _show_interest(self) -> None:
         """Tell the hub what to look for."""
-        sends = self._queue if self._secured is None else self._secured.sends(bool(self._queue))
+        sends = self._hub_writes if self._secured is None else self._secured.sends(self._hub_writes)
         self._hub.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if sends else 0))
 
     def _break(self, error: OSError) -> None:
@@ -289,8 +372,10 @@ class SocketLane:
 
     def _stop_sending(self) -> None:
         self._can_send = False
-        while self._queue:
-            self._queue.popleft().frame.close()
+        self._hub_writes = False
+        queue, self._queue = self._queue, deque()  # another one: steps may be under way in this one
+        for each in list(queue):
+            each.close()
         self._empty.notify_all()
 
     def _forget_fork(self) -> None:
@@ -301,7 +386,7 @@ class SocketLane:
         self._can_send = False
         self._closing = self._finished = True
         for sending in self._queue:
-            sending.frame.abandon()
+            sending.abandon()
         self._queue.clear()
         self._reader.close()
         self._sock.close()

@@ -122,9 +122,10 @@ class PeerChannel:
         except BaseException:
             self._drop(connection)
             raise
-        self._give_back(connection)
-        if not fine:
+        if not fine:  # it may be about to close the connection, for want of a thread
+            self._drop(connection)
             raise ConnectionError(f"the peer at {address} could not answer: {answer[0]}")
+        self._give_back(connection)
         return tuple(answer), body
 
     def abort(self, reason: str) -> None:
@@ -296,8 +297,11 @@ class _Connection:
 
     def send(self, frame: Frame) -> None:
         sending = Sending(frame, self._passes_files)
-        while not sending.write(self.sock):
-            pass
+        try:
+            while not sending.write(self.sock):
+                pass
+        finally:
+            sending.close()
 
     def receive(self) -> Message:
         while True:

@@ -12,6 +12,7 @@ class Asleep:
     """It is changed on the lane, and may be read on any thread.
 
     Attributes:
+        roles: What sleeps by role and tag, with what other roles hold too.
         away: The sizes of pieces of memory that aren't there, by what they are called: those of the host by their
             addresses, those of a device by what torch calls their storages.
         emptied: Those of them that are nowhere else either: they come back as zeros.
@@ -21,18 +22,18 @@ class Asleep:
     def __init__(self, device: str) -> None:
         """Nothing sleeps. `device`: the slot's."""
         self._device = device
-        self._roles: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
+        self.roles: dict[str, dict[str, Objects]] = {}
         self._kept: dict[str, Kept] = {}
         self.away: dict[int, int] = {}
         self.emptied: set[int] = set()
         self.why: dict[str, str] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._roles)
+        return bool(self.roles)
 
     def tags(self, role: str | None) -> Sequence[str]:
         """What of a role sleeps."""
-        return () if role is None else tuple(self._roles.get(role, ()))
+        return () if role is None else tuple(self.roles.get(role, ()))
 
     def kept_awake(self, role: str, tags: Collection[str] | None = None) -> dict[str, int]:
         """Why memory of what sleeps of a role is awake all the same, and how many bytes, most first.
@@ -44,7 +45,7 @@ class Asleep:
             tags: Of what of it; None for all.
         """
         found: dict[str, int] = {}
-        by_tag = self._roles.get(role, {})
+        by_tag = self.roles.get(role, {})
         for tag, pieces in self._kept.get(role, {}).items():
             if tag not in by_tag or (tags is not None and tag not in tags):
                 continue
@@ -62,7 +63,7 @@ class Asleep:
         """
         seen: set[int] = set()
         found: dict[str, tuple[int, int]] = {}
-        for role, by_tag in list(self._roles.items()):
+        for role, by_tag in list(self.roles.items()):
             keys = {key for pieces in list(by_tag.values()) for key in pieces.storages} - seen
             sizes = {key: self.away.get(key, 0) for key in keys}
             found[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
@@ -106,11 +107,11 @@ class Asleep:
     def coming(self, name: str, tags: Iterable[str]) -> Coming:
         """What of a role is to be there again; all of these sleep."""
         self.forget_freed()
-        return Coming(self._roles[name], tags, self.away, self.emptied, self._device, self._kept.get(name, {}))
+        return Coming(self.roles[name], tags, self.away, self.emptied, self._device, self._kept.get(name, {}))
 
     def add(self, name: str, moved: Going | Coming) -> None:
         """A role's memory sleeps, or does still."""
-        asleep = self._roles.setdefault(name, {})
+        asleep = self.roles.setdefault(name, {})
         for tag, pieces in moved.by_tag.items():
             joined = Objects()  # others are reading what is there
             for each in (asleep.get(tag), pieces):
@@ -127,17 +128,17 @@ class Asleep:
             self.away.pop(key, None)  # unless it was let go of meanwhile
         self.emptied -= moved.pieces.keys()
         self.why.pop(name, None)
-        asleep = self._roles[name]
+        asleep = self.roles[name]
         for tag in moved.tags:
             del asleep[tag]
         self._kept[name] = {tag: pieces for tag, pieces in self._kept.get(name, {}).items() if tag in asleep}
         if not asleep:
-            del self._roles[name], self._kept[name]
+            del self.roles[name], self._kept[name]
 
     def add_own(self, name: str, tags: Collection[str], why: str) -> None:
         """What a role puts away by its own means isn't back, though the rest is."""
-        self._roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
+        self.roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
         self.why[name] = why
 
     def _all(self) -> list[Objects]:
-        return [pieces for by_tag in list(self._roles.values()) for pieces in list(by_tag.values())]
+        return [pieces for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]

@@ -27,6 +27,7 @@ class Device:
     """A slot's device, on the lane.
 
     Attributes:
+        is_gpu: Whether it is one; the host works on nobody's own time.
         peaks: What methods have had at most of the device's memory while they ran, beyond what was there when they
             began, in bytes: by role and method. None where nobody knows: on the host, where slots are threads (torch
             has one account for them), and where another allocator is in the place of torch's.
@@ -35,6 +36,7 @@ class Device:
     def __init__(self, name: str, in_process: bool) -> None:
         """Args: name: As torch calls it. in_process: Whether slots are threads."""
         self._name = name
+        self.is_gpu = name != "cpu"
         self._starts: list[int] = []  # of memory that isn't the allocator's to give to others
         self._stops: list[int] = []
         self._reserved: object = None

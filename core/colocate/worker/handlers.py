@@ -33,7 +33,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _AGAIN_S = 0.001
 _set, _get = signal.signal, signal.getsignal
 _calls_role_code: set[CodeType] = {MethodSpec.call.__code__, awaited.__code__}
-_put_off: list[tuple[Handler, int]] = []
+put_off: list[tuple[Handler, int]] = []
+"""What is to be run later, with the numbers of the signals."""
 _waits_for_role_code: set[CodeType] = set()
 _lane: Lane | None = None
 
@@ -67,14 +68,14 @@ def leave() -> None:
 
 def raise_put_off() -> None:
     """Run what was put off amid a call, before that is over. What it raises comes through."""
-    while _put_off:
-        _run(*_put_off.pop(0))
+    while put_off:
+        _run(*put_off.pop(0))
 
 
 def _settle() -> None:
     """On the lane, while no code of a call runs: run what was put off. A call that awaits something fails of it."""
-    while _put_off:
-        handler, number = _put_off.pop(0)
+    while put_off:
+        handler, number = put_off.pop(0)
         try:
             _run(handler, number)
         except BaseException as error:
@@ -94,7 +95,7 @@ class _Guarded:
         if _lane is None or _is_called_by_role_code(frame):
             self.handler(number, frame)
         elif not (_is_within_role_code(frame) and _comes_again(number)):
-            _put_off.append((self.handler, number))
+            put_off.append((self.handler, number))
             _lane.do(_settle)
 
 

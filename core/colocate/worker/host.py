@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -72,7 +72,7 @@ class WorkerHost(Site):
         self._ledgers = JobThread(f"colocate-ledger-{boot.worker}", lambda error: report_exception())
         self._glimpses = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
         broken = partial(self._thread_failed, "its lane")
-        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, own_thread=in_process)
+        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, in_process, self._works_of)
         self._runner = Runner(self, self.broken)
         self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
             to_worker.Define: self.definitions.arrived,
@@ -117,10 +117,24 @@ class WorkerHost(Site):
         self.lane.put(work)
 
     def _on_call(self, call: to_worker.Call, body: Any) -> None:
+        if (work := self._work_of(call, body)) is not None:
+            self.lane.put(work)
+
+    def _works_of(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Sequence[Work]:
+        """What the lane has to do for calls."""
+        if isinstance(message, to_worker.Call):
+            works = [self._work_of(message, body)]
+        else:
+            self.store.free(message.frees)
+            works = [self._work_of(call, its_body) for call, its_body in take_apart(message.calls, body)]
+        return [work for work in works if work is not None]
+
+    def _work_of(self, call: to_worker.Call, body: Any) -> Work | None:
+        """What the lane has to do for a call."""
         if call.frees:
             self.store.free(call.frees)
         if self.ended:
-            return
+            return None
         hosted = self.roles.get(call.role) or self._for_functions(call.role)
         spec = hosted.spec(call.method)
         concurrency = spec.concurrency if spec.is_async else 0
@@ -129,7 +143,7 @@ class WorkerHost(Site):
         if call.keep is not None:
             self.store.expect(call.keep)
             work.on_drop = partial(self.store.fail, call.keep, f"{work.label} was withdrawn after a failure")
-        self.lane.put(work)
+        return work
 
     def _on_batch(self, batch: to_worker.Batch, body: Any) -> None:
         if batch.frees:

@@ -25,6 +25,7 @@ class HostedRole:
         setting: What makes torch's settings.
         settings: Which the role has of its own; None for those of all.
         keeps_addresses: Whether what its constructor has made on a GPU keeps its addresses when it sleeps.
+        drawn: Its last call, and where its random numbers were when that began; None for their beginning.
         operations: How many operations of process groups it has begun in the calls that have ended.
     """
 
@@ -37,21 +38,16 @@ class HostedRole:
     keeps_addresses: bool = False
     operations: int = attrs.field(default=0, init=False)
     _labels: Mapping[str, str] = attrs.field(init=False)
-    _drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
+    drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
 
     def __attrs_post_init__(self) -> None:
         # Each call asks for one.
         named = self.name is not None
         self._labels = {method: f"{self.name}.{method}" if named else method for method in self.methods}
 
-    def begin(self, seq: int) -> None:
-        """A call of it begins: note where its random numbers are."""
-        generator = self.ctx._generator
-        self._drawn = seq, None if generator is None else generator.get_state()
-
     def take_back(self, failed: Collection[int]) -> None:
         """Some calls have failed, here or on another rank: if it has begun nothing since, it draws the same again."""
-        seq, state = self._drawn
+        seq, state = self.drawn
         generator = self.ctx._generator
         if seq not in failed or generator is None:
             return

@@ -94,7 +94,9 @@ class _Action:
     act: Callable[[], object]
 
 
-_Item: TypeAlias = "Work | _Hold | _GivenUp | _Resume | _Decided | _Renewed | _Turned | _Action | None"
+_Item: TypeAlias = (
+    "tuple[Message, Any] | Work | _Hold | _GivenUp | _Resume | _Decided | _Renewed | _Turned | _Action | None"
+)
 _NEVER = sys.maxsize
 
 
@@ -109,6 +111,7 @@ class Lane:
         on_broken: Callable[[BaseException], None] = lambda error: None,
         turns: Turns | None = None,
         own_thread: bool = True,
+        works_of: Callable[[Any, Any], Sequence[Work]] = lambda message, body: (),
     ) -> None:
         """Start the thread, if it is to have one of its own: else it is the main thread, which calls `run`.
 
@@ -120,8 +123,12 @@ class Lane:
             turns: How the lane receives messages itself while it idles; None where others always bring them.
             own_thread: Whether it has one, for whose end, and that of threads which role code starts, the process
                 doesn't wait.
+            works_of: Makes work of calls that have come by `take`: of the message, and its body.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self.take = self._queue.put  # a call as it is, in a step (`_system.at_once`); `look_again` is to follow
+        self._works_of = works_of
+        self._split: deque[Work] = deque()  # of what was taken so
         self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
         self._on_held = on_held
         self._on_broken = on_broken
@@ -260,12 +267,25 @@ class Lane:
         self.cancel(0, _NEVER)
         self._put(None)
 
-    def _put(self, item: _Item) -> None:
-        self._queue.put(item)
+    def look_again(self) -> None:
+        """Something has come: have the lane see that, if it doesn't wait for its queue alone."""
         if self._turns is not None:
             self._turns.wake()
-        if (tasks := self.tasks) is not None:
-            tasks.wake()
+        if self.tasks:
+            self.tasks.wake()
+
+    def _put(self, item: _Item) -> None:
+        self._queue.put(item)
+        self.look_again()
+
+    def _got(self) -> _Item:
+        """The next thing that has come; calls that have come as they are, as work."""
+        while not self._split:
+            item = self._queue.get()
+            if type(item) is not tuple:
+                return item
+            self._split.extend(self._works_of(*item))
+        return self._split.popleft()
 
     # -- on the lane
 
@@ -290,7 +310,7 @@ class Lane:
         """The next call to begin, or None to end."""
         while True:
             if self._is_plain():  # as nearly always: the next item in the queue is what to do
-                item = self._queue.get()
+                item = self._got()
                 if isinstance(item, Work):
                     return item
                 self._note(item)
@@ -348,15 +368,15 @@ class Lane:
             return
         if self._turns is not None:
             self._turns.wait(self._has_news)
-        self._note(self._queue.get())
+        self._note(self._got())
         self._note_all()
 
     def _has_news(self) -> bool:
-        return not self._queue.empty()
+        return bool(self._split) or not self._queue.empty()
 
     def _note_all(self) -> None:
-        while not self._queue.empty():  # nobody else takes from it
-            self._note(self._queue.get())
+        while self._has_news():  # nobody else takes from it
+            self._note(self._got())
 
     def _note(self, item: _Item) -> None:
         if isinstance(item, Work):

@@ -138,6 +138,11 @@ class Residency:
             self._awaken(name, tuple(TAGS), f"needed by {'another role' if work is None else work.label}")
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether roles do."""
+        return self._turns is not None
+
+    @property
     def is_moving(self) -> bool:
         """Whether memory moves beside what runs, or has."""
         return self._prefetch.is_under_way

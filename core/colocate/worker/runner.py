@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from colocate.worker import failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.forked import RoleCode
 from colocate.worker.functions import OF_WORKERS, restore
-from colocate.worker.handlers import calls_role_code, raise_put_off
+from colocate.worker.handlers import calls_role_code, put_off, raise_put_off
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
@@ -102,7 +103,10 @@ class Runner:
         return True
 
     def call(self, work: Work) -> Any:
-        """Run a method; whether it went well, or a coroutine that says so."""
+        """Run a method; whether it went well, or a coroutine that says so.
+
+        What only some roles, devices or drivers need is asked for here, so that it costs the others nothing.
+        """
         site = self._site
         call = work.message
         assert isinstance(call, to_worker.Call)
@@ -112,23 +116,28 @@ class Runner:
         start = work.began = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
-        role.begin(call.seq)
-        work.operations, work.cuts = site.groups.count(), site.groups.cuts
+        role.drawn = call.seq, None if role.ctx._generator is None else role.ctx._generator.get_state()
+        if not site.in_process:
+            work.operations, work.cuts = torch_books.count(), site.groups.cuts
         work.before = role.operations - work.operations
         try:
-            site.residency.enter(call.seq, role, spec)
+            if site.residency.takes_turns:
+                site.residency.enter(call.seq, role, spec)
             # Not where others run beside it, nor where memory of other roles comes and goes meanwhile.
-            work.allocated = None if spec.is_async or site.residency.is_moving else site.device.begin()
-            site.sleeper.check(role, spec)
-            site.definitions.load(work.lots)
+            if site.device.peaks is not None and not (spec.is_async or site.residency.is_moving):
+                work.allocated = site.device.begin()
+            if site.sleeper.asleep.roles:
+                site.sleeper.check(role, spec)
+            if work.lots:
+                site.definitions.load(work.lots)
             resolver = self._resolver(call, work) if call.uses else None
-            arguments = self._arguments(body, resolver, role, spec)
+            arguments = {} if body is None else self._arguments(body, resolver, role, spec)
             if site.store.strict:
                 work.watches = {name: Watch(value, contents=True) for name, value in arguments.items()}
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
-            if not spec.is_async:
+            if not spec.is_async and "asyncio" in sys.modules:  # else nobody asks for a current loop
                 site.lane.have_loop()
             with self._role_code:
                 result = role.run(spec.call, role.instance, arguments)
@@ -217,8 +226,6 @@ class Runner:
 
     def _arguments(self, body: Any, resolver: Resolver | None, role: HostedRole, spec: MethodSpec) -> dict[str, Any]:
         site = self._site
-        if body is None:
-            return {}
         with rebuilding("an argument"):
             arguments: dict[str, Any] = site.hand_over(site.codec.unpack(body, site.boot.device))
         if resolver is not None:
@@ -256,57 +263,54 @@ class Runner:
         resolver: Resolver | None,
         start: float,
     ) -> None:
+        site, label, device = self._site, work.label, self._site.device
         try:
-            self._answer(result, work, call, role, spec, resolver, start)
+            if device.is_gpu:
+                device.end(label, work.allocated)
+            if result is not None:
+                returned, result = result, ordinary(result, device.lends)
+                if result is not returned and device.is_gpu:
+                    device.end(label)  # with what was copied of it
+            if work.rows is not None and (result is not None or counts(spec, role.ctx)):
+                result = without_padding(result, work.rows, work.valid_rows, label)
+            is_of_worker = call.method in OF_WORKERS
+            if is_of_worker:  # what changes there is no resident, and they have looked whether there is room
+                site.accounts.changed(None)
+            else:
+                if site.store.entries or resolver is not None or work.watches:
+                    self._check_writes(work, role, resolver)
+                if site.accounts.budgets.limits:
+                    site.residency.check(role.name, label, None if call.keep is None else {label: result})
+            operations = 0 if site.in_process else torch_books.count()
+            valid, halves = work.valid_rows, work.halves if work.shares or operations != work.operations else 0
+            if operations != work.operations:
+                role.operations = max(role.operations, work.before + operations)
+                if site.groups.cuts != work.cuts:
+                    raise Consequence(
+                        f"process groups were cut while {label} used them: what it has got of them isn't true"
+                    )
+            taken = summed(work.taken) if work.taken else ()
+            body = None if result is None or call.keep is not None else site.packed(result, label)
+            if put_off and not is_of_worker:  # of which each has done all that it does, or nothing
+                raise_put_off()
+            if call.keep is None:
+                done = from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken)
+                if body is None:
+                    site.say(done)
+                else:
+                    site.say_result(done, body, label)
+            else:
+                rows = rows_to_join(result, spec, role.ctx)
+                nbytes = site.store.put(call.keep, result, label, valid, rows)
+                site.say(from_worker.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves, taken))
         except RecursionError:
             if (error := no_end({"result": result}, f"the result of {work.label}")) is not None:
                 raise error from None
             raise
-
-    def _answer(
-        self,
-        result: Any,
-        work: Work,
-        call: to_worker.Call,
-        role: HostedRole,
-        spec: MethodSpec,
-        resolver: Resolver | None,
-        start: float,
-    ) -> None:
-        site, label = self._site, work.label
-        site.device.end(label, work.allocated)
-        returned, result = result, ordinary(result, site.device.lends)
-        if work.rows is not None and (result is not None or counts(spec, role.ctx)):
-            result = without_padding(result, work.rows, work.valid_rows, label)
-        if result is not returned:
-            site.device.end(label)  # with what was copied of it
-        if call.method in OF_WORKERS:  # what changes there is no resident, and they have looked whether there is room
-            site.accounts.changed(None)
-        else:
-            if len(site.store) or resolver is not None or work.watches:
-                self._check_writes(work, role, resolver)
-            site.residency.check(role.name, label, None if call.keep is None else {label: result})
-        operations = site.groups.count()
-        valid, halves = work.valid_rows, _updates(work, operations)
-        if operations != work.operations:
-            role.operations = max(role.operations, work.before + operations)
-            if site.groups.cuts != work.cuts:
-                raise Consequence(
-                    f"process groups were cut while {label} used them: what it has got of them isn't true"
-                )
-        taken = summed(work.taken) if work.taken else ()
-        body = None if result is None or call.keep is not None else site.packed(result, label)
-        if call.method not in OF_WORKERS:  # of which each has done all that it does, or nothing
-            raise_put_off()
-        if call.keep is None:
-            site.say_result(from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken), body, label)
-        else:
-            rows = rows_to_join(result, spec, role.ctx)
-            nbytes = site.store.put(call.keep, result, label, valid, rows)
-            site.say(from_worker.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves, taken))
         if site.recent is not None and role.name is not None:
             site.recent.add(role.name, start, time.time())
-        site.residency.leave(call.seq)
+        if site.residency.takes_turns:
+            site.residency.leave(call.seq)
 
     def _check_writes(self, work: Work, role: HostedRole, resolver: Resolver | None) -> None:
         site, label = self._site, work.label

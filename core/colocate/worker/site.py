@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from colocate._protocol import from_worker, questions
 from colocate._protocol.consequence import Consequence
-from colocate._protocol.message import Head, Message
+from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
 from colocate._role.context import Context, running_call
@@ -34,7 +34,8 @@ from colocate.worker.settings import Setting
 from colocate.worker.sleeping import Sleeper
 from colocate.worker.store import Store
 
-Send: TypeAlias = Callable[[Head, Any], None]
+Send: TypeAlias = Callable[[Any, Any], None]
+"""Of a head, or within one process of the message itself, and the body."""
 _OF_CODE = (questions.Missing, questions.Source, questions.Compare)
 
 
@@ -112,7 +113,7 @@ class Site:
 
     def say(self, message: Message, body: Any = None) -> None:
         """Tell the driver something; in order, from any thread."""
-        self._send(message.head(), body)
+        self._send(message if self.in_process else message.head(), body)
 
     def say_result(self, message: Message, body: Any, label: str) -> None:
         """Tell the driver something with what a method has returned.

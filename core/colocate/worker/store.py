@@ -63,6 +63,7 @@ class Store:
 
     Attributes:
         strict: Whether writes in place are noticed.
+        entries: The parts by the ids of their handles.
         copies_bytes: How many bytes of parts that are on a device stay on the host, too, when somebody has read them.
     """
 
@@ -80,13 +81,13 @@ class Store:
         self._device = device
         self._copies_lock = threading.Lock()
         self._reads = itertools.count(1)
-        self._entries: dict[int, Entry] = {}
+        self.entries: dict[int, Entry] = {}
         self._news = threading.Condition()
 
     def expect(self, key: int) -> None:
         """A call is queued here whose result will be kept."""
         with self._news:
-            self._entries[key] = Entry()
+            self.entries[key] = Entry()
 
     def put(self, key: int, value: Any, maker: str, weight: int | None, rows: int | None = None) -> int:
         """Keep a value; dropped at once if it was freed before it was made.
@@ -103,7 +104,7 @@ class Store:
         """
         watch = Watch(value, self.strict)
         with self._news:
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             if entry is not None:
                 entry.value, entry.maker, entry.watch, entry.weight = value, maker, watch, weight
                 entry.counted, entry.nbytes = rows, watch.nbytes
@@ -114,7 +115,7 @@ class Store:
     def fail(self, key: int, error: str) -> None:
         """Its call failed or was withdrawn: whoever waits for it is told."""
         with self._news:
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             if entry is not None and not entry.ready:
                 entry.error, entry.ready = error, True
                 self._news.notify_all()
@@ -123,12 +124,12 @@ class Store:
         """Forget parts."""
         with self._news:
             for key in keys:
-                self._entries.pop(key, None)
+                self.entries.pop(key, None)
             self._news.notify_all()
 
     def local(self, key: int) -> Entry | None:
         """The part as it is, for role code on the lane; None when this worker has no such part."""
-        return self._entries.get(key)
+        return self.entries.get(key)
 
     def wait(self, key: int, why_not: Callable[[], str | None] = lambda: None) -> Entry:
         """The part once its call has run.
@@ -140,12 +141,12 @@ class Store:
         Raises:
             ColocateError: It failed, the worker is closing, or the wait was interrupted.
         """
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is not None and entry.ready and entry.error is None and self._scope.closed is None:
             return entry  # as nearly always; it is noted to be ready when all else of it is there
         with self._news:
             while True:
-                entry = self._entries.get(key)
+                entry = self.entries.get(key)
                 if self._scope.closed is not None:
                     raise Consequence(f"resident {key} isn't to be had any more: {self._scope.closed}")
                 # A part that isn't known is on its way: it is never freed while a call that uses it is unfinished.
@@ -183,7 +184,7 @@ class Store:
 
     def _let_go_of_copies(self) -> None:
         with self._news:
-            entries = list(self._entries.values())
+            entries = list(self.entries.values())
         kept = [(entry, copies.nbytes) for entry in entries if (copies := entry.copies) is not None]
         total = sum(nbytes for _, nbytes in kept)
         for entry, nbytes in sorted(kept, key=lambda each: each[0].read):
@@ -201,14 +202,14 @@ class Store:
     def renew(self) -> None:
         """Forget what a driver that has let go has kept."""
         with self._news:
-            for key in [key for key in self._entries if self._scope.let_go(key)]:
-                del self._entries[key]
+            for key in [key for key in self.entries if self._scope.let_go(key)]:
+                del self.entries[key]
             self._news.notify_all()
 
     def close(self) -> None:
         """Forget everything and wake whoever waits: its scope is closed."""
         with self._news:
-            self._entries.clear()
+            self.entries.clear()
             self._news.notify_all()
 
     def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[Written]:
@@ -218,8 +219,8 @@ class Store:
             keys: Those to look at; None for all.
             by: The call that has run; None when it isn't known who it was: one that has the very value, if any.
         """
-        for key in list(self._entries) if keys is None else keys:
-            entry = self._entries.get(key)
+        for key in list(self.entries) if keys is None else keys:
+            entry = self.entries.get(key)
             if entry is not None and entry.watch is not None and entry.watch.written():
                 # Named once, with the method that did it; from then on nobody gets what it has become.
                 entry.watch = None
@@ -233,7 +234,7 @@ class Store:
 
     def values(self) -> list[tuple[str, Any]]:
         """Who has made each part that is there, and the part; the same of what stays of it on the host for others."""
-        entries = [entry for entry in list(self._entries.values()) if entry.ready]
+        entries = [entry for entry in list(self.entries.values()) if entry.ready]
         copies = [(entry.maker, entry.copies) for entry in entries] if self.copies_bytes else []
         return [
             *((entry.maker, entry.value) for entry in entries),
@@ -242,7 +243,4 @@ class Store:
 
     def made_by(self, role: str) -> list[int]:
         """The residents that a role has returned."""
-        return [key for key, entry in list(self._entries.items()) if entry.maker.partition(".")[0] == role]
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        return [key for key, entry in list(self.entries.items()) if entry.maker.partition(".")[0] == role]

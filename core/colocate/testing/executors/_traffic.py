@@ -24,14 +24,21 @@ class Traffic:
         self.sent_bytes: list[int] = []
         self.received_bytes: list[int] = []
         executor = group._node.services.executor
-        frame = executor.frame
+        frame, numbered = executor.frame, executor.numbered
 
         def counted(head: tuple[Any, ...], body: Any = None) -> Any:
             self.sent.append(read(head))
             self.sent_bytes.append(_bytes(body))
             return frame(head, body)
 
+        def counted_if_made(message: Any, body: Any) -> Any:
+            if (made := numbered(message, body)) is not None:
+                self.sent.append(message)
+                self.sent_bytes.append(_bytes(body))
+            return made
+
         monkeypatch.setattr(executor, "frame", counted)
+        monkeypatch.setattr(executor, "numbered", counted_if_made)
         kind = type(group._node)
         monkeypatch.setattr(kind, "done", self._heard(kind.done))
         residents = type(group._node.residents)

@@ -180,7 +180,10 @@ class Signals(Scripted):
         assert (code, errors) == (0, "")
 
     def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
-        """Whatever the main thread asks for: a signal's handler finds no lock of the executor taken by it."""
+        """Whatever the main thread asks for: a signal's handler finds no lock of the executor taken by it.
+
+        But for `numbered`, which takes none: the main thread makes frames that it posts itself.
+        """
         driver = scripts.start("""
             from colocate.executor import Executor
             called = []
@@ -205,7 +208,7 @@ class Signals(Scripted):
                 say([echo.first("called"), sent.result(), group.run(lambda ctx: ctx.rank), str(runtime.audit())])
                 group.close()
                 pool.close()
-            say(sorted({name for name, on_main in called if on_main}))
+            say(sorted({name for name, on_main in called if on_main} - {"numbered"}))
             say(sorted({"reserve", "launch", "frame", "running", "release", "close"} - {name for name, _ in called}))
             """)
         assert driver.hear() == ["called", "kept", [0, 1], "clean: nothing is leaked, nothing is missing"]

@@ -1,0 +1,137 @@
+"""What is sent by steps that nothing comes in between: gates, and lanes whose writers take no lock."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from itertools import chain, count
+from typing import Any
+
+import pytest
+from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
+
+from colocate._system import at_once
+from colocate._system.at_once import Gate
+from colocate.testing.forking import exit_code, fork
+from colocate.wire import HOLE, Hub, SocketLane, numbered, pack
+
+
+def post(lane: SocketLane, number: int, body: Any = None, name: str = "post") -> bool:
+    """Send a message by steps, as the order of a group does; False where it can't be."""
+    frame = numbered((name, HOLE), 1, None if body is None else pack(body))
+    assert frame is not None
+    posting = lane.post(frame)
+    if posting is None:
+        return False
+    frame.puts[0](number)
+    try:
+        at_once.run(chain(posting.queues, posting.writes))
+    except OSError:
+        posting.mend()
+    return True
+
+
+@pytest.fixture(params=KINDS)
+def ends(request: pytest.FixtureRequest, hub: Hub) -> tuple[End, End]:
+    one, other = socket_pair(request.param)
+    return End(hub, one), End(hub, other)
+
+
+def test_a_gate() -> None:
+    """It lets steps pass while there is no reason against that, and takes nothing from what would come then."""
+    gate, numbers, taken = Gate(1), count(), list[int]()
+
+    def take() -> None:
+        at_once.run(at_once.when([map(taken.append, map(next, [numbers]))], gate.passes))
+
+    take()
+    gate.shut("one")
+    gate.shut("another")
+    take()
+    gate.open("one")
+    take()
+    assert taken == [0]
+    gate.open("another")
+    take()
+    assert taken == [0, 1]
+
+
+def test_a_gate_in_a_forked_child() -> None:
+    """It is shut, whoever opens it."""
+    gate = Gate(1)
+    child = fork()
+    if child == 0:
+        gate.open("anything")
+        os._exit(len(gate.passes))
+    assert exit_code(child, WAIT_S) == 0
+    assert gate.passes
+
+
+def test_numbers_are_put_in_at_last(ends: tuple[End, End]) -> None:
+    """The same frame has whatever number was put into it; one of several has each."""
+    for number in (1, 2**40):
+        assert post(ends[0].lane, number, [number])
+        assert ends[1].get() == (("post", number), [number])
+    frame = numbered(("several", [(HOLE, "a"), (HOLE + 1, "b")]), 2, None)
+    assert frame is not None
+    for put, number in zip(frame.puts, (7, 8), strict=True):
+        put(number)
+    posting = ends[0].lane.post(frame)
+    assert posting is not None
+    at_once.run(chain(posting.queues, posting.writes))
+    assert ends[1].get()[0] == ("several", [(7, "a"), (8, "b")])
+
+
+def test_what_is_large_is_not_posted() -> None:
+    """It would not be taken at once."""
+    assert numbered(("post", HOLE), 1, pack(bytes(1 << 20))) is None
+
+
+def test_posted_and_sent_in_one_order(ends: tuple[End, End]) -> None:
+    """Whoever sends what, and however large: each thread's messages come in their order, and whole."""
+
+    def sends(name: str, posts: bool) -> None:
+        for number in range(300):
+            body = bytes(number % 7 * 700)
+            if posts:
+                assert post(ends[0].lane, number, body, name)
+            else:
+                assert ends[0].lane.send((name, number), pack(bytes(LARGE) if number % 50 == 0 else body))
+
+    names = {"p1": True, "p2": True, "s1": False, "s2": False}
+    threads = [threading.Thread(target=sends, args=each) for each in names.items()]
+    for thread in threads:
+        thread.start()
+    got = [ends[1].get() for _ in range(1200)]
+    for thread in threads:
+        thread.join()
+    for name in names:
+        assert [head[1] for head, _ in got if head[0] == name] == list(range(300))
+    assert ends[0].lane.drain(WAIT_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_receiver_that_does_not_read(hub: Hub, kind: str) -> None:
+    """It keeps nobody who posts; the hub writes the rest when there is room."""
+    one, other = socket_pair(kind)
+    end, sent = End(hub, one), 2000
+    for number in range(sent):
+        assert post(end.lane, number, bytes(3000))
+    assert end.lane.send(("last",))
+    far = End(hub, other)
+    assert [far.get()[0][1] for _ in range(sent)] == list(range(sent))
+    assert far.get()[0] == ("last",)
+
+
+def test_to_one_that_is_gone(hub: Hub) -> None:
+    """Whoever posts isn't told; the lane ends, and nothing can be posted on it."""
+    one, other = socket.socketpair()
+    end = End(hub, one)
+    other.close()
+    posted = queue.SimpleQueue[bool]()
+    while post(end.lane, 1):
+        posted.put(True)
+    assert end.end() == "the other side closed"
+    assert not post(end.lane, 2)
