@@ -20,6 +20,7 @@ from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Residen
 from colocate._crew.crew import Crew
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import Memory, take_apart, together
+from colocate._protocol.message import read
 from colocate._system import off_main
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -89,15 +90,27 @@ def groups(request: pytest.FixtureRequest) -> Iterator[tuple[ColocatedGroup, Col
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, group: ColocatedGroup, slot: int) -> None:
-    """Have a worker's host fail once."""
+    """Have a worker's host fail once, at calls."""
     group._node.order.gate.shut("a test")  # else calls are posted, which can't fail so
     host: Any = group._node.workforce.workers[slot].host
-    send = host.send
+    executor = group._node.services.executor
+    send, frame = host.send, executor.frame
+    calls: list[Any] = []
+
+    def noted(head: Any, body: Any = None) -> Any:
+        made = frame(head, body)
+        if isinstance(read(head), to_worker.Call | to_worker.Batch):
+            calls.append(made)
+        return made
 
     def fail(frame: Any) -> None:
+        if not any(each is frame for each in calls):
+            send(frame)
+            return
         monkeypatch.setattr(host, "send", send)
         raise MemoryError("no memory for it")
 
+    monkeypatch.setattr(executor, "frame", noted)
     monkeypatch.setattr(host, "send", fail)
 
 

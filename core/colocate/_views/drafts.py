@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import attrs
 
@@ -22,8 +22,13 @@ from colocate.errors import ColocateError
 from colocate.executor import Posting
 from colocate.wire import HOLE
 
-if TYPE_CHECKING:
-    from colocate._views.pipeline import Pipeline
+
+class Recorder(Protocol):
+    """A pipeline that is open."""
+
+    def add(self, draft: Draft, kept: Kept | None = None) -> None:
+        """Record a call, and what it keeps."""
+        ...
 
 
 @attrs.define(eq=False)
@@ -40,7 +45,7 @@ class Draft:
     bodies: Sequence[Any]
     valid: Sequence[int | None]
     timeout: float
-    pipeline: Pipeline | None = None
+    pipeline: Recorder | None = None
     kept: Kept | None = None
     hold: Hold | None = None
 
