@@ -340,17 +340,17 @@ class Executor(abc.ABC):
         """A message for `Host.send`, encoded once for any number of hosts. Later changes to the value don't show."""
         return wire.encode(head, body)
 
-    def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]] | None:
-        """A frame for `Host.post`, and functions in C that put the numbers of its calls into it.
+    def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
+        """A message with calls, encoded as `frame` does that, and functions that put the numbers of these into it.
 
-        None where it is too large for that.
+        For a frame that `Host.post` takes these are functions in C.
 
         Args:
             message: Of one or of several calls (`message.numbered`), whose numbers are `wire.HOLE` and those after it.
             body: Its body.
         """
         found = wire.numbered(message.head(), len(message.numbered), body)
-        return None if found is None else (found, found.puts)
+        return found, found.puts
 
     def discard(self, frame: Any) -> None:
         """The frame has been given to all its hosts: what it holds may go once they have it."""

@@ -108,7 +108,7 @@ class ProcessHost(Host):
         if self._lane is not None:
             self._lane.send(frame)
 
-    def post(self, frame: wire.Numbered) -> Posting | None:
+    def post(self, frame: wire.Frame) -> Posting | None:
         """Send a message by steps."""
         return None if self._lane is None else self._lane.post(frame)
 

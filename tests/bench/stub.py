@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from colocate._protocol import from_worker, to_worker
@@ -39,6 +40,11 @@ class StubExecutor(Executor):
         """The message as it is sent, with its head for the stub to read."""
         return head, super().frame(head, body)
 
+    def numbered(self, message: Any, body: Any) -> Any:
+        """As `frame`; the stub is told the number, too."""
+        found, puts = super().numbered(message, body)
+        return (message, found), [partial(_both, *each) for each in zip(message.numbered, puts, strict=True)]
+
     def discard(self, frame: Any) -> None:
         """Free it."""
         super().discard(frame[1])
@@ -56,6 +62,11 @@ class StubExecutor(Executor):
     def ended(self, boot: Boot) -> None:
         """A host has ended."""
         del self._running[boot.worker]
+
+
+def _both(call: Any, put: Callable[[int], object], number: int) -> None:
+    call.seq = number
+    put(number)
 
 
 class StubHost(Host):

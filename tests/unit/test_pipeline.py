@@ -20,7 +20,6 @@ from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Residen
 from colocate._crew.crew import Crew
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import Memory, take_apart, together
-from colocate._protocol.message import read
 from colocate._system import off_main
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -94,13 +93,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, group: ColocatedGroup, slot: int) -
     group._node.order.gate.shut("a test")  # else calls are posted, which can't fail so
     host: Any = group._node.workforce.workers[slot].host
     executor = group._node.services.executor
-    send, frame = host.send, executor.frame
+    send, numbered = host.send, executor.numbered
     calls: list[Any] = []
 
-    def noted(head: Any, body: Any = None) -> Any:
-        made = frame(head, body)
-        if isinstance(read(head), to_worker.Call | to_worker.Batch):
-            calls.append(made)
+    def noted(message: Any, body: Any) -> Any:
+        made = numbered(message, body)
+        calls.append(made[0])
         return made
 
     def fail(frame: Any) -> None:
@@ -110,7 +108,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, group: ColocatedGroup, slot: int) -
         monkeypatch.setattr(host, "send", send)
         raise MemoryError("no memory for it")
 
-    monkeypatch.setattr(executor, "frame", noted)
+    monkeypatch.setattr(executor, "numbered", noted)
     monkeypatch.setattr(host, "send", fail)
 
 

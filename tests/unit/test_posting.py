@@ -21,7 +21,6 @@ from colocate.wire import HOLE, Hub, SocketLane, numbered, pack
 def post(lane: SocketLane, number: int, body: Any = None, name: str = "post") -> bool:
     """Send a message by steps, as the order of a group does; False where it can't be."""
     frame = numbered((name, HOLE), 1, None if body is None else pack(body))
-    assert frame is not None
     posting = lane.post(frame)
     if posting is None:
         return False
@@ -74,8 +73,7 @@ def test_numbers_are_put_in_at_last(ends: tuple[End, End]) -> None:
     for number in (1, 2**40):
         assert post(ends[0].lane, number, [number])
         assert ends[1].get() == (("post", number), [number])
-    frame = numbered(("several", [(HOLE, "a"), (HOLE + 1, "b")]), 2, None)
-    assert frame is not None
+    frame = numbered(("several", [(HOLE, "a"), (HOLE + 1, "b")]), 2)
     for put, number in zip(frame.puts, (7, 8), strict=True):
         put(number)
     posting = ends[0].lane.post(frame)
@@ -84,9 +82,16 @@ def test_numbers_are_put_in_at_last(ends: tuple[End, End]) -> None:
     assert ends[1].get()[0] == ("several", [(7, "a"), (8, "b")])
 
 
-def test_what_is_large_is_not_posted() -> None:
-    """It would not be taken at once."""
-    assert numbered(("post", HOLE), 1, pack(bytes(1 << 20))) is None
+@pytest.mark.parametrize("size", [20_000, 1 << 20])
+def test_what_is_large_is_not_posted(ends: tuple[End, End], size: int) -> None:
+    """It would not be taken at once; sent, it has its number, too, as bytes and as a file."""
+    frame = numbered(("large", HOLE), 1, pack(bytes(size)))
+    assert ends[0].lane.post(frame) is None
+    frame.puts[0](9)
+    with frame:
+        assert ends[0].lane.send(frame)
+    head, body = ends[1].get()
+    assert (head, len(body)) == (("large", 9), size)
 
 
 def test_posted_and_sent_in_one_order(ends: tuple[End, End]) -> None:

@@ -1,4 +1,4 @@
-"""Drafts: calls that are ready, and how those of one group are sent together. A plain call is a draft by itself."""
+"""Drafts: calls that are ready, and the messages by which those of one group are sent together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from colocate._crew.crew import Crew
 from colocate._kept.kept import Hold, Kept
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import together
-from colocate._protocol.message import Message
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._system.numbers import FOREVER_S
@@ -76,48 +75,109 @@ def settled(crew: Crew, call: PendingCall, error: BaseException | None) -> None:
     call.uses = ()
 
 
-def send(drafts: Sequence[Draft]) -> None:
-    """Give calls of one group their places in its order, and send them: one message to each worker that has a part.
+class Messages:
+    """Calls of one group, encoded: one message to each worker that has a part. Only their numbers are missing.
 
-    The order's lock is held.
-
-    Raises:
-        BaseException: No descriptor or memory is left, say: none of the calls goes on.
+    They are made on the thread of whoever calls, who may have much to encode, and holds nothing.
     """
-    crew = drafts[0].crew
-    executor, workers, order = crew.services.executor, crew.workforce.workers, crew.order
-    sent: list[int] = []
-    frees: Sequence[int] = ()
-    order.gate.shut("a message")  # what is posted amid it would come before it at some workers, and behind it at others
-    try:
+
+    __slots__ = ("_crew", "_frames", "_needs", "_numbers", "_told", "drafts")
+
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        """Encode them.
+
+        Raises:
+            BaseException: No descriptor or memory is left, say.
+        """
+        self.drafts = drafts
+        self._crew = crew = drafts[0].crew
+        self._told: Callable[[], object] | None = None
+        self._needs = False
+        self._frames: list[tuple[Any, list[int]]] = []
+        self._numbers: list[tuple[PendingCall, Callable[[int], object]]] = []
         lots = _lots(drafts)
-        roles = [draft.role.key for draft in drafts]
-        crew.taught.before(lots, (body for draft in drafts for body in draft.bodies), roles)
-        for draft in drafts:
-            order.enter(draft.call)
-        if crew.residents.news:
-            if len(lots) == len(workers):
-                frees = crew.residents.take()
-            elif crew.declared.budgets:  # the calls may need the room
-                crew.residents.tell()
-        last = frame = None
+        frees: tuple[int, ...] = ()
+        if crew.residents.news and len(lots) == len(crew.workforce.workers):
+            frees, self._told = crew.residents.untold()
+        last: Sequence[tuple[Draft, int]] = ()
         for slot, lot in lots.items():
-            if last is None or not _is_same(lot, last):
-                if frame is not None:
-                    executor.discard(frame)
-                message, body = _message(lot, frees)
-                head: Any = message if executor.in_process else message.head()
-                frame, last = executor.frame(head, body), lot
-            sent.append(slot)
-            workers[slot].host.send(frame)
-        executor.discard(frame)
-    except BaseException as error:
-        crew.residents.put_back(frees)
-        for draft in drafts:
-            order.give_up(draft.call, error, bool(sent))
-        raise
-    finally:
-        order.gate.open("a message")
+            if self._frames and _is_same(lot, last):
+                self._frames[-1][1].append(slot)
+                continue
+            last = lot
+            message, body = _message(lot, frees)
+            self._needs = self._needs or bool(getattr(body, "needs", ()))
+            frame, puts = crew.services.executor.numbered(message, body)
+            self._frames.append((frame, [slot]))
+            self._numbers += zip([draft.call for draft, _ in lot], puts, strict=True)
+
+    def post(self) -> bool:
+        """Send the calls at once, on the caller's thread; False where there is something to be seen to first."""
+        crew = self._crew
+        order, workers = crew.order, crew.workforce.workers
+        if self._needs or not order.gate.passes or crew.sleepers or crew.taught.has_news():
+            return False
+        if self._told is None and crew.declared.budgets and crew.residents.news:  # the calls may need the room
+            return False
+        postings: list[Posting] = []
+        for frame, slots in self._frames:
+            for slot in slots:
+                if (posting := workers[slot].host.post(frame)) is None:
+                    return False
+                postings.append(posting)
+        for draft in self.drafts:
+            call = draft.call
+            if call.uses and draft.pipeline is None:
+                try:
+                    draft.lend()
+                except ColocateError:  # which is told again
+                    return False
+            if draft.timeout < FOREVER_S and call.timer is None:
+                call.timer = crew.services.timers.after(draft.timeout, partial(order.late, call, draft.timeout))
+        if not order.post([draft.call for draft in self.drafts], self._numbers, postings):
+            return False
+        if self._told is not None:
+            self._told()
+        self.discard()
+        return True
+
+    def send(self) -> None:
+        """Give the calls their places in the group's order, and send them. The order's lock is held.
+
+        Raises:
+            BaseException: No descriptor is left, say: none of the calls goes on.
+        """
+        crew, drafts = self._crew, self.drafts
+        order, workers = crew.order, crew.workforce.workers
+        sent = False
+        order.gate.shut("a message")  # what is posted amid it would come before it at some workers, behind it at others
+        try:
+            slots = [slot for _, slots in self._frames for slot in slots]
+            roles = [draft.role.key for draft in drafts]
+            crew.taught.before(slots, (body for draft in drafts for body in draft.bodies), roles)
+            for draft in drafts:
+                order.enter(draft.call)
+            for call, put in self._numbers:
+                put(call.seq)
+            if self._told is None and crew.declared.budgets and crew.residents.news:  # the calls may need the room
+                crew.residents.tell()
+            for frame, slots in self._frames:
+                for slot in slots:
+                    sent = True
+                    workers[slot].host.send(frame)
+            if self._told is not None:
+                self._told()
+        except BaseException as error:
+            for draft in drafts:
+                order.give_up(draft.call, error, sent)
+            raise
+        finally:
+            order.gate.open("a message")
+
+    def discard(self) -> None:
+        """They have been sent, or won't be."""
+        for frame, _ in self._frames:
+            self._crew.services.executor.discard(frame)
 
 
 def watch(drafts: Sequence[Draft]) -> None:
@@ -125,53 +185,6 @@ def watch(drafts: Sequence[Draft]) -> None:
     for draft in reversed(drafts):
         if draft.timeout < FOREVER_S:
             draft.crew.order.watch(draft.call, draft.timeout)
-
-
-def post(drafts: Sequence[Draft]) -> bool:
-    """Send calls of one group at once, on the caller's thread; False where there is something to be seen to first."""
-    crew = drafts[0].crew
-    executor, order, residents = crew.services.executor, crew.order, crew.residents
-    if not order.gate.passes or crew.sleepers or crew.taught.has_news():
-        return False
-    lots = _lots(drafts)
-    frees: tuple[int, ...] = ()
-    told: Callable[[], object] | None = None
-    if residents.news:
-        if len(lots) == len(crew.workforce.workers):
-            frees, told = residents.untold()
-        elif crew.declared.budgets:  # the calls may need the room
-            return False
-    numbers: list[tuple[PendingCall, Callable[[int], object]]] = []
-    postings: list[Posting] = []
-    last = frame = None
-    for slot, lot in lots.items():
-        if last is None or not _is_same(lot, last):
-            last = lot
-            message, body = _message(lot, frees, HOLE)
-            needs: Sequence[Any] = getattr(body, "needs", ())
-            if needs:
-                return False
-            if (found := executor.numbered(message, body)) is None:
-                return False
-            frame, puts = found
-            numbers += zip([draft.call for draft, _ in lot], puts, strict=True)
-        if (posting := crew.workforce.workers[slot].host.post(frame)) is None:
-            return False
-        postings.append(posting)
-    for draft in drafts:
-        call = draft.call
-        if call.uses and draft.pipeline is None:
-            try:
-                draft.lend()
-            except ColocateError:  # which is told again
-                return False
-        if draft.timeout < FOREVER_S and call.timer is None:
-            call.timer = crew.services.timers.after(draft.timeout, partial(order.late, call, draft.timeout))
-    if not order.post([draft.call for draft in drafts], numbers, postings):
-        return False
-    if told is not None:
-        told()
-    return True
 
 
 def _lots(drafts: Sequence[Draft]) -> dict[int, list[tuple[Draft, int]]]:
@@ -194,22 +207,21 @@ def _is_same(lot: Sequence[tuple[Draft, int]], other: Sequence[tuple[Draft, int]
     )
 
 
-def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int], seq: int | None = None) -> tuple[Message, Any]:
-    """One message for all calls of one worker, and its body; with `seq` they have the numbers from that on."""
+def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[to_worker.Call | to_worker.Batch, Any]:
+    """One message for all calls of one worker, and its body."""
     if len(lot) == 1:
         ((draft, index),) = lot
-        return _call(draft, index, frees, seq), draft.bodies[index]
+        return _call(draft, index, HOLE, frees), draft.bodies[index]
     wheres, body = together([draft.bodies[index] for draft, index in lot])
     calls = [
-        (_call(draft, index, (), None if seq is None else seq + place), where)
+        (_call(draft, index, HOLE + place), where)
         for place, ((draft, index), where) in enumerate(zip(lot, wheres, strict=True))
     ]
     return to_worker.Batch(tuple(frees), calls), body
 
 
-def _call(draft: Draft, index: int, frees: Sequence[int], seq: int | None) -> to_worker.Call:
+def _call(draft: Draft, index: int, seq: int, frees: Sequence[int] = ()) -> to_worker.Call:
     call = draft.call
     uses = bool(call.uses)
     observed = uses and bool(draft.crew.services.observers)
-    number = call.seq if seq is None else seq
-    return to_worker.Call(number, draft.role.key, call.method, call.keep, draft.valid[index], uses, frees, observed)
+    return to_worker.Call(seq, draft.role.key, call.method, call.keep, draft.valid[index], uses, frees, observed)

@@ -21,8 +21,8 @@ from colocate._protocol.bundle import Memory
 from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._system.off_main import off_main
-from colocate._views.drafts import Draft, post, send, watch
-from colocate._views.waking import behind_wakes
+from colocate._views.drafts import Draft, Messages, watch
+from colocate._views.waking import send
 from colocate.errors import ColocateError, PipelineError
 
 
@@ -112,10 +112,10 @@ class Pipeline:
         try:
             for crew in crews:
                 crew.check()
-            for crew in crews:
-                lot = [draft for draft in self._drafts if draft.crew is crew]
-                if any(map(_has_failed, lot)) or not post(lot):
-                    off_main(partial(_send, lot), waits_s=None)
+            lots = [[draft for draft in self._drafts if draft.crew is crew] for crew in crews]
+            for crew, lot, messages in zip(crews, lots, [Messages(lot) for lot in lots], strict=True):
+                if any(map(_has_failed, lot)) or not messages.post():
+                    off_main(partial(_send, messages), waits_s=None)
                 for draft in lot:
                     if draft.kept is not None:
                         crew.residents.flush_later()
@@ -147,21 +147,25 @@ def _give_up(draft: Draft, error: BaseException) -> None:
         draft.crew.residents.never_made(kept, reason)
 
 
-def _send(drafts: Sequence[Draft]) -> None:
+def _send(messages: Messages) -> None:
     """Send the calls of one group, but for those that have failed before."""
+    drafts = messages.drafts
     crew = drafts[0].crew
-    with crew.order.lock:
-        crew.check()
-        for draft in drafts:
-            if draft.kept is not None:
-                crew.residents.keep(draft.kept)
-        ready = [draft for draft in drafts if not _is_lost(draft)]
-        now = time.time()
-        for draft in ready:
-            draft.call.submitted = now
-        sent: Sequence[Draft] = ()
-        if ready:
-            send(sent := behind_wakes(ready))
+    sent: Sequence[Draft] = ()
+    try:
+        with crew.order.lock:
+            crew.check()
+            for draft in drafts:
+                if draft.kept is not None:
+                    crew.residents.keep(draft.kept)
+            ready = [draft for draft in drafts if not _is_lost(draft)]
+            now = time.time()
+            for draft in ready:
+                draft.call.submitted = now
+            if ready:
+                sent = send(messages if len(ready) == len(drafts) else Messages(ready))
+    finally:
+        messages.discard()
     watch(sent)
 
 

@@ -27,9 +27,9 @@ from colocate._system.off_main import hand_over, off_main, on_main
 from colocate._values.dispatch import Plan
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate._values.tree import PLAIN, map_leaves
-from colocate._views.drafts import Draft, post, send, settled, watch
+from colocate._views.drafts import Draft, Messages, settled, watch
 from colocate._views.pipeline import Pipeline, recording, refuse_unsent
-from colocate._views.waking import behind_wakes
+from colocate._views.waking import send
 from colocate.errors import ColocateError
 
 # A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
@@ -96,23 +96,24 @@ def submit(draft: Draft) -> PendingCall:
         draft.pipeline.add(draft)
     elif at_work():
         _send_soon(draft)
-    elif not post((draft,)):
-        off_main(lambda: _send(draft), waits_s=None)
+    elif not (messages := Messages((draft,))).post():
+        off_main(lambda: _send(messages), waits_s=None)
     return draft.call
 
 
 def start(draft: Draft) -> PendingCall:
     """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
     call = draft.call
-    if post((draft,)):
+    messages = Messages((draft,))
+    if messages.post():
         return call
     if not on_main():
-        _send(draft)
+        _send(messages)
         return call
 
     def send_or_fail() -> None:
         try:
-            _send(draft)
+            _send(messages)
         except BaseException as error:
             draft.crew.order.drop(call, error)
 
@@ -135,8 +136,8 @@ def keep(draft: Draft) -> KeptResident[Any]:
     else:
         residents.add(kept)
         try:
-            if not post((draft,)):
-                off_main(lambda: _send(draft), waits_s=None)
+            if not (messages := Messages((draft,))).post():
+                off_main(lambda: _send(messages), waits_s=None)
         except BaseException as error:  # of a signal's handler, perhaps; if it is the call's, it is told here
             if call.seq < 0 or error is call._error:
                 residents.forget_unsent(kept)
@@ -158,16 +159,20 @@ def _send_soon(draft: Draft, kept: Kept | None = None) -> None:
     draft.crew.services.timers.soon(end)
 
 
-def _send(draft: Draft) -> None:
+def _send(messages: Messages) -> None:
+    (draft,) = messages.drafts
     crew, call = draft.crew, draft.call
-    with crew.order.lock:
-        crew.check()
-        try:
-            draft.lend()
-        except BaseException as error:
-            crew.order.give_up(call, error, sent=False)
-            raise
-        send(sent := behind_wakes((draft,)))
+    try:
+        with crew.order.lock:
+            crew.check()
+            try:
+                draft.lend()
+            except BaseException as error:
+                crew.order.give_up(call, error, sent=False)
+                raise
+            sent = send(messages)
+    finally:
+        messages.discard()
     watch(sent)
 
 

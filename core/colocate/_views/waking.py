@@ -15,7 +15,7 @@ from colocate._role.info import RoleInfo
 from colocate._role.method import TAGS
 from colocate._values.dispatch import plan
 from colocate._values.mesh import Mesh
-from colocate._views.drafts import Draft, settled
+from colocate._views.drafts import Draft, Messages, settled
 from colocate.worker.functions import SPECS, WAKE, Functions
 from colocate.worker.sleeping import Outcome
 
@@ -28,8 +28,21 @@ def everyone(crew: Crew) -> RoleInfo:
     return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
 
 
-def behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
-    """Calls of one group, which are about to be sent, each behind those that wake what it needs."""
+def send(messages: Messages) -> Sequence[Draft]:
+    """Send calls of one group, each behind those that wake what it needs; all of these. The order's lock is held."""
+    drafts = messages.drafts
+    if len(found := _behind_wakes(drafts)) == len(drafts):
+        messages.send()
+        return drafts
+    together = Messages(found)
+    try:
+        together.send()
+    finally:
+        together.discard()
+    return found
+
+
+def _behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
     crew = drafts[0].crew
     if not crew.sleepers:
         return drafts

@@ -106,7 +106,7 @@ class KeptHost(Host):
         self._killed = False
         self._over = False
 
-    def post(self, frame: wire.Numbered) -> Posting | None:
+    def post(self, frame: wire.Frame) -> Posting | None:
         """Send a message by steps."""
         return None if self._lane is None else self._lane.post(frame)
 

@@ -6,7 +6,7 @@ from colocate._definitions.packed import Packed
 from colocate.wire._forks import track, track_socket
 from colocate.wire._listening import listening_within
 from colocate.wire.auth import LOOPBACK, Listener, connect, listen, listen_widely, new_key
-from colocate.wire.framing import HOLE, Frame, Head, Message, Numbered, encode, numbered
+from colocate.wire.framing import HOLE, Frame, Head, Message, encode, numbered
 from colocate.wire.handshake import KEY_BYTES
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane
@@ -24,7 +24,6 @@ __all__ = [
     "Hub",
     "Listener",
     "Message",
-    "Numbered",
     "OnClosed",
     "OnMessage",
     "Packed",

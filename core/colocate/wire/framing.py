@@ -51,17 +51,32 @@ class Frame:
     """One encoded message, ready for any number of sockets. It holds a copy of the body.
 
     Whoever encodes it closes it; sockets that are still sending keep its memory until they are through.
+
+    Attributes:
+        payload_bytes: Of what lies in a file.
+        puts: Put numbers into the head, each into its place; functions in C, of a frame that is small.
+        small: All of it, where it is so little that a socket which takes anything takes all; else None.
     """
 
-    __slots__ = ("_file", "_holders", "_inline", "_lock", "_passed", "payload_bytes")
+    __slots__ = ("_file", "_holders", "_inline", "_lock", "_passed", "payload_bytes", "puts", "small")
 
-    def __init__(self, passed: bytes, inline: bytes, file: int = -1, payload_bytes: int = 0) -> None:
+    def __init__(
+        self, passed: bytearray, inline: bytearray, file: int = -1, payload_bytes: int = 0, places: Sequence[int] = ()
+    ) -> None:
         self._passed = passed
         self._inline = inline
         self._file = file
         self._holders = 1
         self._lock = threading.Lock()
         self.payload_bytes = payload_bytes
+        self.small = inline if file < 0 and len(inline) <= SMALL_BYTES else None
+        self.puts: Sequence[Callable[[int], object]] = [
+            partial(_NUMBER.pack_into, inline, place) if file < 0 else partial(self._put, place) for place in places
+        ]
+
+    def _put(self, place: int, number: int) -> None:
+        for start in (self._passed, self._inline):
+            _NUMBER.pack_into(start, place, number)
 
     @property
     def has_file(self) -> bool:
@@ -115,54 +130,34 @@ def encode(head: Head, body: Packed | None = None) -> Frame:
     Returns:
         The frame; close it when it has been given to all lanes.
     """
-    header = pickle.dumps(head, protocol=5)
-    if body is None:
-        start = _PREFIX.pack(_VERSION, _BARE, len(header), 0, 0) + header
-        return Frame(start, start)
-    sizes = [len(body.data), *[buffer.nbytes for buffer in body.buffers]]
-    pieces, length = _lay_out((body.data, *body.buffers), sizes)
-    table = struct.pack(f"<{len(sizes)}Q", *sizes)
-    inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
-    if length < FILE_BYTES:
-        start = b"".join((inline, header, table, *pieces))
-        return Frame(start, start)
-    passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
-    return Frame(passed + header + table, inline + header + table, memory_file(pieces), length)
+    return _frame(pickle.dumps(head, protocol=5), (), body)
 
 
-class Numbered:
-    """A small message in which numbers are to be put; then it is sent as it is, to any number of sockets."""
-
-    __slots__ = ("data", "puts")
-
-    def __init__(self, data: bytearray, places: Sequence[int]) -> None:
-        """Args: data: The message. places: Where in it the numbers are put, in their order."""
-        self.data = data
-        self.puts: Sequence[Callable[[int], object]] = [partial(_NUMBER.pack_into, data, place) for place in places]
-
-    def close(self) -> None:
-        """It has no memory of its own to free."""
-
-
-def numbered(head: Head, count: int, body: Packed | None) -> Numbered | None:
-    """Make a frame of a message in whose head numbers are to be put; None where it is large.
+def numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
+    """Make a frame of a message in whose head numbers are to be put, by its `puts`.
 
     Args:
         head: As of `encode`, with `HOLE` and the numbers after it where numbers aren't known yet.
         count: How many.
         body: As of `encode`.
     """
-    header, places = _with_hole(head) if count == 1 else _with_holes(head, count)
+    return _frame(*(_with_hole(head) if count == 1 else _with_holes(head, count)), body)
+
+
+def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
     if body is None:
-        start = _PREFIX.pack(_VERSION, _BARE, len(header), 0, 0)
-        return Numbered(bytearray(start + header), places)
+        start = bytearray(_PREFIX.pack(_VERSION, _BARE, len(header), 0, 0) + header)
+        return Frame(start, start, places=places)
     sizes = [len(body.data), *[buffer.nbytes for buffer in body.buffers]]
     pieces, length = _lay_out((body.data, *body.buffers), sizes)
-    if length > SMALL_BYTES:
-        return None
-    start = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
-    return Numbered(bytearray().join((start, header, table, *pieces)), places)
+    inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
+    if length < FILE_BYTES:
+        start = bytearray().join((inline, header, table, *pieces))
+        return Frame(start, start, places=places)
+    passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
+    starts = [bytearray().join((prefix, header, table)) for prefix in (passed, inline)]
+    return Frame(*starts, memory_file(pieces), length, places)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -238,7 +233,7 @@ class Sending:
         frame.hold()
         self.frame = frame
         self._pass = passes_files and frame.has_file
-        self._left: bytes | memoryview = frame._passed if self._pass else frame._inline
+        self._left: bytearray | memoryview = frame._passed if self._pass else frame._inline
         self._from = frame.payload_bytes if self._pass else 0
 
     def write(self, sock: socket.socket) -> bool:
@@ -256,7 +251,7 @@ class Sending:
         while self._left:
             written = sock.send(self._left)
             if written == len(self._left):
-                self._left = b""
+                self._left = bytearray()
             else:
                 self._left = memoryview(self._left)[written:]
         frame = self.frame

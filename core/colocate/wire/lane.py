@@ -18,7 +18,7 @@ from colocate._definitions.packed import Packed
 from colocate._system import at_once
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
-from colocate.wire.framing import Frame, Head, Numbered, Posted, Reader, Sending, encode
+from colocate.wire.framing import Frame, Head, Posted, Reader, Sending, encode
 from colocate.wire.tls import Secured
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
@@ -183,15 +183,15 @@ class SocketLane:
                     raise
             return self._can_send
 
-    def post(self, frame: Numbered) -> Posting | None:
-        """How a frame is sent without a lock; None where it can't be: the lane is closed, or one of TLS.
+    def post(self, frame: Frame) -> Posting | None:
+        """How a frame is sent without a lock; None where it can't be: it is large, the lane is closed, or one of TLS.
 
         Whoever puts something into the empty queue is the one that writes, until the queue is empty again, or the hub
         has been told to.
         """
-        if self._secured is not None or not self._can_send:
+        queue, data = self._queue, frame.small
+        if data is None or self._secured is not None or not self._can_send:
             return None
-        queue, data = self._queue, frame.data
         posted, owns = Posted(data), list[bool]()
         written, whole = posted.written, len(data)
         queues = chain(map(owns.append, map(operator.not_, map(len, (queue,)))), map(queue.append, (posted,)))

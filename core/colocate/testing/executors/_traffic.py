@@ -31,14 +31,13 @@ class Traffic:
             self.sent_bytes.append(_bytes(body))
             return frame(head, body)
 
-        def counted_if_made(message: Any, body: Any) -> Any:
-            if (made := numbered(message, body)) is not None:
-                self.sent.append(message)
-                self.sent_bytes.append(_bytes(body))
-            return made
+        def counted_calls(message: Any, body: Any) -> Any:
+            self.sent.append(message)
+            self.sent_bytes.append(_bytes(body))
+            return numbered(message, body)
 
         monkeypatch.setattr(executor, "frame", counted)
-        monkeypatch.setattr(executor, "numbered", counted_if_made)
+        monkeypatch.setattr(executor, "numbered", counted_calls)
         kind = type(group._node)
         monkeypatch.setattr(kind, "done", self._heard(kind.done))
         residents = type(group._node.residents)
