@@ -7,12 +7,14 @@ because a party can't answer any more, or because nobody can.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from colocate._system.deadline import NEVER, Deadline
 from colocate._system.off_main import Flag
+from colocate.errors import ColocateError
 
 Party = TypeVar("Party")
 Answer = TypeVar("Answer")
@@ -60,7 +62,8 @@ class Request(Generic[Party, Answer]):
         if not self.wait(deadline.left):
             raise TimeoutError(f"no answer in time from {', '.join(map(str, self.owing))}")
         if self.error is not None:
-            raise self.error.with_traceback(None)
+            # Others may fail of the same, on other threads.
+            raise copy.copy(self.error) if isinstance(self.error, ColocateError) else self.error.with_traceback(None)
         return [self.answers[party] for party in self.parties]
 
     @property

@@ -39,7 +39,7 @@ class Underway(Flag):
         self._joiner: Callable[..., Any] | None = None
         self._outcomes: list[_Outcome] = []  # the first one counts
         self._error: BaseException | None = None
-        self._raised: ColocateError | None = None
+        self._raised: dict[int, ColocateError] | None = None  # by thread, as a traceback belongs to one
         self._trace: TracebackType | None = None  # of a collect that failed
         self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # and whether it is the framework's
 
@@ -88,9 +88,12 @@ class Underway(Flag):
         if not isinstance(error, ColocateError):
             return error
         error._told = True
-        if self._raised is None:  # other calls may end with the same
-            self._raised = copy.copy(error)
-        return self._raised
+        if self._raised is None:
+            self._raised = {}
+        raised = self._raised.get(here := _thread.get_ident())
+        if raised is None:  # other calls may end with the same
+            raised = self._raised[here] = copy.copy(error)
+        return raised
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
         """Run `callback(self)` once it is done.

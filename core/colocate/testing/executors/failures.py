@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,6 +76,21 @@ class Failures(ExecutorCase):
         assert f"faulty.fail raised ValueError on rank 1 of group {pair.name!r}" in str(error)
         assert "Traceback in the worker:" in str(error)
         assert str(error.called_at).rpartition(":")[0] == __file__
+
+    def test_an_exception_for_each_thread(self, pair: ColocatedGroup) -> None:
+        """Of threads that wait for one call each is raised one of its own: a traceback belongs to one thread."""
+        call, barrier = pair.role("faulty", Faulty).fail.submit(), threading.Barrier(4)
+
+        def raises() -> RoleError:
+            barrier.wait(PATIENCE_S)
+            with pytest.raises(RoleError) as caught:
+                call.result(PATIENCE_S)
+            return caught.value
+
+        with ThreadPoolExecutor(4) as threads:
+            own = [each.result() for each in [threads.submit(raises) for _ in range(4)]]
+        assert len({*map(id, own)}) == 4
+        assert all(error == own[0] and error.__cause__ is own[0].__cause__ for error in own)
 
     def test_traceback(self, pair: ColocatedGroup) -> None:
         """The remote traceback is that of the role's code: it begins in the method and ends where it was raised."""
