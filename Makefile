@@ -22,7 +22,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions trainers docs check bench chaos gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions trainers docs check bench bench-before chaos gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -115,6 +115,9 @@ $(MONARCH)/.installed: $(INSTALLED)  # Monarch beside what .venv has, for a comp
 	$(call BESIDE,$(MONARCH))
 	$(MONARCH)/bin/python -m pip install --quiet torchmonarch==0.7.0
 	touch $@
+
+bench-before: install  ## what calls cost beside an earlier commit, which has to be in the clone's history
+	$(BIN)/python -m tests.bench before
 
 bench: install $(VERL)/.installed $(MONARCH)/.installed  ## one table; ratios are of things measured side by side in this run
 	VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python MONARCH_PYTHON=$(CURDIR)/$(MONARCH)/bin/python $(BIN)/python -m tests.bench

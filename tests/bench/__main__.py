@@ -13,6 +13,7 @@ from tests.bench.rows import Row, show
 
 PARTS = (
     "calls",
+    "before",
     "definitions",
     "residents",
     "scale",

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.bench.measure import taken_out
 from tests.bench.rows import Row
 
 _BEFORE = "79a192f"
@@ -28,7 +29,7 @@ def rows() -> Iterator[Row]:
     ours: dict[str, list[dict[str, float]]] = {executor: [] for executor in _BARS}
     before: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="colocate-") as folder:
-        there = _take_out(Path(folder))
+        there = taken_out(_BEFORE, Path(folder))
         for _ in range(_STARTS):
             if there:
                 before.append(_run("local", "light", there))
@@ -63,13 +64,3 @@ def _run(executor: str, what: str, path: Sequence[str] = ()) -> dict[str, float]
 
 def _median(steps: list[dict[str, float]], name: str) -> float:
     return statistics.median(each[name] for each in steps)
-
-
-def _take_out(folder: Path) -> list[str]:
-    """The import path of the commit before; empty where its history isn't here."""
-    command = ["git", "-C", str(_ROOT), "archive", _BEFORE, "core", "executors"]
-    packed = subprocess.run(command, capture_output=True, check=False)
-    if packed.returncode:
-        return []
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
-    return [str(folder / name) for name in ("core", "executors")]
