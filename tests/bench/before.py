@@ -1,7 +1,7 @@
 """What calls cost beside the commit from before they were sent by the caller's own thread.
 
-Two drivers are asked in turns (`asked.py`), and what is asked for runs on their main threads. The commit before is taken
-out of this repository's history.
+Two drivers are asked in turns (`asked.py`), and what is asked for runs on their main threads. The commit before is
+taken out of this repository's history.
 """
 
 from __future__ import annotations

@@ -70,13 +70,11 @@ class PendingCall(Underway):
         on_end: Called with the order's lock held, just before it is settled.
     """
 
-    seq = -1
     link: Group | None = None
     keep: int | None = None
     uses: Sequence[Any] = ()
     timer: Timer | None = None
     on_end: OnEnd | None = None
-    pipeline: Unsent | None = None
     at: tuple[CodeType | str, int] = ("", 0)
     sent = 0
     raised: Sequence[int] = ()
@@ -90,6 +88,9 @@ class PendingCall(Underway):
     ) -> None:
         """Targets are slots of the group; ranks are those of the role on them (default: 0, 1, ...)."""
         super().__init__(label)
+        # These two are set by a step (`CallOrder.post`), which mustn't have to make room for them.
+        self.seq = -1
+        self.pipeline: Unsent | None = None
         self.role = role
         self.method = method
         self.targets = targets

@@ -71,7 +71,7 @@ class Taught:
         """Whether `before` may have something to do for a message whose body names no definition."""
         if self._withheld or self._lost or self._from_another:
             return True
-        return bool(self._sent) and any(name.value is not value for name, value in self._sent.items())
+        return bool(self._sent) and any(name.value is not value for name, value in list(self._sent.items()))
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any], roles: Iterable[Any] = ()) -> None:
         """Have some workers know what bodies that are sent to them next only name. The order's lock is held.

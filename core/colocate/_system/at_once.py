@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress
 from typing import Any
+
+_ONE_AT_A_TIME: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 run: Callable[[Iterable[object]], None] = deque[Any](maxlen=0).extend
 """Take all steps of an iterator made of functions in C."""
@@ -39,7 +42,8 @@ def called(functions: Iterable[Callable[..., object]], *arguments: Iterable[Any]
 class Gate:
     """Whether something may be begun, as steps can ask it: `passes` is a list of true things, or empty.
 
-    It is shut while there is any reason to have it so. In a forked child it is shut for good.
+    It is shut while there is any reason to have it so; for good in a forked child, and in a Python whose threads run at
+    the same time, where steps aren't what they are here.
     """
 
     def __init__(self, steps: int) -> None:
@@ -48,9 +52,9 @@ class Gate:
         Args:
             steps: How many steps ask for it at once, at most.
         """
-        self.passes: list[bool] = [True] * steps
+        self._reasons: set[str] = set() if _ONE_AT_A_TIME else {"threads run at once"}
+        self.passes: list[bool] = [True] * steps if _ONE_AT_A_TIME else []
         self._steps = steps
-        self._reasons: set[str] = set()
         self._lock = threading.Lock()
         _gates.add(self)
 

@@ -111,8 +111,9 @@ class ViewCall(OnDriver):
         self._label = f"{role.name}.{spec.name}"
         self._consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
         self._joiner = Joiner(crew, role, spec)
-        # How nothing reaches the ranks, where that is always the same.
-        self._nothing = plan(spec.dispatch, {}, role.ranks, ranks) if type(spec.dispatch) is Broadcast else None
+        # How no arguments reach the ranks, where that is always the same.
+        is_plain = type(spec.dispatch) is Broadcast and ranks is None and not spec.required
+        self._nothing = plan(spec.dispatch, {}, role.ranks) if is_plain else None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
@@ -163,7 +164,7 @@ class ViewCall(OnDriver):
             if at_work():
                 refuse_to_wait(self._label)
         uses: list[Reference] = []
-        if self._nothing is not None and not (args or kwargs or spec.required):
+        if self._nothing is not None and not (args or kwargs):
             planned = self._nothing
         else:
             arguments = spec.bind(args, kwargs)

@@ -280,9 +280,10 @@ class Hub:
             self.wake()
 
     def _on_wake(self, _events: int) -> None:
-        self._woken.recv_into(self.scratch)
+        with suppress(BlockingIOError):
+            self._woken.recv_into(self.scratch)
         while self.jobs:
-            self.jobs.popleft()()
+            _try(self.jobs.popleft())
 
     def _end(self, reason: str = "the hub was closed") -> None:
         with self._lock:
@@ -302,9 +303,9 @@ class Hub:
             self._waker.close()
 
 
-def _try(closing: Callable[[], None]) -> None:
-    """Close one of many: whoever waits for the hub's end waits for all of them."""
+def _try(job: Callable[[], object]) -> None:
+    """Do one thing of many: what it raises is reported, and the others are done as well."""
     try:
-        closing()
+        job()
     except Exception:
         report_exception()
