@@ -140,3 +140,34 @@ def test_to_one_that_is_gone(hub: Hub) -> None:
         posted.put(True)
     assert end.end() == "the other side closed"
     assert not post(end.lane, 2)
+
+
+def test_on_two_lanes_while_others_write(hub: Hub) -> None:
+    """What somebody else writes of a message, while this thread writes on the other lane, isn't taken for its own."""
+    pairs = [socket_pair("unix") for _ in range(2)]
+    near, far = ([End(hub, pair[side]) for pair in pairs] for side in (0, 1))
+
+    def sends(lane: SocketLane) -> None:
+        for number in range(2000):
+            assert lane.send(("other", number))
+
+    others = [threading.Thread(target=sends, args=(end.lane,)) for end in near]
+    for other in others:
+        other.start()
+    for number in range(2000):
+        frame = numbered(("both", HOLE), 1, pack(bytes(number % 5 * 1000)))
+        postings = [end.lane.post(frame) for end in near]
+        frame.puts[0](number)
+        both = [posting for posting in postings if posting is not None]
+        assert len(both) == 2
+        try:
+            at_once.run(chain(*[each.queues for each in both], *[each.writes for each in both]))
+        except OSError:
+            for each in both:
+                each.mend()
+    for other in others:
+        other.join()
+    for end in far:
+        got = [end.get()[0] for _ in range(4000)]
+        assert [number for name, number in got if name == "both"] == list(range(2000))
+        assert [number for name, number in got if name == "other"] == list(range(2000))

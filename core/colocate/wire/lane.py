@@ -197,7 +197,8 @@ class SocketLane:
         queues = chain(map(owns.append, map(operator.not_, map(len, (queue,)))), map(queue.append, (posted,)))
         writes = chain(
             map(written.append, map(self._sock.send, compress((data,), owns))),
-            at_once.called(compress((queue.popleft,), map(operator.eq, written, (whole,)))),
+            # Not only by what is written: whose turn it is may have written it by now, while another lane was.
+            at_once.called(compress(compress((queue.popleft,), owns), map(operator.eq, written, (whole,)))),
             self._told(owns, queue),
         )
         return Posting(queues, writes, None, partial(self._tell, owns, queue))
