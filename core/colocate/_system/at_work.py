@@ -57,16 +57,27 @@ def at_work() -> bool:
     return bool(_here.sections)
 
 
+def begin_users() -> int:
+    """Users' code begins on this thread, or what a user's thread waits for: what `end_users` is to be given."""
+    own, _here.own = _here.own, 0
+    _here.sections -= own
+    return own
+
+
+def end_users(own: int) -> None:
+    """It has ended."""
+    _here.own += own
+    _here.sections += own
+
+
 @contextmanager
 def waited_for() -> Iterator[None]:
     """A block in which this thread does for a user's thread, which waits for it, what that could do itself."""
-    own, _here.own = _here.own, 0
-    _here.sections -= own
+    own = begin_users()
     try:
         yield
     finally:
-        _here.sections += own
-        _here.own = own
+        end_users(own)
 
 
 def refuse_to_wait(what: str) -> None:

@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from colocate._system.at_work import begin_users, end_users
 from colocate.wire import track
 from colocate.worker.ending import end
 
@@ -15,6 +16,7 @@ class RoleCode:
 
     def __init__(self) -> None:
         self._is_left = True
+        self._begun: list[int] = []  # on the lane alone; async methods may end in another order
         track(self)
 
     def forget(self) -> None:
@@ -22,9 +24,10 @@ class RoleCode:
         self._is_left = False
 
     def __enter__(self) -> None:
-        return
+        self._begun.append(begin_users())
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        end_users(self._begun.pop())
         if not self._is_left:
             end(_status(error))
 
