@@ -222,7 +222,7 @@ class Host(abc.ABC):
     def post(self, frame: Any) -> Posting | None:
         """How a frame of `Executor.numbered` is sent without a lock, on any thread; None where it can't be just now.
 
-        What is posted and what is sent arrives in the order in which it was given.
+        Calls that are posted and calls that are sent begin in the order in which they were given.
         """
         return None
 

@@ -109,8 +109,9 @@ class ThreadHost(Host):
 
     def post(self, frame: Any) -> Posting:
         """Put a message into the lane's queue."""
-        lane = self.worker.lane
-        return Posting(map(lane.take, (frame,)), iter(()), lane.look_again, lane.look_again)
+        worker = self.worker
+        look = worker.lane.look_again
+        return Posting(worker.takes(*frame), iter(()), look, look)
 
     def kill(self) -> None:
         """A thread can't be ended: its slot is freed, and whatever it still says is ignored."""

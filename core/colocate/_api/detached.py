@@ -84,6 +84,8 @@ def _close_all(pool: Slots, by: str) -> list[Crew]:
         groups = pool.crews
         for group in groups:
             locks.enter_context(group.order.lock)
+            group.order.gate.shut("its detaching")  # calls are posted without that lock
+            locks.callback(group.order.gate.open, "its detaching")
         pool.check()
         if pool.reservation is None:
             raise pool.unreserved("can't be detached: it ")
@@ -100,7 +102,7 @@ def _check_idle(group: Crew) -> None:
     if group.life.state is not State.READY:
         raise ColocateError(f"group {group.name!r} can't be detached while it is {group.state}")
     if group.order.pending:
-        first = next(iter(group.order.pending.values()))
+        first = next(iter(list(group.order.pending.values())))
         raise ColocateError(
             f"group {group.name!r} can't be detached while calls are pending ({len(group.order.pending)}, the first is "
             f"{first.label}): wait for them"

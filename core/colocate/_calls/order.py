@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -94,7 +95,8 @@ class CallOrder:
 
     Attributes:
         lock: Held while anything of them changes.
-        pending: The calls that were sent and aren't done, by number.
+        pending: The calls that were sent and aren't done, by number. Others may come at any time, without the lock.
+        gate: Whether calls may be posted.
         stacks: What their ranks are doing.
     """
 
@@ -134,6 +136,8 @@ class CallOrder:
         calls: Sequence[PendingCall],
         numbers: Sequence[tuple[PendingCall, Callable[[int], object]]],
         postings: Sequence[Posting],
+        passes: Sequence[bool],
+        asleep: Mapping[Any, Any],
     ) -> bool:
         """Send calls at once, to all their ranks, unless the gate is shut: without a lock, and on any thread.
 
@@ -141,6 +145,8 @@ class CallOrder:
             calls: The calls, in order.
             numbers: Functions in C that put a call's number into a message, and the call.
             postings: How these are sent.
+            passes: What the gate had when they were made ready.
+            asleep: They aren't sent either if there is something in this.
 
         Returns:
             Whether they were sent.
@@ -149,22 +155,30 @@ class CallOrder:
             map(setattr, calls, repeat("seq"), self._numbers),
             map(setattr, calls, repeat("pipeline"), repeat(None)),
             at_once.called([put for _, put in numbers], map(_seq, [call for call, _ in numbers])),
-            map(self.pending.__setitem__, map(_seq, calls), calls),
+            map(
+                operator.setitem, repeat(self.pending), map(_seq, calls), calls
+            ),  # a method of the dict's makes a tuple
         ]
         writes: list[Iterator[object]] = []
         for posting in postings:
             steps.append(posting.queues)
             writes.append(posting.writes)
         try:
-            at_once.run(chain(at_once.when(steps, self.gate.passes), *writes))
+            may_begin = at_once.when(steps, passes, map(operator.not_, repeat(asleep)))
+            at_once.run(chain(may_begin, *writes))
             for posting in postings:
                 if posting.after is not None:
                     posting.after()
         except BaseException as error:
-            failure = error
-            hand_over(lambda: self._mend(calls, postings, failure))
-            if not isinstance(error, OSError):  # of a signal's handler, which comes between two of these lines
+            mend = partial(self._mend, calls, postings, error)
+            try:
+                hand_over(mend)
+            except BaseException:  # before it was, perhaps
+                hand_over(mend)
                 raise
+            trace = error.__traceback__
+            if not isinstance(error, OSError) or (trace is not None and trace.tb_next is not None):
+                raise  # of a signal's handler, which comes between two of these lines, and not of a socket
         return calls[0].seq >= 0
 
     def _mend(self, calls: Sequence[PendingCall], postings: Sequence[Posting], error: BaseException) -> None:
@@ -195,7 +209,7 @@ class CallOrder:
         """Give up on a call after `timeout` seconds."""
         with self.lock:
             if not call.done() and call.timer is None:
-                call.timer = self._timers.after(timeout, partial(self.late, call, timeout))
+                call.timer = self._timers.after(timeout, partial(self.late, weakref.ref(call), timeout))
 
     # -- what workers say
 
@@ -347,7 +361,7 @@ class CallOrder:
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
             hold.root = error
-        earlier = itertools.takewhile(lambda each: each.seq < call.seq, self.pending.values())
+        earlier = itertools.takewhile(lambda each: each.seq < call.seq, list(self.pending.values()))
         self._note_running([call], {slot for each in earlier for slot in each.missing()})
         self._end(call, error)
         call._fail(error)
@@ -408,15 +422,15 @@ class CallOrder:
             hold.timer.cancel()
         self._resumed = hold.number
         self._hold = None
-        self.gate.open("a hold")
         self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn)))
+        self.gate.open("a hold")
 
     def _overdue(self, hold: _Hold) -> None:
         with self.lock:
             if self._hold is not hold:
                 return
             # A rank that is still in an earlier call is late with that one, which has no deadline of its own.
-            busy = {slot for seq, call in self.pending.items() if seq < hold.failed for slot in call.missing()}
+            busy = {slot for seq, call in list(self.pending.items()) if seq < hold.failed for slot in call.missing()}
             stuck = sorted(hold.waiting - busy)
             if not stuck:
                 hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
@@ -431,9 +445,10 @@ class CallOrder:
 
     # -- deadlines
 
-    def late(self, call: PendingCall, timeout: float) -> None:
+    def late(self, ref: weakref.ref[PendingCall], timeout: float) -> None:
         """A call's time is over; it may have been settled, or never sent."""
-        if call.done() or call.seq < 0:
+        call = ref()
+        if call is None or call.done() or call.seq < 0:
             return
         self.stacks.ask(call.missing(), lambda found: self._time_out(call, timeout, found))
 
@@ -467,13 +482,13 @@ class CallOrder:
     def still_running(self) -> set[int]:
         """The slots of ranks that haven't ended a call which they ran when they last told their stack."""
         with self.lock:
-            left = {seq: call.missing() for seq, call in self.pending.items()}
+            left = {seq: call.missing() for seq, call in list(self.pending.items())}
             return {slot for slot, ran in self.stacks.ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
 
     def owing(self) -> set[int]:
         """The slots of ranks that haven't ended a call which they were sent."""
         with self.lock:
-            return {slot for call in self.pending.values() for slot in call.missing()}
+            return {slot for call in list(self.pending.values()) for slot in call.missing()}
 
     def _note_updates(self, slot: int, seq: int, updates: int) -> None:
         """What a rank has done in a call that nobody waits for any more."""

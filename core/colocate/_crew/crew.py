@@ -307,7 +307,7 @@ class Crew(Restartable):
             if self.life.state is not State.READY:
                 return
             told = self.restarts.begin(error)
-            somebody = any(call.keep is None for call in self.order.pending.values())
+            somebody = any(call.keep is None for call in list(self.order.pending.values()))
             self.life.fail(told, is_told=somebody, recovers=told is not error)
             self._tell_state(State.FAILED, error)
             self.order.fail_all(told)

@@ -29,25 +29,28 @@ class Sleepers:
 
     Each step is one of a dict's, so no lock is taken. A mark is made before a sleep is sent and renewed after that, and
     what has been woken takes away only marks that it has seen: whatever comes between, a mark stays too long at worst.
+
+    Attributes:
+        marks: The marks.
     """
 
     def __init__(self, roles: Iterable[str]) -> None:
         """Args: roles: Those of a group that another driver may have put to sleep."""
-        self._marks: dict[Mark, Slept] = {}
+        self.marks: dict[Mark, Slept] = {}
         for role in roles:
             self.mark(role, TAGS, until_woken=False)
 
     def __bool__(self) -> bool:
-        return bool(self._marks)
+        return bool(self.marks)
 
     def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
         """They are about to sleep, or have been told to."""
         for tag in tags:
-            self._marks[role, tag] = Slept(until_woken)
+            self.marks[role, tag] = Slept(until_woken)
 
     def seen(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
         """The marks that a role has."""
-        return {mark: slept for mark, slept in list(self._marks.items()) if mark[0] == role and mark[1] in tags}
+        return {mark: slept for mark, slept in list(self.marks.items()) if mark[0] == role and mark[1] in tags}
 
     def for_call(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
         """Those of which a call of the role wakes it."""
@@ -57,7 +60,7 @@ class Sleepers:
     def until_woken(self) -> dict[str, list[str]]:
         """The tags that calls leave asleep, by role."""
         found: dict[str, list[str]] = {}
-        for (role, tag), slept in list(self._marks.items()):
+        for (role, tag), slept in list(self.marks.items()):
             if slept.until_woken:
                 found.setdefault(role, []).append(tag)
         return found
@@ -65,9 +68,9 @@ class Sleepers:
     def woken(self, seen: dict[Mark, Slept]) -> None:
         """They have been woken by a call that was made when these marks were there."""
         for mark, slept in seen.items():
-            if self._marks.get(mark) is slept:
-                del self._marks[mark]
+            if self.marks.get(mark) is slept:
+                del self.marks[mark]
 
     def renew(self) -> None:
         """All roles have been made anew."""
-        self._marks.clear()
+        self.marks.clear()

@@ -50,10 +50,11 @@ class Leases(abc.ABC):
         It takes no lock, and takes nothing away: that is `take`'s. What is told twice does no harm.
         """
         told = self._told
-        keys = tuple([ended if isinstance(ended, int) else ended.key for ended in list(self._ended)[told[0] :]])
+        start = told[0]
+        keys = tuple([ended if isinstance(ended, int) else ended.key for ended in list(self._ended)[start:]])
 
         def note() -> None:
-            told[0] += len(keys)  # if `take` has come meanwhile, nobody looks at this any more
+            told[0] = max(told[0], start + len(keys))  # if `take` has come meanwhile, nobody looks at this any more
 
         return keys, note
 

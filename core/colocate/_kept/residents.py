@@ -95,7 +95,7 @@ class Residents(Leases):
         self._fetches = Fetches(link.teller(), link.base)
         self._borrows: dict[weakref.ref[Borrow], None] = {}  # in their order
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self._flushing = False
+        self._flushes_by = 0.0  # when somebody does, unless that was interrupted
 
     # -- one resident
 
@@ -291,14 +291,14 @@ class Residents(Leases):
 
     def flush_later(self) -> None:
         """See to it that the workers are told of what is released. It takes no lock; to be told twice does no harm."""
-        if not self._flushing and (self.kept or self.news) and self.link.alive:
-            self._flushing = True
+        if time.monotonic() >= self._flushes_by and (self.kept or self.news) and self.link.alive:
             self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
+            self._flushes_by = time.monotonic() + 2 * RELEASED_AFTER_S
 
     def _flush(self) -> None:
         """After a while of quiet: release what no message has carried."""
         with self.order.lock:
-            self._flushing = False
+            self._flushes_by = 0.0
             if not self.link.alive:  # its end tells what has failed
                 return
             self.tell()

@@ -28,9 +28,11 @@ run: Callable[[Iterable[object]], None] = deque[Any](maxlen=0).extend
 """Take all steps of an iterator made of functions in C."""
 
 
-def when(steps: Iterable[Iterator[object]], passes: Iterable[object]) -> Iterator[object]:
-    """Take steps, each of them if the next thing of `passes` is true; none from the end of these on."""
-    return chain.from_iterable(compress(steps, passes))
+def when(steps: Iterable[Iterator[object]], *conditions: Iterable[object]) -> Iterator[object]:
+    """Take steps, each of them if the next thing of each condition is true; none from the end of one of these on."""
+    for condition in conditions:
+        steps = compress(steps, condition)
+    return chain.from_iterable(steps)
 
 
 def called(functions: Iterable[Callable[..., object]], *arguments: Iterable[Any]) -> Iterator[object]:
@@ -55,7 +57,7 @@ class Gate:
         self._reasons: set[str] = set() if _ONE_AT_A_TIME else {"threads run at once"}
         self.passes: list[bool] = [True] * steps if _ONE_AT_A_TIME else []
         self._steps = steps
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a `__del__` may shut it anywhere
         _gates.add(self)
 
     def shut(self, reason: str) -> None:
@@ -68,8 +70,8 @@ class Gate:
         """Take a reason away."""
         with self._lock:
             self._reasons.discard(reason)
-            if not self._reasons:
-                self.passes[:] = [True] * self._steps
+            if not self._reasons and not self.passes:
+                self.passes = [True] * self._steps  # another list: what was made ready before it was shut doesn't pass
 
 
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
@@ -77,7 +79,7 @@ _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 def _shut_all() -> None:
     for gate in list(_gates):
-        gate._lock = threading.Lock()  # whatever state it was left in
+        gate._lock = threading.RLock()  # whatever state it was left in
         gate.shut("fork")
 
 

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
-from types import CodeType, FrameType
+from types import CodeType
 
 from colocate._system.off_main import frames
 
@@ -20,12 +20,16 @@ _TESTING = os.path.join(_HERE, "testing", "")  # its suites are users of colocat
 
 def caller() -> tuple[str, int]:
     """File and line of the user's code that called into colocate."""
-    code, line = place(sys._getframe(1))
+    code, line = place(1)
     return (code if isinstance(code, str) else shown(code)), line
 
 
-def place(frame: FrameType) -> tuple[CodeType | str, int]:
-    """Code and line of the user's code that called into colocate, of which this is a frame: as text only if asked."""
+def place(depth: int) -> tuple[CodeType | str, int]:
+    """Code and line of the user's code that called into colocate, from `depth` frames above the caller's own on."""
+    try:
+        frame = sys._getframe(depth + 1)
+    except ValueError:  # it wasn't Python code that has called
+        frame = sys._getframe(1)
     code = frame.f_code
     if not _is_passed_by(code.co_filename):
         return code, frame.f_lineno

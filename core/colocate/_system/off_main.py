@@ -5,10 +5,10 @@ KeyboardInterrupt, say) comes out there. So whatever takes a lock or changes sta
 the main thread waits for that on a raw lock, which an interruption can't leave in a wrong state. A handler that calls
 into colocate finds no lock that the frame which it has interrupted holds, and an interruption tears nothing.
 
-Handing over takes longer than most of what is handed over. So what is made again and again, a call in a pipeline's
-block, the main thread records by itself: it makes something that nobody else knows, and one append has it known. And
-it leaves a scope by itself where nothing has failed: that takes no lock, and whoever is interrupted in it has the rest
-done by another thread.
+Handing over takes longer than most of what is handed over. So what is done again and again the main thread does by
+itself, where it needs no lock for that: it sends calls, in steps that nothing comes in between (`at_once.py`); it
+records those in a pipeline's block, by one append; it leaves a scope where nothing has failed. Whoever is interrupted
+in any of these has the rest done by another thread.
 
 On all other threads `off_main` runs its work here and now: no signal comes there. Nor does one come amid colocate's
 own code in a worker process, whose main thread is the lane (`worker/handlers.py`).

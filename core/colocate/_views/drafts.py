@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -114,8 +115,9 @@ class Messages:
     def post(self) -> bool:
         """Send the calls at once, on the caller's thread; False where there is something to be seen to first."""
         crew = self._crew
-        order, workers = crew.order, crew.workforce.workers
-        if self._needs or not order.gate.passes or crew.sleepers or crew.taught.has_news():
+        order, passes = crew.order, crew.order.gate.passes  # before the workers: a restart has others, and another list
+        workers = crew.workforce.workers
+        if self._needs or not passes or crew.sleepers or crew.taught.has_news():
             return False
         if self._told is None and crew.declared.budgets and crew.residents.news:  # the calls may need the room
             return False
@@ -133,8 +135,11 @@ class Messages:
                 except ColocateError:  # which is told again
                     return False
             if draft.timeout < FOREVER_S and call.timer is None:
-                call.timer = crew.services.timers.after(draft.timeout, partial(order.late, call, draft.timeout))
-        if not order.post([draft.call for draft in self.drafts], self._numbers, postings):
+                call.timer = crew.services.timers.after(
+                    draft.timeout, partial(order.late, weakref.ref(call), draft.timeout)
+                )
+        calls = [draft.call for draft in self.drafts]
+        if not order.post(calls, self._numbers, postings, passes, crew.sleepers.marks):
             return False
         if self._told is not None:
             self._told()

@@ -107,13 +107,15 @@ class Pipeline:
         Raises:
             ColocateError: A group can't be called any more. Its calls, and those of groups after it, have that error.
         """
-        self.open = False
-        crews = list(dict.fromkeys(draft.crew for draft in self._drafts))
         try:
+            self.open = False
+            crews = list(dict.fromkeys(draft.crew for draft in self._drafts))
             for crew in crews:
                 crew.check()
             lots = [[draft for draft in self._drafts if draft.crew is crew] for crew in crews]
             for crew, lot, messages in zip(crews, lots, [Messages(lot) for lot in lots], strict=True):
+                for draft in lot:
+                    draft.call.submitted = time.time()
                 if any(map(_has_failed, lot)) or not messages.post():
                     off_main(partial(_send, messages), waits_s=None)
                 for draft in lot:
@@ -159,9 +161,6 @@ def _send(messages: Messages) -> None:
                 if draft.kept is not None:
                     crew.residents.keep(draft.kept)
             ready = [draft for draft in drafts if not _is_lost(draft)]
-            now = time.time()
-            for draft in ready:
-                draft.call.submitted = now
             if ready:
                 sent = send(messages if len(ready) == len(drafts) else Messages(ready))
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -69,7 +68,7 @@ def ready(
             body = bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
             if getattr(body, "has_trained", False):
                 refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
-    call.at = place(sys._getframe(3))
+    call.at = place(3)
     if crew.taught.given.contents:
         crew.taught.given.compare(call.line)
     call.link = crew
@@ -135,6 +134,7 @@ def keep(draft: Draft) -> KeptResident[Any]:
         _send_soon(draft, kept)
     else:
         residents.add(kept)
+        residents.flush_later()
         try:
             if not (messages := Messages((draft,))).post():
                 off_main(lambda: _send(messages), waits_s=None)
@@ -142,7 +142,6 @@ def keep(draft: Draft) -> KeptResident[Any]:
             if call.seq < 0 or error is call._error:
                 residents.forget_unsent(kept)
             raise
-        residents.flush_later()
     residents.free_with(scopes, kept)
     return resident
 
@@ -165,12 +164,11 @@ def _send(messages: Messages) -> None:
     try:
         with crew.order.lock:
             crew.check()
-            try:
-                draft.lend()
-            except BaseException as error:
-                crew.order.give_up(call, error, sent=False)
-                raise
+            draft.lend()
             sent = send(messages)
+    except BaseException as error:
+        crew.order.drop(call, error)  # unless that was done
+        raise
     finally:
         messages.discard()
     watch(sent)

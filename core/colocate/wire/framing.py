@@ -101,6 +101,7 @@ class Frame:
             if self._holders == 0 and self._file >= 0:
                 os.close(self._file)
                 self._file = -1
+                self.puts = ()  # which lead back here
 
     def abandon(self) -> None:
         """Close the file whoever holds it: in a forked child, which inherited a copy of its descriptor."""
@@ -168,8 +169,11 @@ def _with_hole(head: Head) -> tuple[bytes, Sequence[int]]:
 
 def _with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
     """A pickled head, and where in the frame its holes are."""
-    header = pickle.dumps(head, protocol=5)
-    return header, [_PREFIX.size + header.index(_NUMBER.pack(HOLE + place)) for place in range(count)]
+    header, places, at = pickle.dumps(head, protocol=5), list[int](), 0
+    for number in range(HOLE, HOLE + count):
+        at = header.index(_NUMBER.pack(number), at)
+        places.append(_PREFIX.size + at)
+    return header, places
 
 
 def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffer], int]:

@@ -200,6 +200,7 @@ class SocketLane:
             # Not only by what is written: whose turn it is may have written it by now, while another lane was.
             at_once.called(compress(compress((queue.popleft,), owns), map(operator.eq, written, (whole,)))),
             self._told(owns, queue),
+            at_once.called((owns.clear,)),
         )
         return Posting(queues, writes, None, partial(self._tell, owns, queue))
 

@@ -14,9 +14,11 @@ from colocate.worker.ending import end
 class RoleCode:
     """A block of role code, which a forked child doesn't leave: it ends there, by the code that a script would have."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_thread: bool = True) -> None:
+        """Args: has_thread: Whether nothing else comes on the lane until it ends, as while it awaits something."""
         self._is_left = True
-        self._begun: list[int] = []  # on the lane alone; async methods may end in another order
+        self._has_thread = has_thread
+        self._begun: list[int] = []
         track(self)
 
     def forget(self) -> None:
@@ -24,10 +26,12 @@ class RoleCode:
         self._is_left = False
 
     def __enter__(self) -> None:
-        self._begun.append(begin_users())
+        if self._has_thread:
+            self._begun.append(begin_users())
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        end_users(self._begun.pop())
+        if self._has_thread:
+            end_users(self._begun.pop())
         if not self._is_left:
             end(_status(error))
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from colocate._protocol import from_worker, to_worker
@@ -29,6 +30,7 @@ from colocate.worker.lane import Lane, Work
 from colocate.worker.ledger import LookError, ledger
 from colocate.worker.runner import Runner
 from colocate.worker.site import Send, Site
+from colocate.worker.store import Entry
 from colocate.worker.template import tell_imports
 
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
@@ -120,16 +122,25 @@ class WorkerHost(Site):
         if (work := self._work_of(call, body)) is not None:
             self.lane.put(work)
 
+    def takes(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Iterator[object]:
+        """Steps (`_system.at_once`) by which calls are taken within one process; `lane.look_again` is to follow."""
+        keys = [call.keep for call in message.numbered if call.keep is not None]
+        return chain(
+            map(self.store.entries.setdefault, keys, [Entry() for _ in keys]),  # they may be freed from now on
+            map(self.lane.take, ((message, body),)),
+        )
+
     def _works_of(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Sequence[Work]:
         """What the lane has to do for calls."""
         if isinstance(message, to_worker.Call):
-            works = [self._work_of(message, body)]
+            works = [self._work_of(message, body, is_expected=True)]
         else:
             self.store.free(message.frees)
-            works = [self._work_of(call, its_body) for call, its_body in take_apart(message.calls, body)]
+            apart = take_apart(message.calls, body)
+            works = [self._work_of(call, its_body, is_expected=True) for call, its_body in apart]
         return [work for work in works if work is not None]
 
-    def _work_of(self, call: to_worker.Call, body: Any) -> Work | None:
+    def _work_of(self, call: to_worker.Call, body: Any, is_expected: bool = False) -> Work | None:
         """What the lane has to do for a call."""
         if call.frees:
             self.store.free(call.frees)
@@ -141,7 +152,8 @@ class WorkerHost(Site):
         work = Work(call.seq, self._runner.call, hosted.label(call.method), call, body, concurrency)
         work.lots = self.definitions.count
         if call.keep is not None:
-            self.store.expect(call.keep)
+            if not is_expected:
+                self.store.expect(call.keep)
             work.on_drop = partial(self.store.fail, call.keep, f"{work.label} was withdrawn after a failure")
         return work
 

@@ -51,7 +51,7 @@ class Runner:
         """
         self._site = site
         self._broken = broken
-        self._role_code = RoleCode()
+        self._role_code, self._awaited_code = RoleCode(), RoleCode(has_thread=False)
         self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
@@ -209,7 +209,7 @@ class Runner:
         own_block.set(partial(OwnSettings, self._site.setting))
         try:
             try:
-                with self._role_code:
+                with self._awaited_code:
                     result = await coroutine
             finally:
                 if work.raised is not None:
@@ -267,12 +267,13 @@ class Runner:
         try:
             if device.is_gpu:
                 device.end(label, work.allocated)
+            returned = result
             if result is not None:
-                returned, result = result, ordinary(result, device.lends)
-                if result is not returned and device.is_gpu:
-                    device.end(label)  # with what was copied of it
+                result = ordinary(result, device.lends)
             if work.rows is not None and (result is not None or counts(spec, role.ctx)):
                 result = without_padding(result, work.rows, work.valid_rows, label)
+            if result is not returned and device.is_gpu:
+                device.end(label)  # with what was copied of it
             is_of_worker = call.method in OF_WORKERS
             if is_of_worker:  # what changes there is no resident, and they have looked whether there is room
                 site.accounts.changed(None)
