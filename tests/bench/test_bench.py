@@ -59,7 +59,7 @@ def test_ratio() -> None:
 @pytest.mark.usefixtures("no_leaks")
 def test_stub() -> None:
     """The stub executor is an executor: groups start, answer calls on all of their slots, keep, and close."""
-    with Runtime._of(Connection("stub", StubExecutor(), 0, False, None, 60.0, None)) as runtime:
+    with Runtime._of(Connection("stub", StubExecutor(), 0, False, None, 60.0, None, None)) as runtime:
         pool = runtime.reserve(slots=300)
         group = pool.spawn({"echo": colocate.role(Echo), "rows": colocate.role(Rows).on(slots=range(299, 99, -1))})
         rows = group.role("rows", Rows)
@@ -79,4 +79,4 @@ def test_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert row == {"part": "part", "name": "measured", "value": 1.5, "unit": "µs", "bar": 2, "verdict": "PASS"}
     with pytest.raises(SystemExit):
         main(["scales"])
-    assert "calls, definitions, residents, scale, memory, ledger, sleep, budget, ppo" in capsys.readouterr().err
+    assert "calls, before, definitions, residents, scale, memory, ledger, sleep, budget, ppo" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from colocate import ColocatedGroup, Pool, Runtime
 from colocate._api import slots
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
+from colocate._system.at_work import waited_for
 from colocate._views import checkpoint
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation
@@ -90,7 +91,8 @@ def test_a_checkpoint_that_comes_too_late(
     def late(crew: Crew, part: Path) -> PendingCall:
         call = submit(crew, part)
         call.result(PATIENCE_S)
-        meanwhile(group)
+        with waited_for():  # as on the thread of a user
+            meanwhile(group)
         return call
 
     monkeypatch.setattr(checkpoint, "_submit", late)

@@ -31,6 +31,7 @@ def sleep(
     discard: Sequence[str] = (),
 ) -> int:
     """Put memory of a role to sleep; see `ColocatedGroup.sleep`."""
+    refuse_to_wait(f"the sleep of {role}")
     return _result(crew, role, start_sleep(crew, role, tags, timeout, on_call, discard), "put to sleep")
 
 
@@ -64,6 +65,7 @@ def start_sleep(
 
 def wake(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
     """Wake memory of a role; see `ColocatedGroup.wake`."""
+    refuse_to_wait(f"the wake of {role}")
     return _result(crew, role, start_wake(crew, role, tags, timeout), "woken")
 
 
@@ -110,7 +112,6 @@ def _start(crew: Crew, method: str, label: str, given: Mapping[str, Any], timeou
         pipeline.refuse_call(f"the {label}")
     crew.check()
     refuse_inside(f"the {label}", crew.name)
-    refuse_to_wait(f"the {label}")
     info, spec = everyone(crew), SPECS[method]
     planned = plan(spec.dispatch, dict(given), info.ranks)
     call = PendingCall(label, "", method, info.slots)
