@@ -82,7 +82,7 @@ class GpuRuntime(Runtime):
 
 def connect(seed: int = 0, strict: bool = False, threads: bool = False) -> Runtime:
     executor = OneGpuOfThreads() if threads else OneGpu()
-    return GpuRuntime._of(Connection("local", executor, seed, strict, None, 60.0, None))
+    return GpuRuntime._of(Connection("local", executor, seed, strict, None, 60.0, None, None))
 
 
 class TestCore(Calls, Dispatching, Contexts, Residents, TensorResidents, Failures):

@@ -136,6 +136,7 @@ class Worker(Role):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     played = Gpu()
     monkeypatch.setattr(devices, "in_use", lambda name: played)
+    monkeypatch.setattr(devices, "works_by_itself", lambda name: True)
     return played
 
 
@@ -276,6 +277,7 @@ def test_peaks_of_roles_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
         look(self, name)
         moving.append(self.is_moving)
 
+    monkeypatch.setattr(devices, "works_by_itself", lambda name: True)
     with colocate.connect("local") as runtime:
         roles = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
         group = runtime.reserve(1).spawn(roles, residency="swap", device_memory="9MiB", step=STEP)

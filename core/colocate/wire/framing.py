@@ -157,8 +157,8 @@ def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
         start = bytearray().join((inline, header, table, *pieces))
         return Frame(start, start, places=places)
     passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
-    starts = [bytearray().join((prefix, header, table)) for prefix in (passed, inline)]
-    return Frame(*starts, memory_file(pieces), length, places)
+    by_file, by_bytes = (bytearray().join((prefix, header, table)) for prefix in (passed, inline))
+    return Frame(by_file, by_bytes, memory_file(pieces), length, places)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -124,7 +124,7 @@ class Runner:
             if site.residency.takes_turns:
                 site.residency.enter(call.seq, role, spec)
             # Not where others run beside it, nor where memory of other roles comes and goes meanwhile.
-            if site.device.peaks is not None and not (spec.is_async or site.residency.is_moving):
+            if site.device.is_gpu and not (spec.is_async or site.residency.is_moving):
                 work.allocated = site.device.begin()
             if site.sleeper.asleep.roles:
                 site.sleeper.check(role, spec)
