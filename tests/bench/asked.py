@@ -13,31 +13,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 import colocate
-from colocate.testing.probes.plain import Echo
+from colocate import Role, method
 
 _CALLS = 200
 _LARGE_BYTES = 256 << 20
 
 
+class Plain(Role):
+    """Does nothing."""
+
+    @method
+    def noop(self) -> None:
+        """Do nothing."""
+
+    @method
+    def take(self, value: Any) -> None:
+        """Do nothing with something."""
+
+
 def _serve(kind: str) -> None:
     """Answer on the main thread, until there is nothing more to be read."""
     print(Path(colocate.__file__).parents[1])
-    roles: Any = {"echo": colocate.role(Echo)}
+    roles: Any = {"plain": colocate.role(Plain)}
     with colocate.connect("local", processes=kind == "processes") as runtime:
         one, four, other = (runtime.reserve(slots=slots).spawn(roles) for slots in (1, 4, 1))
-        noop, fours = one.role("echo", Echo).noop, four.role("echo", Echo).noop
-        echo, beside = one.role("echo", Echo).echo, other.role("echo", Echo).noop
+        noop: Any
+        noop, fours, beside = (group.role("plain", Plain).noop for group in (one, four, other))
+        take, large = one.role("plain", Plain).take, numpy.zeros(_LARGE_BYTES // 8)
 
         def pipeline() -> None:
             with one.pipeline():
-                calls = [noop.submit() for _ in range(7)]  # type: ignore[attr-defined]
+                calls = [noop.submit() for _ in range(7)]
             for call in calls:
                 call.result()
 
         def waits() -> float:
             """The longest no-op of another group while a large argument is on its way."""
-            sending = threading.Thread(target=lambda: echo(bytes(_LARGE_BYTES)))
+            sending = threading.Thread(target=take, args=(large,))
             sending.start()
             longest = 0.0
             while sending.is_alive():
@@ -47,7 +62,7 @@ def _serve(kind: str) -> None:
         timed: dict[str, Callable[[], object]] = {
             "no-op, 1 slot": noop,
             "4 slots": fours,
-            "keep, until it returns": noop.keep,  # type: ignore[attr-defined]
+            "keep, until it returns": noop.keep,
             "a pipeline of 7": pipeline,
         }
         for line in sys.stdin:
