@@ -63,8 +63,10 @@ def test_lengths_beyond_four_gigabytes() -> None:
     prefix = framing._PREFIX.pack(framing._VERSION, framing._FILE, 2, 2, length)
     start = prefix + b"N." + struct.pack("<2Q", 64, length - 64)
     one, other = socket.socketpair()
-    with one, other, Frame(start, start, file, length) as frame:
-        assert Sending(frame, passes_files=True).write(one)
+    with one, other, Frame(bytearray(start), bytearray(start), file, length) as frame:
+        sending = Sending(frame, passes_files=True)
+        assert sending.write(one)
+        sending.close()
         [(head, body)] = Reader(passes_files=True).read(other, memoryview(bytearray(1000)))
     assert head is None
     assert body is not None

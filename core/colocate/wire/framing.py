@@ -102,6 +102,8 @@ class Frame:
                 os.close(self._file)
                 self._file = -1
                 self.puts = ()  # which lead back here
+                # Nothing is left to do at its end: what a signal's handler raises there would be lost.
+                object.__setattr__(self, "__class__", Frame)
 
     def abandon(self) -> None:
         """Close the file whoever holds it: in a forked child, which inherited a copy of its descriptor."""
@@ -116,6 +118,12 @@ class Frame:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _FileFrame(Frame):
+    """One whose payload lies in a file, which is closed with the frame at the latest."""
+
+    __slots__ = ()
 
     def __del__(self) -> None:
         self.abandon()
@@ -158,7 +166,7 @@ def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
         return Frame(start, start, places=places)
     passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
     by_file, by_bytes = (bytearray().join((prefix, header, table)) for prefix in (passed, inline))
-    return Frame(by_file, by_bytes, memory_file(pieces), length, places)
+    return _FileFrame(by_file, by_bytes, memory_file(pieces), length, places)
 
 
 @functools.lru_cache(maxsize=1024)
