@@ -17,6 +17,7 @@ from tests.chaos.programs import FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
+from colocate._system.at_work import waited_for
 from colocate._system.off_main import off_main
 from colocate._views.functions import run as run_later
 from colocate._views.sleeping import start_sleep, start_wake
@@ -30,6 +31,12 @@ class _Kept:
     sent: Sent
     resident: Any
     rows: list[bytes]
+
+
+def _for_a_user(what: Callable[..., Any], *args: Any) -> Any:
+    """Do it on a thread of the framework, for one that waits for that."""
+    with waited_for():
+        return what(*args)
 
 
 def moved(outcomes: Sequence[Any]) -> str | None:
@@ -215,7 +222,7 @@ class Steps(Caller):
         # Off the main thread it has been sent when this returns: who waits for it at once, as `group.run` does, has it
         # sent meanwhile, and what is submitted next could come before it.
         def later(view: Any, ident: int) -> colocate.Call[Any]:
-            return colocate.Call(off_main(lambda: run_later(group._node, ran, (ident,), {})))
+            return colocate.Call(off_main(lambda: _for_a_user(run_later, group._node, ran, (ident,), {})))
 
         self.submit(played, sent, later)
         return sent
