@@ -18,7 +18,6 @@ from tests.bench.measure import taken_out
 from tests.bench.rows import Row
 
 _BEFORE = "79a192f"
-_ROOT = Path(__file__).parents[2]
 _STARTS = 5
 _BARS = {"local": ("local processes", 60.0), "ray": ("Ray", 120.0), "dask": ("Dask", 80.0)}
 _PART = "spawn of 2 workers"

@@ -115,11 +115,9 @@ class PendingCall(Underway):
         return link is not None and not self.done() and off_main(lambda: link.cancel(self))
 
     def _wait(self, timeout: float | None) -> None:
-        if self.pipeline is not None:
-            self.pipeline.refuse_wait(self.label, awaits=False)
+        self._check_unsent()
         self._check_fork()
-        if not self.is_set and not self.wait(timeout):
-            raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
+        super()._wait(timeout)
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         if self.pipeline is not None:

@@ -141,12 +141,6 @@ class Residents(Leases):
         scopes = (found() for found in _open.get())
         return tuple(each for each in scopes if each is not None and each.of is self and each.here.is_current)
 
-    def keep(self, kept: Kept, scopes: Sequence[Scope] = ()) -> None:
-        """A call is sent, from within some scopes, whose result is kept."""
-        self.add(kept)
-        self.flush_later()
-        self.free_with(scopes, kept)
-
     def free_with(self, scopes: Sequence[Scope], kept: Kept) -> None:
         """It is freed at the end of some scopes of this thread and task."""
         for scope in scopes:

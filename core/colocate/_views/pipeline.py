@@ -159,7 +159,7 @@ def _send(messages: Messages) -> None:
             crew.check()
             for draft in drafts:
                 if draft.kept is not None:
-                    crew.residents.keep(draft.kept)
+                    crew.residents.add(draft.kept)
             ready = [draft for draft in drafts if not _is_lost(draft)]
             if ready:
                 sent = send(messages if len(ready) == len(drafts) else Messages(ready))

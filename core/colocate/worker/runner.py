@@ -283,7 +283,7 @@ class Runner:
                 if site.accounts.budgets.limits:
                     site.residency.check(role.name, label, None if call.keep is None else {label: result})
             operations = 0 if site.in_process else torch_books.count()
-            valid, halves = work.valid_rows, work.halves if work.shares or operations != work.operations else 0
+            valid, halves = work.valid_rows, _updates(work, operations)
             if operations != work.operations:
                 role.operations = max(role.operations, work.before + operations)
                 if site.groups.cuts != work.cuts:
