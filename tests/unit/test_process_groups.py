@@ -164,6 +164,28 @@ def test_all_groups_are_cut_at_the_end(monkeypatch: pytest.MonkeyPatch, ends: bo
     assert told == [["policy/actor/*", "policy/default"], *(["forgotten"] if ends else [])]
 
 
+def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call ends just when its rank is told to give it up: its groups aren't cut, or are told as cut."""
+    monkeypatch.setattr(torch_books, "operations", lambda: {"policy/actor/*": (1, 2)})
+    monkeypatch.setattr(torch_books, "cut", lambda names: None)
+    groups = ProcessGroups(Asking(), in_process=False, group="policy")
+    told: list[Any] = []
+    lane = threading.Thread(target=lambda: told.append(groups.back(1)), daemon=True)
+
+    def waits() -> bool:
+        lane.start()  # the call has ended after this was asked
+        wait_until(lambda: groups._epoch == 1, "the lane is about to tell that it is back")
+        assert not told
+        return True
+
+    groups.cut(waits)
+    lane.join(PATIENCE_S)
+    assert told == [({"policy/actor/*": (1, 2)}, ["policy/actor/*"])]
+    groups.renewed()
+    groups.cut(lambda: False)
+    assert groups.back(2)[1] == []
+
+
 def test_with_the_default_group_all_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch forgets them with it."""
     cut: list[Any] = []

@@ -176,8 +176,8 @@ class WorkerHost(Site):
         self.lane.hold(hold.number, hold.failed)
         what = "a call" if hold.failed else "the constructor of a role on another rank"
         self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed")
-        if hold.cut and any(running >= hold.failed for running in list(self.lane.running)):  # an earlier call goes on
-            self.groups.cut()
+        if hold.cut:  # an earlier call goes on
+            self.groups.cut(lambda: any(running >= hold.failed for running in list(self.lane.running)))
 
     def _on_left(self, left: to_worker.Left, body: None) -> None:
         self.groups.left(left.number, left.slot, left.operations)
@@ -271,8 +271,7 @@ class WorkerHost(Site):
 
     def cut_short(self, base: int) -> None:
         """What a former driver had begun has had its time to end by itself: what still runs of it waits no longer."""
-        if any(0 < seq <= base for seq in list(self.lane.running)):
-            self.groups.cut()
+        self.groups.cut(lambda: any(0 < seq <= base for seq in list(self.lane.running)))
 
     def adopt(self, boot: Boot) -> None:
         """Another driver commands it from now on, with a secret of its own for what workers tell each other."""

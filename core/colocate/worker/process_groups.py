@@ -16,7 +16,7 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -249,11 +249,13 @@ class ProcessGroups:
 
     def operations(self) -> Operations:
         """How many operations this rank has begun on each of its groups, whoever has made them."""
+        with LOOKING:
+            return self._operations()
+
+    def _operations(self) -> Operations:
         if self._in_process:  # those of several ranks aren't this worker's
             return {}
-        with LOOKING:
-            found = torch_books.operations()
-        unfinished = self._making.unfinished()
+        found, unfinished = torch_books.operations(), self._making.unfinished()
         return {name: told for name, told in found.items() if name not in unfinished}
 
     def left(self, hold: int, slot: int, operations: Operations) -> None:
@@ -285,11 +287,16 @@ class ProcessGroups:
                 vain.update(name for name in torch_books.with_transfers() if gone.keys() & torch_books.members(name))
             self._cut_those(vain - self._cut - self._making.unfinished())
 
-    def cut(self, names: Iterable[str] | None = None) -> None:
-        """Free the peers that wait in a collective of these groups with this rank, and it; by default of all in use."""
-        doomed = [*names] if names is not None else [name for name, (count, _) in self.operations().items() if count]
+    def cut(self, waits: Callable[[], bool] = lambda: True) -> None:
+        """Cut all groups in use, so that this rank and its peers are freed where they wait in a collective.
+
+        Args:
+            waits: Whether this rank may still wait. Asked where `back` can't come between: what were cut after that
+                would be taken for whole.
+        """
         with LOOKING:
-            self._cut_those(doomed)
+            if waits():
+                self._cut_those([name for name, (count, _) in self._operations().items() if count])
 
     def _cut_those(self, names: Collection[str]) -> threading.Thread | None:
         """Do it; what goes on with that, if not all is done."""
@@ -307,7 +314,8 @@ class ProcessGroups:
             self._gone.clear()
         if over is not None:
             over.set()
-        return self.operations(), sorted(self._cut)
+        operations = self.operations()  # and with that, who is about to cut has done so
+        return operations, sorted(self._cut)
 
     def concerns(self, names: Sequence[str], role: str) -> bool:
         """Whether a role has to do with one of these groups: it is its own, or anybody's."""
