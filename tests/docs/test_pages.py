@@ -32,7 +32,6 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("cli.md", "needs a job that runs; tests/cli/test_top.py has one"): 1,
     ("cli.md", "needs a cluster; the area Watching of the executors' suite has one"): 1,
     ("memory.md", "trains for about a minute; the test test_with_a_budget does it with few steps"): 1,
-    ("memory.md", "numbers of a run of a minute"): 1,
     ("memory.md", "needs a GPU"): 1,
     ("memory.md", "numbers of a script that isn't here"): 1,
     ("observers.md", "a module of a distribution's"): 1,
