@@ -209,22 +209,17 @@ class Host(abc.ABC):
 
     Attributes:
         pid: Its process id, where the executor knows it first.
+        lane: The connection by which messages go to the worker, once there is one; see `Executor.post`.
         token: What another driver can take it up by (`Detachable.take`).
     """
 
     pid: int | None = None
+    lane: wire.SocketLane | None = None
     token: bytes = b""
 
     @abc.abstractmethod
     def send(self, frame: Any) -> None:
         """Send what `Executor.frame` made: ordered, from any thread, never blocking. A dead host swallows it."""
-
-    def post(self, frame: Any) -> Posting | None:
-        """How a frame of `Executor.numbered` is sent without a lock, on any thread; None where it can't be just now.
-
-        Calls that are posted and calls that are sent begin in the order in which they were given.
-        """
-        return None
 
     @abc.abstractmethod
     def kill(self) -> None:
@@ -247,7 +242,7 @@ class Executor(abc.ABC):
     users write: that of the entry point.
 
     Core calls its methods on any thread but the driver's main one, several at once: no signal interrupts them. The main
-    thread calls `numbered` and `Host.post`, which take no lock and change nothing that others see, and, at interpreter
+    thread calls `numbered` and `post`, which take no lock and change nothing that others see, and, at interpreter
     exit, when no thread can be started any more, the others.
     """
 
@@ -343,7 +338,7 @@ class Executor(abc.ABC):
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
         """A message with calls, encoded as `frame` does that, and functions that put the numbers of these into it.
 
-        For a frame that `Host.post` takes these are functions in C.
+        For a frame that `post` takes these are functions in C.
 
         Args:
             message: Of one or of several calls (`message.numbered`), whose numbers are `wire.HOLE` and those after it.
@@ -351,6 +346,17 @@ class Executor(abc.ABC):
         """
         found = wire.numbered(message.head(), len(message.numbered), body)
         return found, found.puts
+
+    def post(self, hosts: Sequence[Host], frames: Sequence[Any]) -> Posting | None:
+        """Say how frames of `numbered` are sent without a lock, one to each of some hosts; on any thread.
+
+        Calls that are posted and calls that are sent begin in the order in which they were given.
+
+        Returns:
+            None where they can't be just now: then `Host.send` is called. So it is where hosts have no `lane`.
+        """
+        lanes = [host.lane for host in hosts if host.lane is not None]
+        return wire.posting(lanes, frames) if len(lanes) == len(hosts) else None
 
     def discard(self, frame: Any) -> None:
         """The frame has been given to all its hosts: what it holds may go once they have it."""

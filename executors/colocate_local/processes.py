@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from colocate import wire
-from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Posting, Running
+from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
 from colocate.gpus import shown, torch_device
 from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, first_message, forks, left_by
 from colocate_local.local import Local
@@ -78,24 +78,23 @@ class ProcessHost(Host):
         self._executor = executor
         self._events = events
         self._process = WorkerProcess(executor.hub, self)
-        self._lane: wire.SocketLane | None = None
         self._reason: str | None = None
 
     def start(self, env: dict[str, str]) -> None:
         """Start the process, on the launching thread, with what its environment has on top of this one's."""
         ours, theirs = socket.socketpair()
         try:
-            self._lane = self._executor.hub.attach(ours, self._events.received, self._lane_closed)
+            self.lane = self._executor.hub.attach(ours, self._events.received, self._lane_closed)
             with theirs:
                 env = {**os.environ, **env}
                 self._process.start(env, theirs, label=self.boot.worker, imports=self.boot.imports)
         except BaseException:
-            if self._lane is not None:
-                self._lane.close()
+            if self.lane is not None:
+                self.lane.close()
             ours.close()
             raise
         self.pid = self._process.pid
-        self._lane.send(*first_message(self.boot))
+        self.lane.send(*first_message(self.boot))
 
     def give_up(self) -> None:
         """End what a start that failed, or that nobody has waited for, may have left. On the launching thread."""
@@ -105,12 +104,8 @@ class ProcessHost(Host):
 
     def send(self, frame: Any) -> None:
         """Send a message."""
-        if self._lane is not None:
-            self._lane.send(frame)
-
-    def post(self, frame: wire.Frame) -> Posting | None:
-        """Send a message by steps."""
-        return None if self._lane is None else self._lane.post(frame)
+        if self.lane is not None:
+            self.lane.send(frame)
 
     def kill(self) -> None:
         """End the process now."""
@@ -128,8 +123,8 @@ class ProcessHost(Host):
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         """The process is gone."""
-        if self._lane is not None:
-            self._lane.finish("the worker has ended")
+        if self.lane is not None:
+            self.lane.finish("the worker has ended")
         self._executor.hosts.pop(self.boot.worker, None)
         self._events.exited(Exit(exitcode, signal, self._reason or detail))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from colocate.errors import ColocateError
 from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Posting, Running
-from colocate.worker.host import LANE, WorkerHost
+from colocate.worker.host import LANE, WorkerHost, takes
 from colocate.worker.peers import LocalPeers
 from colocate.worker.service import hello
 from colocate_local.local import Local
@@ -47,6 +47,16 @@ class LocalThreads(Local):
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
         """Calls are handed over as they are, and are told their numbers."""
         return (message, body), [partial(setattr, call, "seq") for call in message.numbered]
+
+    def post(self, hosts: Sequence[Host], frames: Sequence[Any]) -> Posting:
+        """Put messages into the queues of lanes."""
+        workers = [host.worker for host in hosts if isinstance(host, ThreadHost)]
+
+        def look_again() -> None:
+            for worker in workers:
+                worker.lane.look_again()
+
+        return Posting(takes(workers, frames), iter(()), look_again, look_again)
 
     def discard(self, frame: Any) -> None:
         """Nothing to free."""
@@ -106,12 +116,6 @@ class ThreadHost(Host):
         """Hand a message over."""
         if not self._over:
             self.worker.receive(*frame)
-
-    def post(self, frame: Any) -> Posting:
-        """Put a message into the lane's queue."""
-        worker = self.worker
-        look = worker.lane.look_again
-        return Posting(worker.takes(*frame), iter(()), look, look)
 
     def kill(self) -> None:
         """A thread can't be ended: its slot is freed, and whatever it still says is ignored."""

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.wire import Frame, Packed, encode, framing, memory, pack, unpack
+from colocate.wire import Packed, encode, framing, memory, pack, unpack
 from colocate.wire.framing import FILE_BYTES, Reader, Sending
 
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
@@ -63,7 +63,7 @@ def test_lengths_beyond_four_gigabytes() -> None:
     prefix = framing._PREFIX.pack(framing._VERSION, framing._FILE, 2, 2, length)
     start = prefix + b"N." + struct.pack("<2Q", 64, length - 64)
     one, other = socket.socketpair()
-    with one, other, Frame(bytearray(start), bytearray(start), file, length) as frame:
+    with one, other, framing._OpenFrame(bytearray(start), bytearray(start), file, length, ()) as frame:
         sending = Sending(frame, passes_files=True)
         assert sending.write(one)
         sending.close()
@@ -125,8 +125,8 @@ def test_memory_that_could_change_or_is_short_is_refused() -> None:
 def test_a_frame_keeps_its_memory_while_someone_holds_it() -> None:
     body = pack(np.arange(LARGE))
     frame = encode(("x",), body)
+    assert isinstance(frame, framing._OpenFrame)
     file = frame._file
-    assert frame.has_file
     frame.hold()
     frame.close()
     assert os.fstat(file).st_size == frame.payload_bytes

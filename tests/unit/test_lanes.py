@@ -18,7 +18,7 @@ from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, left_behind, raising, so
 
 from colocate.testing.probes.starved import without_descriptors
 from colocate.wire import Frame, Hub, Packed, SocketLane, encode, framing, pack, unpack
-from colocate.wire.framing import FILE_BYTES, Sending
+from colocate.wire.framing import FILE_BYTES, Posted
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -46,7 +46,7 @@ def test_an_interrupted_send_ends_the_lane(ends: tuple[End, End], monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sending, "write", interrupt)
+        patch.setattr(Posted, "write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ends[0].lane.send(("x",))
     assert ends[0].end() == "interrupted in the middle of sending a message"
@@ -277,7 +277,7 @@ def test_a_lane_can_be_closed_and_made_in_its_own_callback(hub: Hub) -> None:
     ended: queue.Queue[str] = queue.Queue()
     lane.append(hub.attach(one, on_message, ended.put))
     with encode(("first",)) as first, encode(("second",)) as second:
-        far.lane.send(Frame(first._inline + second._inline, first._inline + second._inline))
+        far.lane.send(Frame(first._inline + second._inline))
     assert ended.get(timeout=WAIT_S) == "had enough"
     near, other_end = made.get(timeout=WAIT_S)
     near.lane.send(("works",))

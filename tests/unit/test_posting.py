@@ -16,20 +16,20 @@ from colocate._system import at_once
 from colocate._system.at_once import Gate
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import wait_until
-from colocate.wire import HOLE, Hub, SocketLane, numbered, pack
+from colocate.wire import HOLE, Hub, SocketLane, numbered, pack, posting
 
 
 def post(lane: SocketLane, number: int, body: Any = None, name: str = "post") -> bool:
     """Send a message by steps, as the order of a group does; False where it can't be."""
     frame = numbered((name, HOLE), 1, None if body is None else pack(body))
-    posting = lane.post(frame)
-    if posting is None:
+    posted = posting([lane], [frame])
+    if posted is None:
         return False
     frame.puts[0](number)
     try:
-        at_once.run(chain(posting.queues, posting.writes))
+        at_once.run(chain(posted.queues, posted.writes))
     except OSError:
-        posting.mend()
+        posted.mend()
     return True
 
 
@@ -77,9 +77,9 @@ def test_numbers_are_put_in_at_last(ends: tuple[End, End]) -> None:
     frame = numbered(("several", [(HOLE, "a"), (HOLE + 1, "b")]), 2)
     for put, number in zip(frame.puts, (7, 8), strict=True):
         put(number)
-    posting = ends[0].lane.post(frame)
-    assert posting is not None
-    at_once.run(chain(posting.queues, posting.writes))
+    posted = posting([ends[0].lane], [frame])
+    assert posted is not None
+    at_once.run(chain(posted.queues, posted.writes))
     assert ends[1].get()[0] == ("several", [(7, "a"), (8, "b")])
 
 
@@ -87,7 +87,7 @@ def test_numbers_are_put_in_at_last(ends: tuple[End, End]) -> None:
 def test_what_is_large_is_not_posted(ends: tuple[End, End], size: int) -> None:
     """It would not be taken at once; sent, it has its number, too, as bytes and as a file."""
     frame = numbered(("large", HOLE), 1, pack(bytes(size)))
-    assert ends[0].lane.post(frame) is None
+    assert posting([ends[0].lane], [frame]) is None
     frame.puts[0](9)
     with frame:
         assert ends[0].lane.send(frame)
@@ -151,13 +151,13 @@ def test_what_somebody_else_has_written(hub: Hub) -> None:
         assert post(end.lane, number, bytes(3000))
         number += 1
     frame = numbered(("post", HOLE), 1)
-    posting = end.lane.post(frame)
-    assert posting is not None
+    posted = posting([end.lane], [frame])
+    assert posted is not None
     frame.puts[0](number)
-    at_once.run(posting.queues)
+    at_once.run(posted.queues)
     far = End(hub, other)
     assert [far.get()[0][1] for _ in range(number + 1)] == list(range(number + 1))
     wait_until(lambda: not end.lane._queue, "the hub has written all")
-    at_once.run(posting.writes)
+    at_once.run(posted.writes)
     assert end.lane.send(("goes on",))
     assert far.get()[0] == ("goes on",)

@@ -42,7 +42,7 @@ from colocate.errors import ColocateError
 from colocate.executor import Posting
 
 _seq = operator.attrgetter("seq")
-_STEPS = 4  # of a call that is sent at once, beside one for each rank
+_STEPS = 5  # of calls that are sent at once
 
 
 @attrs.define(eq=False)
@@ -103,7 +103,7 @@ class CallOrder:
     def __init__(self, link: Link) -> None:
         self.lock = Section()
         self.pending: dict[int, PendingCall] = {}
-        self.gate = Gate(_STEPS + link.size)
+        self.gate = Gate(_STEPS)
         self.link = link
         self._timers = link.services.timers
         self.stacks = StackQuestions(link, self._timers, self.lock)
@@ -135,7 +135,7 @@ class CallOrder:
         self,
         calls: Sequence[PendingCall],
         numbers: Sequence[tuple[PendingCall, Callable[[int], object]]],
-        postings: Sequence[Posting],
+        posting: Posting,
         passes: Sequence[bool],
         asleep: Mapping[Any, Any],
     ) -> bool:
@@ -144,7 +144,7 @@ class CallOrder:
         Args:
             calls: The calls, in order.
             numbers: Functions in C that put a call's number into a message, and the call.
-            postings: How these are sent.
+            posting: How these are sent.
             passes: What the gate had when they were made ready.
             asleep: They aren't sent either if there is something in this.
 
@@ -155,22 +155,17 @@ class CallOrder:
             map(setattr, calls, repeat("seq"), self._numbers),
             map(setattr, calls, repeat("pipeline"), repeat(None)),
             at_once.called([put for _, put in numbers], map(_seq, [call for call, _ in numbers])),
-            map(
-                operator.setitem, repeat(self.pending), map(_seq, calls), calls
-            ),  # a method of the dict's makes a tuple
+            # Not by a method of the dict's, which makes a tuple.
+            map(operator.setitem, repeat(self.pending), map(_seq, calls), calls),
+            posting.queues,
         ]
-        writes: list[Iterator[object]] = []
-        for posting in postings:
-            steps.append(posting.queues)
-            writes.append(posting.writes)
         try:
             may_begin = at_once.when(steps, passes, map(operator.not_, repeat(asleep)))
-            at_once.run(chain(may_begin, *writes))
-            for posting in postings:
-                if posting.after is not None:
-                    posting.after()
+            at_once.run(chain(may_begin, posting.writes))
+            if posting.after is not None:
+                posting.after()
         except BaseException as error:
-            mend = partial(self._mend, calls, postings, error)
+            mend = partial(self._mend, calls, posting, error)
             try:
                 hand_over(mend)
             except BaseException:  # before it was, perhaps
@@ -181,9 +176,8 @@ class CallOrder:
                 raise  # of a signal's handler, which comes between two of these lines, and not of a socket
         return calls[0].seq >= 0
 
-    def _mend(self, calls: Sequence[PendingCall], postings: Sequence[Posting], error: BaseException) -> None:
-        for posting in postings:
-            posting.mend()
+    def _mend(self, calls: Sequence[PendingCall], posting: Posting, error: BaseException) -> None:
+        posting.mend()
         for call in calls:
             if call.seq < 0:
                 self.drop(call, never_sent(call, error))

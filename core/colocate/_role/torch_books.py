@@ -140,7 +140,8 @@ def operations() -> dict[str, tuple[int, int]]:
 
 def count() -> int:
     """How many operations this process has begun on all groups of several ranks."""
-    return sum(_count(name, group) for name, group in all_groups().items() if group.size() > 1)
+    groups = all_groups()  # none, as often
+    return sum(_count(name, group) for name, group in groups.items() if group.size() > 1) if groups else 0
 
 
 def _count(name: str, group: ProcessGroup) -> int:

@@ -51,9 +51,11 @@ class Flag:
     def set(self) -> None:
         """Set it, and wake all."""
         self.is_set = True
-        while self._waiting:
-            with contextlib.suppress(IndexError):  # another thread has woken the last one
+        try:
+            while self._waiting:
                 self._waiting.pop().release()
+        except IndexError:  # another thread has woken the last one
+            pass
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most so many seconds; whether it is."""

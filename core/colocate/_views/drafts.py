@@ -19,7 +19,6 @@ from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._system.numbers import FOREVER_S
 from colocate.errors import ColocateError
-from colocate.executor import Posting
 from colocate.wire import HOLE
 
 
@@ -121,12 +120,10 @@ class Messages:
             return False
         if self._told is None and crew.declared.budgets and crew.residents.news:  # the calls may need the room
             return False
-        postings: list[Posting] = []
-        for frame, slots in self._frames:
-            for slot in slots:
-                if (posting := workers[slot].host.post(frame)) is None:
-                    return False
-                postings.append(posting)
+        hosts = [workers[slot].host for _, slots in self._frames for slot in slots]
+        posting = crew.services.executor.post(hosts, [frame for frame, slots in self._frames for _ in slots])
+        if posting is None:
+            return False
         for draft in self.drafts:
             call = draft.call
             if call.uses and draft.pipeline is None:
@@ -139,7 +136,7 @@ class Messages:
                     draft.timeout, partial(order.late, weakref.ref(call), draft.timeout)
                 )
         calls = [draft.call for draft in self.drafts]
-        if not order.post(calls, self._numbers, postings, passes, crew.sleepers.marks):
+        if not order.post(calls, self._numbers, posting, passes, crew.sleepers.marks):
             return False
         if self._told is not None:
             self._told()

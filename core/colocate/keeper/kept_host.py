@@ -22,7 +22,7 @@ from colocate._system.limits import (
     LAST_WORDS_S,
 )
 from colocate.errors import ClosedError, EngineError
-from colocate.executor import Boot, Exit, Host, HostEvents, Posting
+from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
 from colocate.worker.service import first_message
@@ -99,24 +99,19 @@ class KeptHost(Host):
         self._taken = token is not None
         self._env = dict(env)
         self._lock = threading.Lock()
-        self._lane: wire.SocketLane | None = None
         self._early: list[wire.Frame] = []  # what was sent before there was a lane
         self._exit: Exit | None = None
         self._looks: Requests[None, str | None] = Requests()
         self._killed = False
         self._over = False
 
-    def post(self, frame: wire.Frame) -> Posting | None:
-        """Send a message by steps."""
-        return None if self._lane is None else self._lane.post(frame)
-
     def send(self, frame: Any) -> None:
         """Send a message."""
-        if (lane := self._lane) is None:
+        if (lane := self.lane) is None:
             with self._lock:
                 if self._over:
                     return
-                if (lane := self._lane) is None:
+                if (lane := self.lane) is None:
                     frame.hold()
                     self._early.append(frame)
                     return
@@ -179,7 +174,7 @@ class KeptHost(Host):
                 lane.send(frame)
                 frame.close()
             self._early.clear()
-            self._lane = lane
+            self.lane = lane
         if self._killed:  # meanwhile, perhaps before there was anything to kill
             slot.command(commands.Kill(self.token))
 
@@ -194,7 +189,7 @@ class KeptHost(Host):
         if self._exit is not None:
             return
         self._exit = exit
-        if self._lane is None or self._lane.finished:
+        if self.lane is None or self.lane.finished:
             self._finish()
         else:
             self.slot.keepers.hub.later(LANE_ENDS_WITHIN_S, self._finish)
@@ -226,8 +221,8 @@ class KeptHost(Host):
             for frame in self._early:
                 frame.close()
             self._early.clear()
-        if self._lane is not None and not self._lane.finished:
-            self._lane.finish("the worker has ended")
+        if self.lane is not None and not self.lane.finished:
+            self.lane.finish("the worker has ended")
         self.slot.hosts.pop(self.token, None)
         self._looks.fail_all(EngineError("the worker has ended"))
         assert self._exit is not None

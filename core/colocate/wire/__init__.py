@@ -9,7 +9,7 @@ from colocate.wire.auth import LOOPBACK, Listener, connect, listen, listen_widel
 from colocate.wire.framing import HOLE, Frame, Head, Message, encode, numbered
 from colocate.wire.handshake import KEY_BYTES
 from colocate.wire.hub import Hub
-from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane
+from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane, posting
 from colocate.wire.peer import PeerChannel
 from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, hand_on, take_over
 from colocate.wire.turns import Turns
@@ -44,6 +44,7 @@ __all__ = [
     "new_key",
     "numbered",
     "pack",
+    "posting",
     "take_over",
     "track",
     "track_socket",

@@ -53,63 +53,31 @@ class Frame:
     Whoever encodes it closes it; sockets that are still sending keep its memory until they are through.
 
     Attributes:
-        payload_bytes: Of what lies in a file.
-        puts: Put numbers into the head, each into its place; functions in C, of a frame that is small.
+        puts: Put numbers into the head, each into its place; functions in C, unless the payload lies in a file.
         small: All of it, where it is so little that a socket which takes anything takes all; else None.
     """
 
-    __slots__ = ("_file", "_holders", "_inline", "_lock", "_passed", "payload_bytes", "puts", "small")
+    __slots__ = ("_inline", "puts", "small")
 
-    def __init__(
-        self, passed: bytearray, inline: bytearray, file: int = -1, payload_bytes: int = 0, places: Sequence[int] = ()
-    ) -> None:
-        self._passed = passed
+    def __init__(self, inline: bytearray, places: Sequence[int] = ()) -> None:
         self._inline = inline
-        self._file = file
-        self._holders = 1
-        self._lock = threading.Lock()
-        self.payload_bytes = payload_bytes
-        self.small = inline if file < 0 and len(inline) <= SMALL_BYTES else None
-        self.puts: Sequence[Callable[[int], object]] = [
-            partial(_NUMBER.pack_into, inline, place) if file < 0 else partial(self._put, place) for place in places
-        ]
+        self.small = inline if len(inline) <= SMALL_BYTES else None
+        self.puts: Sequence[Callable[[int], object]] = (
+            [partial(_NUMBER.pack_into, inline, place) for place in places] if places else ()
+        )
 
-    def _put(self, place: int, number: int) -> None:
-        for start in (self._passed, self._inline):
-            _NUMBER.pack_into(start, place, number)
-
-    @property
-    def has_file(self) -> bool:
-        """Whether the payload lies in a file."""
-        return self._file >= 0
-
-    def check_open(self) -> None:
-        """Raise ValueError when its memory is gone."""
-        if not self._holders:
-            raise ValueError("the frame is closed: send it before closing it")
+    def sending(self, passes_files: bool) -> Posted | Sending:
+        """What writes the frame to one socket, and holds its memory until then."""
+        return Posted(self._inline)
 
     def hold(self) -> None:
         """Keep the memory until `close` is called once more."""
-        with self._lock:
-            self.check_open()
-            self._holders += 1
 
     def close(self) -> None:
         """Give up one hold; the last one frees the memory."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0 and self._file >= 0:
-                os.close(self._file)
-                self._file = -1
-                self.puts = ()  # which lead back here
-                # Nothing is left to do at its end: what a signal's handler raises there would be lost.
-                object.__setattr__(self, "__class__", Frame)
 
     def abandon(self) -> None:
         """Close the file whoever holds it: in a forked child, which inherited a copy of its descriptor."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
     def __enter__(self) -> Frame:
         return self
@@ -121,7 +89,53 @@ class Frame:
 
 
 class _FileFrame(Frame):
-    """One whose payload lies in a file, which is closed with the frame at the latest."""
+    """One whose payload lies in a file. Where files can't be passed, the payload's bytes are sent."""
+
+    __slots__ = ("_file", "_holders", "_lock", "_passed", "payload_bytes")
+
+    def __init__(
+        self, passed: bytearray, inline: bytearray, file: int, payload_bytes: int, places: Sequence[int]
+    ) -> None:
+        super().__init__(inline)
+        self._passed = passed
+        self._file = file
+        self._holders = 1
+        self._lock = threading.Lock()
+        self.payload_bytes = payload_bytes
+        self.small = None
+        self.puts = [partial(self._put, place) for place in places]
+
+    def _put(self, place: int, number: int) -> None:
+        for start in (self._passed, self._inline):
+            _NUMBER.pack_into(start, place, number)
+
+    def sending(self, passes_files: bool) -> Sending:
+        return Sending(self, passes_files)
+
+    def hold(self) -> None:
+        with self._lock:
+            if not self._holders:
+                raise ValueError("the frame is closed: send it before closing it")
+            self._holders += 1
+
+    def close(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+                self.puts = ()  # which lead back here
+                # Nothing is left to do at its end: what a signal's handler raises there would be lost.
+                object.__setattr__(self, "__class__", _FileFrame)
+
+    def abandon(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class _OpenFrame(_FileFrame):
+    """One with a file that is open, which is closed with the frame at the latest."""
 
     __slots__ = ()
 
@@ -155,18 +169,16 @@ def numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
 
 def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
     if body is None:
-        start = bytearray(_PREFIX.pack(_VERSION, _BARE, len(header), 0, 0) + header)
-        return Frame(start, start, places=places)
+        return Frame(bytearray(_PREFIX.pack(_VERSION, _BARE, len(header), 0, 0) + header), places)
     sizes = [len(body.data), *[buffer.nbytes for buffer in body.buffers]]
     pieces, length = _lay_out((body.data, *body.buffers), sizes)
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
     inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
     if length < FILE_BYTES:
-        start = bytearray().join((inline, header, table, *pieces))
-        return Frame(start, start, places=places)
+        return Frame(bytearray().join((inline, header, table, *pieces)), places)
     passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
     by_file, by_bytes = (bytearray().join((prefix, header, table)) for prefix in (passed, inline))
-    return _FileFrame(by_file, by_bytes, memory_file(pieces), length, places)
+    return _OpenFrame(by_file, by_bytes, memory_file(pieces), length, places)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,7 +222,7 @@ def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
 
 
 class Posted:
-    """A numbered frame on its way through one socket: the first bytes were sent in a step, the rest isn't.
+    """A frame without a file on its way through one socket: perhaps bytes of it were sent in a step, the rest isn't.
 
     Attributes:
         written: How many bytes have been written, each time.
@@ -237,14 +249,14 @@ class Posted:
 
 
 class Sending:
-    """A frame on its way through one socket, whose memory it holds until `close`."""
+    """A frame with a file on its way through one socket, whose memory it holds until `close`."""
 
     __slots__ = ("_from", "_left", "_pass", "frame")
 
-    def __init__(self, frame: Frame, passes_files: bool) -> None:
+    def __init__(self, frame: _FileFrame, passes_files: bool) -> None:
         frame.hold()
         self.frame = frame
-        self._pass = passes_files and frame.has_file
+        self._pass = passes_files
         self._left: bytearray | memoryview = frame._passed if self._pass else frame._inline
         self._from = frame.payload_bytes if self._pass else 0
 
@@ -267,8 +279,6 @@ class Sending:
             else:
                 self._left = memoryview(self._left)[written:]
         frame = self.frame
-        if not frame.payload_bytes:
-            return True
         until = min(frame.payload_bytes, self._from + _STRIDE_BYTES)
         while self._from < until:
             self._from += send_file(sock, frame._file, self._from, until - self._from)

@@ -8,9 +8,8 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain, compress
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -32,11 +31,11 @@ _LOOKS_S = 0.05
 
 
 class Posting(NamedTuple):
-    """How one frame is sent in steps that nothing comes in between (`_system.at_once`).
+    """How frames are sent in steps that nothing comes in between (`_system.at_once`).
 
     Attributes:
-        queues: Steps, functions in C that `map` calls, by which the frame gets its place behind what was sent before.
-        writes: Steps that send it on from there.
+        queues: Steps, functions in C that `map` calls, by which each gets its place behind what was sent before.
+        writes: Steps that send them on from there.
         after: Called afterwards.
         mend: Called instead, perhaps twice, when something was raised in between: by the operating system, or by a
             signal's handler.
@@ -171,7 +170,7 @@ class SocketLane:
             if not self._can_send:
                 return False
             before: list[int] = []
-            sending = Sending(frame, self._passes_files)
+            sending = frame.sending(self._passes_files)
             queue = self._queue
             at_once.run(chain(map(before.append, map(len, (queue,))), map(queue.append, (sending,))))
             if not before[0]:
@@ -182,36 +181,6 @@ class SocketLane:
                     self._shut("interrupted in the middle of sending a message")
                     raise
             return self._can_send
-
-    def post(self, frame: Frame) -> Posting | None:
-        """How a frame is sent without a lock; None where it can't be: it is large, the lane is closed, or one of TLS.
-
-        Whoever puts something into the empty queue is the one that writes, until the queue is empty again, or the hub
-        has been told to.
-        """
-        queue, data = self._queue, frame.small
-        if data is None or self._secured is not None or not self._can_send:
-            return None
-        posted, owns = Posted(data), list[bool]()
-        written, whole = posted.written, len(data)
-        queues = chain(map(owns.append, map(operator.not_, map(len, (queue,)))), map(queue.append, (posted,)))
-        writes = chain(
-            map(written.append, map(self._sock.send, compress((data,), owns))),
-            # Not only by what is written: whose turn it is may have written it by now, while another lane was.
-            at_once.called(compress(compress((queue.popleft,), owns), map(operator.eq, written, (whole,)))),
-            self._told(owns, queue),
-            at_once.called((owns.clear,)),
-        )
-        return Posting(queues, writes, None, partial(self._tell, owns, queue))
-
-    def _told(self, owns: list[bool], queue: deque[Any]) -> Iterator[object]:
-        """Steps that tell the hub to write what is in the queue, if who has put something into that was to."""
-        steps = at_once.called([partial(self._hub.jobs.append, self._take_over), owns.clear, self._hub.wake])
-        return at_once.when(compress((steps,), owns), map(bool, (queue,)))
-
-    def _tell(self, owns: list[bool], queue: deque[Any]) -> None:
-        with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
-            at_once.run(self._told(owns, queue))
 
     # For the thread that has taken its turn (see `turns.py`):
 
@@ -245,8 +214,9 @@ class SocketLane:
         with self._lock:
             if self._finished:
                 return False
-            self._lent = lent
-            self._show_interest()
+            if self._lent is not lent:
+                self._lent = lent
+                self._show_interest()
             return True
 
     # What follows runs on the hub's thread, or on the one that receives.
@@ -392,6 +362,50 @@ class SocketLane:
         self._queue.clear()
         self._reader.close()
         self._sock.close()
+
+
+def posting(lanes: Sequence[SocketLane], frames: Sequence[Frame]) -> Posting | None:
+    """How frames are sent without a lock, one by each of some lanes of one hub.
+
+    Whoever puts something into the empty queue of a lane is the one that writes, until the queue is empty again, or the
+    hub has been told to.
+
+    Returns:
+        None where they can't be: one is large, or its lane is closed, or one of TLS.
+    """
+    hub, datas, queues = lanes[0]._hub, list[bytearray](), list[deque[Any]]()
+    socks, posted, owns = list[socket.socket](), list[Posted](), list[bool]()
+    for lane, frame in zip(lanes, frames, strict=True):
+        if frame.small is None or lane._secured is not None or not lane._can_send:
+            return None
+        datas.append(frame.small)
+        queues.append(lane._queue)
+        socks.append(lane._sock)
+        posted.append(Posted(frame.small))
+
+    def tell() -> Iterator[object]:
+        """Tell the hub to write what is left in queues."""
+        owned = compress([lane._take_over for lane in lanes], owns)
+        left = compress(owned, map(bool, compress(queues, owns)))
+        wakes = compress((hub.wake,), map(bool, (hub.jobs,)))
+        return chain(map(hub.jobs.append, left), at_once.called((owns.clear,)), at_once.called(wakes))
+
+    def mend() -> None:
+        with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
+            at_once.run(tell())
+
+    queued = chain(map(owns.append, map(operator.not_, map(len, queues))), map(_append, queues, posted))
+    written = [each.written for each in posted]
+    whole = map(operator.eq, map(sum, compress(written, owns)), map(len, compress(datas, owns)))
+    writes = chain(
+        map(_append_to_list, compress(written, owns), map(_send, compress(socks, owns), compress(datas, owns))),
+        map(_popleft, compress(compress(queues, owns), whole)),
+        tell(),
+    )
+    return Posting(queued, writes, None, mend)
+
+
+_append, _popleft, _append_to_list, _send = deque[Any].append, deque[Any].popleft, list[Any].append, socket.socket.send
 
 
 def _is_taken(sock: socket.socket) -> bool:

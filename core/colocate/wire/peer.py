@@ -18,7 +18,7 @@ from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.auth import dial, listen_widely, prove, until_let_in
-from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
+from colocate.wire.framing import Frame, Head, Message, Reader, encode
 from colocate.wire.hub import Hub
 from colocate.wire.tls import Tls
 
@@ -296,7 +296,7 @@ class _Connection:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def send(self, frame: Frame) -> None:
-        sending = Sending(frame, self._passes_files)
+        sending = frame.sending(self._passes_files)
         try:
             while not sending.write(self.sock):
                 pass

@@ -29,6 +29,17 @@ class Turns:
         self._waiting = False
         track(self)
 
+    def soon(self) -> None:
+        """Take a turn already: this thread is about to `wait`, and what it sends before that may be answered at once.
+
+        Else the hub would often be the one that receives the answer, and two threads would want to go on.
+        """
+        self._lane.lend()
+
+    def over(self) -> None:
+        """End a turn that `soon` has begun, and after which nothing is waited for."""
+        self._lane.take_back()
+
     def wait(self, until: Callable[[], bool]) -> bool:
         """Receive messages until something is so, or the lane has ended; always on the same thread.
 

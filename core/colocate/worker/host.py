@@ -16,6 +16,7 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.uses import Peers
+from colocate._system import at_once
 from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
 from colocate._values.codec import Codec
 from colocate._values.leaving import describe
@@ -121,14 +122,6 @@ class WorkerHost(Site):
     def _on_call(self, call: to_worker.Call, body: Any) -> None:
         if (work := self._work_of(call, body)) is not None:
             self.lane.put(work)
-
-    def takes(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Iterator[object]:
-        """Steps (`_system.at_once`) by which calls are taken within one process; `lane.look_again` is to follow."""
-        keys = [call.keep for call in message.numbered if call.keep is not None]
-        return chain(
-            map(self.store.entries.setdefault, keys, [Entry() for _ in keys]),  # they may be freed from now on
-            map(self.lane.take, ((message, body),)),
-        )
 
     def _works_of(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Sequence[Work]:
         """What the lane has to do for calls."""
@@ -349,3 +342,17 @@ class WorkerHost(Site):
         except BaseException as error:  # users' classes say how they are packed
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.say(from_worker.Fetched(asked.token, None, told), body)
+
+
+def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> Iterator[object]:
+    """Make steps (`_system.at_once`) by which messages with calls get to workers of this process, one to each.
+
+    `lane.look_again` of each is to follow.
+    """
+    kept = [
+        map(worker.store.entries.setdefault, (call.keep,), (Entry(),))  # it may be freed from now on
+        for worker, (message, _) in zip(workers, frames, strict=True)
+        for call in message.numbered
+        if call.keep is not None
+    ]
+    return chain(*kept, at_once.called([worker.lane.take for worker in workers], frames))

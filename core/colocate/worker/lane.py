@@ -163,10 +163,6 @@ class Lane:
 
     # -- from the receiving thread
 
-    def put(self, work: Work) -> None:
-        """Queue work."""
-        self._put(work)
-
     def hold(self, number: int, failed: int) -> None:
         """Take up no work from the failed call on; nobody waits for that one any more.
 
@@ -175,7 +171,7 @@ class Lane:
         self._limit_to(number, max(failed, 1))
         self._held = max(self._held, number)
         self.give_up(failed, failed)
-        self._put(_Hold(number))  # everything sent before the failed call is in the queue before this
+        self.put(_Hold(number))  # everything sent before the failed call is in the queue before this
 
     def _limit_to(self, number: int, failed: int) -> None:
         # Each hold has its own: the next one may be heard of before the lane has taken note of the end of this one.
@@ -205,7 +201,7 @@ class Lane:
 
     def decide(self, token: int, dropped: int | None) -> None:
         """Go on after `hold_up`, without the call that is dropped, if it is."""
-        self._put(_Decided(token, dropped))
+        self.put(_Decided(token, dropped))
 
     def cancel(self, first: int, last: int) -> None:
         """Tell running calls of these numbers that they had better end, if they look; their results still count."""
@@ -215,7 +211,7 @@ class Lane:
     def give_up(self, first: int, last: int) -> None:
         """Nobody waits for calls of these numbers any more: those that run end as soon as they can."""
         self.cancel(first, last)
-        self._put(_GivenUp(first, last))
+        self.put(_GivenUp(first, last))
 
     def stop(self) -> None:
         """Begin nothing any more for this driver, which is about to close; what runs has a while to end."""
@@ -225,21 +221,21 @@ class Lane:
 
     def do(self, action: Callable[[], object]) -> None:
         """Do something on the lane that is no call, also during a hold: it must not raise."""
-        self._put(_Action(action))
+        self.put(_Action(action))
 
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
         """Go on after a hold, without the withdrawn calls."""
-        self._put(_Resume(number, withdrawn))
+        self.put(_Resume(number, withdrawn))
 
     def renew(self) -> None:
         """Drop what a driver has left behind; the next one's calls and holds have numbers above the base."""
         base = self._scope.base
         self.give_up(0, base)
-        self._put(_Renewed(base))
+        self.put(_Renewed(base))
 
     def turn_to(self, lane: SocketLane) -> None:
         """Messages come by another lane from now on."""
-        self._put(_Turned(lane))
+        self.put(_Turned(lane))
 
     def interrupt(self, error: BaseException) -> bool:
         """The last of the async calls that run fails of an error, as what it awaits is cancelled; False if none does.
@@ -253,6 +249,11 @@ class Lane:
         self.tasks.cancel(work.seq)
         return True
 
+    def ends_soon(self) -> None:
+        """Hear that a call of a method that isn't async is about to say its end. On the lane."""
+        if self._turns is not None and not (self._waiting or self.tasks):  # else what runs next is here already
+            self._turns.soon()
+
     def join(self) -> None:
         """Wait until it has ended."""
         self._over.wait()
@@ -265,7 +266,7 @@ class Lane:
         What runs has its grace, in which its results still count: async methods go on awaiting, too.
         """
         self.cancel(0, _NEVER)
-        self._put(None)
+        self.put(None)
 
     def look_again(self) -> None:
         """Something has come: have the lane see that, if it doesn't wait for its queue alone."""
@@ -274,7 +275,8 @@ class Lane:
         if self.tasks:
             self.tasks.wake()
 
-    def _put(self, item: _Item) -> None:
+    def put(self, item: _Item) -> None:
+        """Queue work, or something else that the lane is to do."""
         self._queue.put(item)
         self.look_again()
 
@@ -302,6 +304,8 @@ class Lane:
         except BaseException as error:
             self._on_broken(error)
         finally:
+            if self._turns is not None:
+                self._turns.over()
             if self.tasks is not None:
                 self.tasks.close()
             self._over.set()

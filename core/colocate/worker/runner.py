@@ -294,6 +294,8 @@ class Runner:
             body = None if result is None or call.keep is not None else site.packed(result, label)
             if put_off and not is_of_worker:  # of which each has done all that it does, or nothing
                 raise_put_off()
+            if not spec.is_async:
+                site.lane.ends_soon()
             if call.keep is None:
                 done = from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken)
                 if body is None:

@@ -102,9 +102,8 @@ class Service:
 
     def _received(self, head: tuple[Any, ...], body: Any) -> None:
         if not is_a(head, to_worker.Boot):
-            if self._heeds:
-                assert self._host is not None
-                self._host.receive(head, body)
+            if self._heeds and (host := self._host) is not None:
+                host.receive(head, body)
             elif self._heeds is None:
                 print(
                     f"the first message on this worker's lane is {kind_of(head)!r}; colocate {_boot().version} says "

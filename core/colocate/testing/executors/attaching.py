@@ -13,6 +13,7 @@ import colocate
 from colocate import RoleSpec, Runtime
 from colocate._api import detached
 from colocate._crew.crew import Crew
+from colocate._system.at_work import waited_for
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs
@@ -297,7 +298,8 @@ class Attaching(DetachedCase):
 
             def taken_first(node: Any, *args: Any) -> Any:
                 monkeypatch.undo()
-                mine.append(other.attach(name, own=True))
+                with waited_for():  # as another process would do
+                    mine.append(other.attach(name, own=True))
                 wait_until(lambda: node.closed_by or node.owner.closed_by, "it is told")
                 return go_on(node, *args)
 
