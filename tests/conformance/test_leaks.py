@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from colocate.testing import inventory, leaks
+from colocate.testing import leaks
 from colocate.testing.leaks import Watch, shared
 
 
@@ -105,7 +105,7 @@ def test_what_a_gpu_needs_is_no_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     watch = Watch()
     with (tmp_path / "nvidia0").open("w"):
         assert any("nvidia0" in words for words in watch.leaked())
-        monkeypatch.setattr(inventory, "_OF_GPUS", (*inventory._OF_GPUS, str(tmp_path / "nvidia")))
+        monkeypatch.setattr(leaks, "_OF_GPUS", (*leaks._OF_GPUS, str(tmp_path / "nvidia")))
         assert watch.leaked() == []
     watch.check()
 
@@ -127,7 +127,7 @@ def test_in_a_project(tmp_path: Path) -> None:
         textwrap.dedent("""
         import os
 
-        from colocate.testing import inventory, leaks
+        from colocate.testing import leaks
 
         leaks._PATIENCE_S = 0.0
 

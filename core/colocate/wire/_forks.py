@@ -30,6 +30,11 @@ def track_socket(sock: S) -> S:
     return sock
 
 
+def is_tracked(fd: int) -> bool:
+    """Return whether a descriptor is that of a tracked socket."""
+    return any(sock.fileno() == fd for sock in list(_sockets))
+
+
 def track(thing: Forgetful) -> None:
     """Call its `forget` in forked children."""
     _live.add(thing)

@@ -54,7 +54,7 @@ class Hub:
         # Sockets, and no eventfd: a step may be under way when the hub is closed, and the number somebody else's then.
         self._woken, self._waker = socket.socketpair()
         for sock in (self._woken, self._waker):
-            sock.setblocking(False)
+            track_socket(sock).setblocking(False)
         self.jobs: deque[Callable[[], object]] = deque()
         self.wake = partial(self._waker.send, b"\0")
         self._epoll.register(self._woken, select.EPOLLIN)
