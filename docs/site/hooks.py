@@ -24,7 +24,7 @@ import colocate
 from colocate._plugins.plugins import find_executor, find_job, find_observer, find_role
 from colocate._role.role import methods_of
 from colocate._signatures.annotations import describe
-from colocate.config import schema
+from colocate.config import schema, trust
 from colocate.config.schema import key_of, keys
 
 _MARKER = re.compile(r"^<!-- generated: (\w+) ([\w.]+) -->$", re.MULTILINE)
@@ -71,6 +71,11 @@ def _options(name: str) -> Iterator[str]:
     return _table("option", _parameters(connect, [*inspect.signature(connect).parameters.values()], None))
 
 
+def _variables(name: str) -> Iterator[str]:
+    """The variables that a list of `colocate.config.trust` names."""
+    yield ", ".join(f"`{each}`" for each in sorted(vars(trust)[name]))
+
+
 def _observer(name: str) -> Iterator[str]:
     """The options of an observer."""
     made: Any = find_observer(name).load().__init__  # type: ignore[misc]
@@ -102,7 +107,14 @@ def _returned(name: str) -> Iterator[str]:
     yield f"::: {found.__module__}.{found.__qualname__}"
 
 
-_GENERATED = {"config": _config, "options": _options, "observer": _observer, "plugin": _plugin, "returned": _returned}
+_GENERATED = {
+    "config": _config,
+    "options": _options,
+    "observer": _observer,
+    "plugin": _plugin,
+    "returned": _returned,
+    "variables": _variables,
+}
 
 
 def _entry_points(name: str) -> Iterable[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,8 @@ from tests.distributions.install import Installed
 from colocate._plugins.plugins import find_executor
 from colocate._signatures.arguments import options_of
 from colocate.config import load_config
-from colocate.config.trust import HARMLESS_VARIABLES
 from colocate.errors import ConfigError
 from colocate.executor import Executor
-
-TRUST_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "trust.md"
 
 Write = Callable[[str], Path]
 
@@ -212,8 +208,3 @@ class TestCodeThatIsNotNamed:
             def __init__(self, *, library: str = "") -> None: ...
 
         assert "doesn't say" in (Silent.objection("library", "theirs.so") or "")
-
-    def test_the_list_is_that_of_the_page(self) -> None:
-        rows = [row for row in TRUST_PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| ")]
-        (first,) = (index for index, row in enumerate(rows) if row.startswith("| of | may be set"))
-        assert set(re.findall(r"`(\w+)`", "\n".join(rows[first + 1 :]))) == HARMLESS_VARIABLES

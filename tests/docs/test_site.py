@@ -17,6 +17,7 @@ import colocate
 from colocate import Context, errors
 from colocate.config import schema
 from colocate.config.schema import key_of, keys
+from colocate.config.trust import HARMLESS_VARIABLES
 
 SITE = ROOT / "build" / "site"
 CLASSES = {
@@ -72,6 +73,11 @@ def test_every_key_is_listed(site: Path) -> None:
     page = (site / "reference" / "config.html").read_text(encoding="utf-8")
     kinds = [cls for name, cls in vars(schema).items() if name.endswith("Config")]
     assert [key_of(f.name) for cls in kinds for f in keys(cls) if f"<code>{key_of(f.name)}</code>" not in page] == []
+
+
+def test_every_variable_that_a_config_of_others_may_set_is_listed(site: Path) -> None:
+    page = (site / "reference" / "trust.html").read_text(encoding="utf-8")
+    assert sorted(HARMLESS_VARIABLES - set(re.findall(r"<code>(\w+)</code>", page))) == []
 
 
 def test_nothing_is_fetched(site: Path) -> None:
