@@ -54,7 +54,7 @@ class Far(Outposts, MultiNode):
         reached = [attrs.evolve(each, host=self._addresses.get(each.node, each.host)) for each in held.places]
         return attrs.evolve(held, places=tuple(reached))
 
-    def post(self, place, request):
+    def start_post(self, place, request):
         through = ["nsenter", f"--net=/run/netns/{self._namespace}"] if place.node == "there" else []
         return Post(self._keepers, place, request, self._gpus, through, self._addresses.get(place.node))
 """

@@ -44,7 +44,7 @@ class Outposts(Executor, OwnProcess):
         reservation = self._ledger.reserve(request)
         posts: list[Post] = []
         try:
-            posts += [self.post(place, request) for place in reservation.places]
+            posts += [self.start_post(place, request) for place in reservation.places]
             places = [
                 attrs.evolve(place, handle=post.connected())
                 for place, post in zip(reservation.places, posts, strict=True)
@@ -56,8 +56,8 @@ class Outposts(Executor, OwnProcess):
             raise
         return attrs.evolve(reservation, places=tuple(places), handle=(reservation, posts))
 
-    def post(self, place: Place, request: Request) -> "Post":
-        """A post for a slot. On another machine: what gets a command there, and the address of that machine."""
+    def start_post(self, place: Place, request: Request) -> "Post":
+        """Start a post for a slot. On another machine: what gets a command there, and the address of that machine."""
         return Post(self._keepers, place, request, self._gpus)
 
     def withdraw(self, request: Request) -> None:
