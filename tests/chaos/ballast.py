@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,20 +26,26 @@ def size_of(role: str) -> int:
 class Ballast:
     """Memory that sleeps and wakes, with something that wants it to be what it was.
 
-    It is an array and a view of it, or both and the tensor that they are of.
+    It is an array, which stays awake, or a tensor, which doesn't.
     """
 
     def __init__(self, role: str, rank: int, tensor: bool = False) -> None:
         if tensor:
             import torch
 
-            self.tensor = torch.empty(size_of(role), dtype=torch.uint8)
-            self.array = self.tensor.numpy()
+            self.memory: Any = torch.empty(size_of(role), dtype=torch.uint8)
         else:
-            self.array = np.empty(size_of(role), dtype=np.uint8)
+            self.memory = np.empty(size_of(role), dtype=np.uint8)
         self.array[:] = np.frombuffer(_first(role, rank), dtype=np.uint8)
-        self.view = self.array[1000:]
         self.sum = self.digest()
+
+    @property
+    def array(self) -> np.ndarray:
+        """The memory where it is now: a tensor of which there was an array would never sleep."""
+        if isinstance(self.memory, np.ndarray):
+            return self.memory
+        place = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.data_ptr())
+        return np.frombuffer(place, dtype=np.uint8)
 
     def use(self, ident: int) -> None:
         """Look at all of it, and write into some of its pages."""
@@ -54,7 +62,8 @@ class Ballast:
 
     def write(self, ident: int) -> None:
         """What a call writes."""
-        self.view[ident * 4099 % len(self.view) :: _APART] = ident % 251
+        view = self.array[1000:]
+        view[ident * 4099 % len(view) :: _APART] = ident % 251
 
     def digest(self) -> int:
         """Of all bytes, where they are."""

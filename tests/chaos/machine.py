@@ -38,14 +38,13 @@ class Deliberate(Exception):
 class Machine(Role):
     """Its whole state is the list of the calls that it has begun, and what these have written into its memory."""
 
-    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "", in_tensor: bool = False) -> None:
+    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "") -> None:
         """Make it.
 
         Args:
             takes_s: How long this takes.
             hangs: The rank that keeps the GIL here.
             main: Whose notes it adds to.
-            in_tensor: Whether its memory is a tensor's.
         """
         from tests.chaos import mutants  # here: by its name it would be pickled along
 
@@ -56,7 +55,7 @@ class Machine(Role):
         self.main = not main
         self.nonce = secrets.token_hex(4)
         assert self.ctx.role is not None
-        self.ballast = Ballast(self.ctx.role, self.ctx.rank, in_tensor)
+        self.ballast = Ballast(self.ctx.role, self.ctx.rank, tensor=True)
         self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
 
     def save(self, directory: str) -> None:

@@ -82,26 +82,26 @@ def uncounted_updates() -> None:
     _replace(_Hold, "torn", lambda self: None)
 
 
-def unwritten_pages() -> None:
+def unwritten_changes() -> None:
     """Memory that was away before goes again as it was then."""
-    from colocate._system import pages
+    from colocate.worker import offload
 
-    vars(pages)["written_in"] = lambda area: iter(())
+    vars(offload)["_is_same"] = lambda known, storage, digest: known.room is not None
 
 
 def lost_byte() -> None:
     """What goes lacks its last byte when it comes back."""
-    from colocate._system.mappings import Place
-    from colocate._system.spill_files import SpillFile
+    from colocate.worker.offload import Offload
 
-    write = SpillFile.write
+    put = Offload._put
 
-    def short(self: Any, place: Place) -> None:
-        write(self, place)
-        start, stop, file, offset = place
-        write(self, Place(stop - 2, stop - 1, file, offset + stop - start - 1))  # what is before it, once more
+    def short(self: Any, storage: Any) -> Any:
+        room = put(self, storage)
+        if room.parts:
+            room.parts[-1][-1] ^= 1
+        return room
 
-    _replace(SpillFile, "write", short)
+    _replace(Offload, "_put", short)
 
 
 def unkept_budget() -> None:
@@ -128,7 +128,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         stale_pairing,
         unrenewed_model,
         uncounted_updates,
-        unwritten_pages,
+        unwritten_changes,
         lost_byte,
         unkept_budget,
     )

@@ -405,5 +405,5 @@ def declared(episode: Episode, takes_s: float, hangs: int | None) -> dict[str, c
     if episode.trains:
         roles["t"] = colocate.role(Trainer, "a")
     if episode.budget:
-        roles |= dict.fromkeys(TURNERS, colocate.role(Machine, in_tensor=episode.trains))
+        roles |= dict.fromkeys(TURNERS, colocate.role(Machine))
     return roles

@@ -279,9 +279,7 @@ def test_within_a_budget() -> None:
     def memory(awake: int, asleep: int) -> GroupMemory:
         role = RoleMemory("c", 0, {"tensors": awake}, {}, 0, asleep, None, complete=True)
         functions = RoleMemory("", 0, {}, {}, 0, 0, None, complete=True)
-        return GroupMemory(
-            "g", (SlotMemory(0, "n", "cpu", (role, functions), None, None, None, None, None, None, None),)
-        )
+        return GroupMemory("g", (SlotMemory(0, "n", "cpu", (role, functions), None, None, None, None),))
 
     size = size_of("c")
     assert model.within(size)(memory(size, 0)) is None

@@ -102,7 +102,7 @@ CASES = [
     ("stale_pairing", "kill", with_a_collective_after_a_failed_one, "ended with RoleError"),
     ("unrenewed_model", "kill", with_a_step_that_ranks_wait_in, "ended with"),
     ("uncounted_updates", "kill", with_weights_of_two_steps, "without a common state"),
-    ("unwritten_pages", "kill", with_memory_that_went_twice, "memory that isn't what it was"),
+    ("unwritten_changes", "kill", with_memory_that_went_twice, "memory that isn't what it was"),
     ("lost_byte", "kill", with_roles_that_take_turns, "memory that isn't what it was"),
     ("unkept_budget", "kill", with_roles_that_take_turns, "bytes may be"),
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from colocate.worker import backing, ledger
+from colocate.worker import ledger, vmm
 from colocate.worker.vmm import Vmm, compiled
 
 GRAIN = 1 << 16  # as the real driver's 2 MiB
@@ -100,7 +100,7 @@ class Arena:
         self.segments: dict[int, list[dict[str, Any]]] = {}
         self.cached: list[int] = []
         patch.setattr(Vmm, "_made", (gpu.vmm, None))
-        for module in (backing, ledger):
+        for module in (vmm, ledger):
             patch.setattr(module, "in_use", lambda device: self)
 
     def segment(self, *blocks: int, states: Mapping[int, str] = MappingProxyType({})) -> list[Any]:

@@ -23,9 +23,9 @@ from tests.unit.test_sleeping import DEVICE, TAGS, Worker, worker  # noqa: E402,
 from colocate import method  # noqa: E402
 from colocate._role.context import reset_current, set_current, standalone_context  # noqa: E402
 from colocate.errors import SleepingError  # noqa: E402
-from colocate.worker import backing, ledger  # noqa: E402
+from colocate.worker import ledger  # noqa: E402
 from colocate.worker.functions import Functions  # noqa: E402
-from colocate.worker.offload import Offload  # noqa: E402
+from colocate.worker.offload import Offload, Resized  # noqa: E402
 from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 
 
@@ -145,7 +145,7 @@ def test_beside_others_that_are_resized(arena: Arena, monkeypatch: pytest.Monkey
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    for cls, name in ((Offload, "_copying"), (backing.Resized, "give")):
+    for cls, name in ((Offload, "_copying"), (Resized, "give")):
         with monkeypatch.context() as patch:
             patch.setattr(cls, name, full)
             with pytest.raises(MemoryError, match="CUDA out of memory"):
@@ -175,8 +175,8 @@ def test_what_has_not_changed_is_not_copied_again(arena: Arena, monkeypatch: pyt
     weights.fill_(1)
     offload, chosen = Offload(DEVICE), storages(weights)
     copied: list[int] = []
-    to_host = offload._to_host
-    monkeypatch.setattr(offload, "_to_host", lambda view: copied.append(view.numel()) or to_host(view))
+    put = offload._put
+    monkeypatch.setattr(offload, "_put", lambda storage: copied.append(storage.nbytes()) or put(storage))
     for _ in range(3):
         offload.write(chosen).put_away()
         offload.bring_back(chosen)

@@ -36,9 +36,8 @@ def counted(instance: object, declared: tuple[Any, ...] = (), apart: tuple[objec
     """Bytes by kind, each storage once."""
     found, complete = held_by(instance, declared, apart)
     assert complete
-    shares = _shares({"it": found}, {}, ())
-    owned, shared, asleep = shares.owned, shares.shared, shares.asleep
-    assert shared == asleep == {"it": 0}
+    owned, shared = _shares({"it": found}, ())
+    assert shared == {"it": 0}
     assert {device for _, device in owned["it"]} <= {"cpu"}
     return {kind: size for (kind, _), size in owned["it"].items()}
 

@@ -302,7 +302,7 @@ class TestHadHere:
         assert Vmm.in_use() is None
 
     def test_a_slot_of_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It needs nothing: memory keeps its addresses there as it is."""
+        """Nothing is done there."""
         pytest.importorskip("torch")
         monkeypatch.setattr(vmm_module, "compiled", None)
         with kept_addresses("cpu") as elsewhere:

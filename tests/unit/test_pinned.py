@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 torch = pytest.importorskip("torch")
 
 from colocate._definitions.cuda_driver import DriverError  # noqa: E402
-from colocate.worker import pinned as pinned_module  # noqa: E402
-from colocate.worker.pinned import Arena, Room  # noqa: E402
+from colocate.worker import offload as offload_module  # noqa: E402
+from colocate.worker.offload import Arena, Offload, Room, pinned  # noqa: E402
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ class Sleeps(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena("cpu")
+        self.arena = Arena(lambda nbytes: pinned(nbytes, "cpu"))
         self.rooms: list[tuple[Room, int, int]] = []
         self.most = self.count = 0
 
@@ -39,7 +39,7 @@ class Sleeps(RuleBasedStateMachine):
             for part in room.parts:
                 part.fill_(self.count % 251)
             self.rooms.append((room, size, self.count % 251))
-        rounded = sum(-(-size // pinned_module.GRAIN) * pinned_module.GRAIN for _, size, _ in self.rooms)
+        rounded = sum(-(-size // offload_module.GRAIN) * offload_module.GRAIN for _, size, _ in self.rooms)
         self.most = max(self.most, rounded)
 
     @rule(draw=st.data())
@@ -73,7 +73,7 @@ def test_pieces_that_come_and_go() -> None:
 def test_no_room_on_the_host() -> None:
     """Nothing is pinned then, and what there is serves still."""
     free = [6 * MIB, 3 * MIB]
-    arena = Arena("cpu", lambda: free.pop(0))
+    arena = Offload("cpu", lambda: free.pop(0))._pinned
     arena.reserve([5 * MIB])
     room = arena.take(5 * MIB)
     with pytest.raises(MemoryError, match=r"4 MiB .* to be pinned, beside the 6 MiB that are: 3 MiB are free"):
@@ -104,9 +104,9 @@ class Played:
 def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whom it may be."""
     played = Played(False)
-    monkeypatch.setattr(pinned_module, "driver", lambda device: played)
-    monkeypatch.setattr(pinned_module, "in_use", lambda device: torch)
-    arena = Arena("cuda:0")
+    monkeypatch.setattr(offload_module, "driver", lambda device: played)
+    monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
+    arena = Arena(lambda nbytes: pinned(nbytes, "cuda:0"))
     arena.reserve([9 * MIB])
     room = arena.take(9 * MIB)
     assert list(played.now.values()) == [10 * MIB]
@@ -130,9 +130,9 @@ def test_where_the_driver_does_not(monkeypatch: pytest.MonkeyPatch, has_driver: 
         return empty(size, **options)
 
     monkeypatch.setattr(torch, "empty", noted)
-    monkeypatch.setattr(pinned_module, "driver", lambda device: Played(True) if has_driver else None)
-    monkeypatch.setattr(pinned_module, "in_use", lambda device: torch)
-    arena = Arena("cuda:0")
+    monkeypatch.setattr(offload_module, "driver", lambda device: Played(True) if has_driver else None)
+    monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
+    arena = Arena(lambda nbytes: pinned(nbytes, "cuda:0"))
     arena.reserve([21 * MIB])
     assert sizes == [16 * MIB, 4 * MIB, 2 * MIB]
     assert len(arena.take(21 * MIB).parts) == 3
@@ -141,7 +141,7 @@ def test_where_the_driver_does_not(monkeypatch: pytest.MonkeyPatch, has_driver: 
 
 def test_in_a_process_that_is_forked() -> None:
     """It has the addresses, with zeros there, and this one has what it had."""
-    pages, memory = pinned_module._memory(1 << 20)
+    pages, memory = offload_module._memory(1 << 20)
     memory.fill_(7)
     child = os.fork()
     if not child:

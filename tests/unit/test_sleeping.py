@@ -22,15 +22,15 @@ from colocate._crew.sleepers import Sleepers  # noqa: E402
 from colocate._role.budget import Budgets, Limit  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
-from colocate._system import pages  # noqa: E402
 from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
-from colocate.worker import holdings, movable, offload, storages  # noqa: E402
+from colocate.worker import asleep as asleep_module  # noqa: E402
+from colocate.worker import holdings, offload, storages  # noqa: E402
 from colocate.worker import prefetch as prefetch_module  # noqa: E402
+from colocate.worker.asleep import _HANDED  # noqa: E402
 from colocate.worker.handed import Handed  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
-from colocate.worker.movable import _HANDED  # noqa: E402
 from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.residency import Residency  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
@@ -96,7 +96,8 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(storages, "_name_of", lambda device: DEVICE)
+    for module in (storages, offload):
+        monkeypatch.setattr(module, "name_of", lambda device: DEVICE)
     running_call.set(CallState(1))
     return Worker(Boot("worker", "group", 0, "node", DEVICE))
 
@@ -120,7 +121,7 @@ def test_away_and_back(worker: Worker) -> None:
     size = sum(tensor.nbytes for tensor in before)
     sleeper = Sleeper(worker)
     assert sleeper.sleep("model", TAGS, (), 1).nbytes == size
-    assert sleeper.asleep.on_device() == {"model": (size, 0)}
+    assert sleeper.asleep.by_role() == {"model": (size, 0)}
     assert model.net.weight.untyped_storage().nbytes() == 0
     with pytest.raises(SleepingError, match=r"model\.train needs memory of its role that sleeps"):
         sleeper.check(role, role.spec("train"))
@@ -130,7 +131,7 @@ def test_away_and_back(worker: Worker) -> None:
         sleeper.check(role, role.spec("train"))
     sleeper.wake("model", TAGS, 1, {})
     assert equal(contents(model), before)
-    assert sleeper.asleep.on_device() == {}
+    assert sleeper.asleep.by_role() == {}
     model.train()
 
 
@@ -145,7 +146,7 @@ def test_awake_on_this_rank_alone(worker: Worker) -> None:
     sleeper.wake_alone(role)
     assert equal(contents(model), before)
     assert sleeper.asleep.tags("model") == ()
-    assert sleeper.space.offload._copies.keys() == {model.cache.untyped_storage()._cdata}
+    assert sleeper.offload._copies.keys() == {model.cache.untyped_storage()._cdata}
     sleeper.wake_alone(role)  # what is awake stays so
 
 
@@ -191,40 +192,6 @@ def test_no_room_on_the_device(worker: Worker, monkeypatch: pytest.MonkeyPatch) 
     assert equal(contents(model), before)
 
 
-@pytest.mark.parametrize("broken", ["the device", "the file"])
-def test_no_part_comes_back_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """What lies on the device and what lies on the host sleep on together."""
-    model = Model()
-    model.array = np.ones(1 << 18)
-    worker.add("model", model)
-    model.train()
-    before = contents(model)
-    sleeper = Sleeper(worker)
-    sleeper.sleep("model", TAGS, (), 1)
-    bring_back = pages.Spill.bring_back
-
-    def full(self: offload.Offload) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def unreadable(self: pages.Spill, areas: Any, copied: Any) -> None:
-        bring_back(self, areas, copied)
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        if broken == "the device":
-            patch.setattr(offload.Offload, "_copying", full)
-        else:
-            patch.setattr(pages.Spill, "bring_back", unreadable)
-        outcome = sleeper.wake("model", TAGS, 1, {})
-    assert ("CUDA out of memory" if broken == "the device" else "Input/output error") in (outcome.refusal or "")
-    assert model.cache.untyped_storage().nbytes() == sleeper.in_files().pages == 0
-    sleeper.wake("model", TAGS, 1, {})
-    assert sleeper.in_files().pages > 0
-    assert equal(contents(model), before)
-    assert (model.array == 1).all()
-    sleeper.space.close()
-
-
 DISCARD = ("grads", "cache")
 
 
@@ -243,27 +210,27 @@ def test_discard(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, lost = kept_and_lost(model)
     objects = [id(each.grad) for each in model.net.parameters()]
     copied: list[int] = []
-    to_host = offload.Offload._to_host
+    to_host = offload.Offload._put
 
-    def noted(self: offload.Offload, view: Any) -> Any:
-        copied.append(view.numel())
-        return to_host(self, view)
+    def noted(self: offload.Offload, storage: Any) -> Any:
+        copied.append(storage.nbytes())
+        return to_host(self, storage)
 
-    monkeypatch.setattr(offload.Offload, "_to_host", noted)
+    monkeypatch.setattr(offload.Offload, "_put", noted)
     sleeper = Sleeper(worker)
     size, less = (sum(each.nbytes for each in tensors) for tensors in (kept + lost, lost))
     assert sleeper.sleep("model", TAGS, DISCARD, 1).nbytes == size
-    assert sleeper.asleep.on_device() == {"model": (size, less)}
+    assert sleeper.asleep.by_role() == {"model": (size, less)}
     assert sum(copied) == size - less
     sleeper.wake("model", ("weights",), 1, {})
-    assert sleeper.asleep.on_device()["model"][1] == less  # of which nothing is wanted yet
+    assert sleeper.asleep.by_role()["model"][1] == less  # of which nothing is wanted yet
     sleeper.wake("model", TAGS, 1, {})
     again, zeros = kept_and_lost(model)
     assert equal(again, kept)
     assert equal(zeros, [torch.zeros_like(each) for each in lost])
     assert objects == [id(each.grad) for each in model.net.parameters()]
-    assert (sleeper.asleep.on_device(), sleeper.asleep.emptied) == ({}, set())
-    assert all(copy.host is not None for copy in sleeper.space.offload._copies.values())
+    assert (sleeper.asleep.by_role(), sleeper.asleep.emptied) == ({}, set())
+    assert all(copy.room is not None for copy in sleeper.offload._copies.values())
     model.train()
     model.cache += 1
     kept, lost = kept_and_lost(model)
@@ -283,7 +250,7 @@ def test_discard_of_what_sleeps(worker: Worker) -> None:
     assert sleeper.sleep("model", TAGS, ("grads",), 1).nbytes == sum(each.nbytes for each in [*kept[:2], lost[-1]])
     assert sleeper.sleep("model", TAGS, ("grads",), 1).nbytes == 0
     grads = {each.grad.untyped_storage()._cdata for each in model.net.parameters()}
-    assert all(sleeper.space.offload._copies[key].host is None for key in grads)
+    assert all(sleeper.offload._copies[key].room is None for key in grads)
     sleeper.wake("model", TAGS, 1, {})
     again, others = kept_and_lost(model)
     assert equal(again, kept)
@@ -418,7 +385,7 @@ def test_a_sibling_that_is_kept(worker: Worker) -> None:
         sleeper.wake_alone(worker.roles["model"])
         sleeper.check(hosted, train)
     finally:
-        sleeper.space.close()
+        sleeper.offload.close()
 
 
 def test_what_somebody_uses_stays(worker: Worker) -> None:
@@ -487,7 +454,7 @@ class TestHandedOver:
     @pytest.fixture
     def model(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
         """A role that keeps views and a graph, and shares its weights with another one."""
-        monkeypatch.setattr(movable, "HANDED", Handed())
+        monkeypatch.setattr(asleep_module, "HANDED", Handed())
         worker.in_process = True
         model: Any = Model(torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50)))
         model.views = [model.cache[3:].view(-1, 1), model.net[0].weight.detach()[1:]]
@@ -515,7 +482,7 @@ class TestHandedOver:
     def test_a_tensor_of_their_own(self, worker: Worker, model: Any) -> None:
         """As long as they have it, or a view of it."""
         handed = [model.cache.detach(), model.net[0].bias.detach()[:7]]
-        movable.HANDED.note({"some": handed}, DEVICE)
+        asleep_module.HANDED.note({"some": handed}, DEVICE)
         size = model.cache.nbytes + model.net[0].bias.nbytes
         assert self.asleep(worker) == {_HANDED: size}
         handed[:] = [handed[0][1:]]
@@ -527,7 +494,7 @@ class TestHandedOver:
     def test_the_very_tensor(self, worker: Worker, model: Any, kind: str) -> None:
         """As long as the role has it, as nobody knows who else does."""
         values = {"tensor": [model.cache], "jagged": model.jagged, "object": Holder(model.cache), "module": model.net}
-        movable.HANDED.note(values[kind], DEVICE)
+        asleep_module.HANDED.note(values[kind], DEVICE)
         values.clear()
         kept = self.asleep(worker)[_HANDED]
         if kind == "module":
@@ -568,7 +535,7 @@ def test_what_torch_can_not_resize_stays(worker: Worker, discard: tuple[str, ...
     size = sum(each.nbytes for each in [*model.net.parameters(), model.cache])
     for _ in range(2):
         assert sleeper.sleep("model", TAGS, discard, 1) == Outcome(nbytes=size)
-        assert sleeper.asleep.kept_awake("model") == {"of another library": 1000}
+        assert sleeper.asleep.kept_awake("model") == {asleep_module._FOREIGN: 1000}
         assert model.foreign.eq(1).all()
         sleeper.wake("model", TAGS, 1, {})
         assert model.foreign.eq(1).all()
@@ -602,13 +569,13 @@ def test_weights_that_stay_as_they_are_are_copied_once(worker: Worker, monkeypat
     model.net.requires_grad_(False)
     worker.add("model", model)
     copied: list[int] = []
-    to_host = offload.Offload._to_host
+    to_host = offload.Offload._put
 
-    def noted(self: offload.Offload, view: Any) -> Any:
-        copied.append(view.numel())
-        return to_host(self, view)
+    def noted(self: offload.Offload, storage: Any) -> Any:
+        copied.append(storage.nbytes())
+        return to_host(self, storage)
 
-    monkeypatch.setattr(offload.Offload, "_to_host", noted)
+    monkeypatch.setattr(offload.Offload, "_put", noted)
     sleeper = Sleeper(worker)
     for _ in range(3):
         sleeper.sleep("model", TAGS, (), 1)
@@ -636,7 +603,7 @@ def test_a_role_that_can_not_say_what_it_holds(worker: Worker, name: str) -> Non
     assert "in device_state\n" in outcome.trace
     assert outcome.trace.endswith("\nKeyError: 'table'\n")
     assert "worker/sleeping.py" not in outcome.trace
-    assert sleeper.asleep.on_device() == {}
+    assert sleeper.asleep.by_role() == {}
 
 
 def test_more_than_can_be_looked_at(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -698,14 +665,14 @@ def test_ahead_of_time_amid_a_capture(
     sleeper, prefetch, before = two
     captures = Captures()
     monkeypatch.setattr(prefetch_module, "beside_captures", captures.beside)
-    for name in ("copy_out", "bring_back"):
-        does = getattr(sleeper.space, name)
+    for name in ("write", "bring_back"):
+        does = getattr(sleeper.offload, name)
 
         def looks(*args: Any, does: Any = does, **options: Any) -> Any:
             captures.look()
             return does(*args, **options)
 
-        monkeypatch.setattr(sleeper.space, name, looks)
+        monkeypatch.setattr(sleeper.offload, name, looks)
     prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
     assert prefetch.settle() == set()
     assert captures.seen == [True, True]
@@ -832,13 +799,13 @@ def test_a_turn_that_writes_nothing(
     """What is trained otherwise isn't copied after it, and is all the same where it has written."""
     sleeper, prefetch, before = two
     copied: list[int] = []
-    to_host = sleeper.space.offload._to_host
+    to_host = sleeper.offload._put
 
-    def noted(view: Any) -> Any:
-        copied.append(view.numel())
-        return to_host(view)
+    def noted(storage: Any) -> Any:
+        copied.append(storage.nbytes())
+        return to_host(storage)
 
-    monkeypatch.setattr(sleeper.space.offload, "_to_host", noted)
+    monkeypatch.setattr(sleeper.offload, "_put", noted)
     net = worker.roles["two"].instance.net
     for writes in (False, True, False):
         if ahead:

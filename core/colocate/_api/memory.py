@@ -30,8 +30,7 @@ class RoleMemory:
             (by the role's `device_state()`), "tensors" (others, in attributes), "residents".
         host: Elsewhere, by kind: in the host's memory, where the slot's device isn't the CPU.
         shared: What it holds besides and counts with another role.
-        asleep: What it holds that isn't in memory now (`group.sleep`), with the edges of what sleeps of the host: see
-            `SlotMemory.edges`.
+        asleep: What it holds that isn't in memory now (`group.sleep`).
         activations: What its methods have allocated on a GPU at most while they ran, beyond what was there when they
             began, by method; None where nobody knows: on the CPU, and where slots are threads.
         complete: Whether all that it leads to was looked at.
@@ -66,14 +65,9 @@ class SlotMemory:
         roles: What its roles hold.
         process: The memory that is the process's own; None for threads, whose process is the driver's.
         empty: What of that was there before the first role.
-        code: What of it came with what roles have imported since.
-        held_back: What of it was freed, and `malloc` has kept.
-        objects: What of it `malloc` has given to others than roles: to libraries and for objects of Python, since.
         pinned: What of it was pinned for memory of the device that sleeps, and is kept for the next time.
         gpu: "allocated" and "reserved" by torch, where its own allocator is used; "used" by all processes, "total";
             "nccl", what process groups have, where torch can tell (2.12, with NCCL 2.29.7 on). None without a GPU.
-        unread: What roles hold in mapped files (`numpy.memmap`) and isn't in memory, as nobody has read it yet.
-        edges: What sleeps of the host and stays in memory all the same, as only whole pages go.
         shared_with_forks: What of `process` is in memory once for several: a worker that is a fork shares with what it
             was forked from, and its other forks, all that neither has written to.
     """
@@ -84,26 +78,20 @@ class SlotMemory:
     roles: tuple[RoleMemory, ...]
     process: int | None
     empty: int | None
-    code: int | None
-    held_back: int | None
-    objects: int | None
     pinned: int | None
     gpu: Mapping[str, int] | None
-    unread: int = 0
-    edges: int = 0
     shared_with_forks: int = 0
 
     @property
     def unowned(self) -> dict[str, int]:
         """What nobody owns, by what it is for.
 
-        "empty worker" (Python and torch), "code" (imported since), "held back" (freed, and kept by `malloc`), "objects"
-        (of libraries and of Python, made since), "pinned" (where there is some: for what sleeps, and kept), "edges"
-        (where there are some: of what sleeps, as only whole pages go), "unread" (where there is some, less than 0:
-        roles hold that in files, and it isn't in memory yet) and "other" of the process; on a GPU "fragmentation"
-        (reserved, and not in use), "nccl" (where torch tells it: what process groups have), "context" (CUDA's and other
-        processes' memory, NCCL's where torch doesn't tell it, and all of another allocator's in the place of torch's),
-        and "other, device" (of torch: what is computed with just now).
+        "empty worker" (Python and torch), "pinned" (where there is some: for what sleeps, and kept) and "other" of the
+        process: objects of Python, what libraries have, what roles have imported since, and what was freed and `malloc`
+        keeps; less than 0 where roles hold what isn't in memory, or in files. On a GPU "fragmentation" (reserved, and
+        not in use), "nccl" (where torch tells it: what process groups have), "context" (CUDA's and other processes'
+        memory, NCCL's where torch doesn't tell it, and all of another allocator's in the place of torch's), and "other,
+        device" (of torch: what is computed with just now).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
@@ -118,18 +106,9 @@ class SlotMemory:
                 found["nccl"] = of_groups
             found["context"] = self.gpu["used"] - reserved - (of_groups or 0)
         if self.process is not None:
-            parts = {
-                "empty worker": self.empty or 0,
-                "code": self.code or 0,
-                "held back": self.held_back or 0,
-                "objects": self.objects or 0,
-            }
+            parts = {"empty worker": self.empty or 0}
             if self.pinned:
                 parts["pinned"] = self.pinned
-            if self.edges:
-                parts["edges"] = self.edges
-            if self.unread:
-                parts["unread"] = -self.unread
             owned = on_device if self.device == "cpu" else on_host
             found |= {**parts, "other": self.process - sum(parts.values()) - owned}
         return found
@@ -233,13 +212,8 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         tuple(roles),
         parts.get("private"),
         parts.get("empty"),
-        parts.get("code"),
-        parts.get("held back"),
-        parts.get("objects"),
         parts.get("pinned"),
         ledger.gpu,
-        parts.get("absent", 0),
-        parts.get("edges", 0),
         parts.get("shared", 0),
     )
 

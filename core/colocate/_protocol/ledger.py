@@ -47,11 +47,8 @@ class Ledger:
         kept_awake: What of roles was to sleep with that and is in memory, by role and why.
         partial: Roles that hold more objects than were looked at.
         process: What of the process's memory is its own, "private"; of it what was so before the first role was
-            constructed, "empty", came with imports since, "code", was freed without being given back, "held back", was
-            given to others than roles by `malloc`, "objects", was pinned for what sleeps of a device, "pinned", and
-            sleeps of the host but stays, as only whole pages go, "edges"; and what roles have in files of which nobody
-            has read that yet, "absent"; and what of "private" is shared with other forks, "shared". None where the
-            process is the driver's.
+            constructed, "empty", was pinned for what sleeps of a device, "pinned", and is shared with other forks,
+            "shared". None where the process is the driver's.
         gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
             "total", and "nccl" by this process's communicators, where these tell; None of a slot without one. Without
             what sleeps and has kept its addresses.

@@ -18,10 +18,10 @@ from colocate._job.launch import reserve_pool
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import PluginInfo, plugins
 from colocate._runs.environment import environment
-from colocate._system.pages import Spill
 from colocate._system.pip import pip_line
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
+from colocate._system.spill_files import SpillFile
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
 from colocate.errors import ColocateError, ConfigError, PluginError
@@ -87,7 +87,7 @@ def _reserve_all(config: Config) -> None:
         wanted = config.executor.with_.get(_SPILL_DIR)
         if wanted is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
             try:
-                Spill.somewhere(wanted).close()
+                SpillFile.somewhere(wanted).close()
             except ValueError as error:
                 raise ConfigError(f"{_SPILL_DIR}={wanted!r}: {error}") from None
 
@@ -137,7 +137,7 @@ def shared_memory(folder: Path) -> str:
 def _place_for_what_sleeps(wanted: str | None) -> str:
     """Where the host's memory goes when roles sleep, as workers on this machine find it."""
     try:
-        spill = Spill.somewhere(wanted)
+        spill = SpillFile.somewhere(wanted)
     except ValueError as error:
         return str(error)
     with closing(spill):

@@ -19,7 +19,6 @@ import psutil
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
 from colocate._role import torch_groups
-from colocate._system import shared_spill
 from colocate._system.lines import at
 from colocate._system.off_main import COURIER
 from colocate.keeper import forks
@@ -295,8 +294,8 @@ def _threads() -> Iterator[tuple[str, Thing]]:
 
 
 def _descriptors() -> Iterator[tuple[str, Thing]]:
-    # Who has used a GPU, or files of spilled memory, has these to the end; pytest's capture changes the first three.
-    others = {0, 1, 2, _tracker_has("_fd"), *shared_spill.kept_open()}
+    # Who has used a GPU has its descriptors to the end; pytest's capture changes the first three.
+    others = {0, 1, 2, _tracker_has("_fd")}
     lasting = torch_groups.lasting_descriptors()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself

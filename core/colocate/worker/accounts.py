@@ -76,7 +76,7 @@ class Accounts:
             for name in changed:
                 self._held[name], _ = look_at(self._site, name, Versions)
                 self._changed.discard(name)
-            return shares_of(self._site, self._sleeper, self._held, more, changed)
+            return shares_of(self._site, self._sleeper, self._held, more)
         except LookError as error:
             raise RoleError(
                 f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
@@ -141,10 +141,13 @@ class Accounts:
             limit: The limit.
             nbytes: What comes to it, and is to stay free for it.
         """
-        others = (self._parts(shares, other, limit.device) for other in shares.owned if other != role)
         return self._used_by(shares, role, limit.device) + nbytes > limit.nbytes and not any(
-            kind != Purpose.RESIDENTS.word for parts in others for kind, _ in parts
+            self._has_what_could_go(shares, other, limit.device) for other in shares.owned if other != role
         )
+
+    def _has_what_could_go(self, shares: Shares, role: str, device: bool) -> bool:
+        has = sum(size for kind, size in self._parts(shares, role, device) if kind != Purpose.RESIDENTS.word)
+        return has > sum(self._sleeper.asleep.kept_awake(role).values())
 
     def used(self, shares: Shares, limit: Limit) -> int:
         """Bytes that count towards a limit."""

@@ -1,7 +1,7 @@
-"""Memory of a device that is handed over by reference: between slots that are threads, and their driver.
+"""Memory that is handed over by reference: between slots that are threads, and their driver.
 
 Whoever got it may use it for as long as they like, so it doesn't sleep as long as they may have it: a use after that
-would be an error of the device, which ends the process. Nobody can ask them; but who has a tensor of their own shows in
+would end the process. Nobody can ask them; but who has a tensor of their own shows in
 how many the memory has.
 """
 
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from colocate._system.imported import imported
+from colocate._values.tree import PLAIN
 from colocate.worker.holdings import lie_in
 from colocate.worker.storages import Objects, WeakStorage
 
@@ -31,6 +32,8 @@ class Handed:
 
     def note(self, value: Any, device: str) -> None:
         """A value is handed over, from one slot or the driver to another one of them. `device`: a slot's of these."""
+        if PLAIN.issuperset(map(type, value.values() if type(value) is dict else (value,))):  # as nearly always
+            return
         holdings, _ = lie_in([value], (), partial(Objects, device))
         with self._lock:
             for pieces in holdings.values():

@@ -288,7 +288,7 @@ class WorkerHost(Site):
         self.lane.join()
         self.groups.close()
         self.residency.close()
-        self.sleeper.space.close()
+        self.sleeper.offload.close()
         for thread in (self._transfer, self._ledgers, self._glimpses):
             thread.close(0.0)
         self.peers.close()

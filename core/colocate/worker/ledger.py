@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import attrs
@@ -59,23 +58,13 @@ def ledger(
         if name in held:
             held[name][Purpose.GRADIENTS].include(pieces)
     shares = shares_of(site, sleeper, held)
-    owned = sum(size for found in shares.owned.values() for (_, device), size in found.items() if device == "cpu")
-    process = site.process
     return Ledger(
         shares.owned,
         shares.shared,
         shares.asleep,
         {name: kept for name in names if (kept := sleeper.asleep.kept_awake(name))},
         tuple(partial),
-        None
-        if process is None
-        else process.look(
-            sleeper.in_files(shares.on_host),
-            owned,
-            sleeper.space.pinned,
-            chain.from_iterable(each.items() for each in shares.on_host),
-            sleeper.asleep.on_host,
-        ),
+        None if site.process is None else site.process.look(sleeper.offload.pinned),
         _gpu(site.boot.device, site.in_process),
         None if site.device.peaks is None else dict(site.device.peaks),
     )
@@ -107,14 +96,12 @@ class Shares:
         shared: What of its memory counts with another role, by role.
         asleep: What sleeps, by role.
         emptied: What of that comes back as zeros, and is nowhere until then.
-        on_host: Pieces of the host's memory, with what sleeps: sizes by addresses, no address twice.
     """
 
     owned: dict[str, dict[tuple[str, str], int]]
     shared: dict[str, int]
     asleep: dict[str, int]
     emptied: dict[str, int]
-    on_host: list[dict[int, int]]
 
 
 def shares_of(
@@ -122,7 +109,6 @@ def shares_of(
     sleeper: Sleeper,
     held: Mapping[str, Holdings],
     more: Mapping[str, Any] | None = None,
-    looked_at: Collection[str] | None = None,
 ) -> Shares:
     """What roles have, with their residents.
 
@@ -131,7 +117,6 @@ def shares_of(
         sleeper: What of it sleeps.
         held: What they hold.
         more: Values that are about to be kept, by who has made them.
-        looked_at: Those that may have come to hold what lies where other memory slept that was let go of; None for all.
 
     Raises:
         LookError: A resident can't be looked at.
@@ -143,21 +128,11 @@ def shares_of(
             holdings, _ = lie_in(values, [each.instance for each in list(site.roles.values())])
         for pieces in holdings.values():
             kept.include(pieces)
-    away = dict(sleeper.asleep.away)
-    new = [pieces for name in found for pieces in _which_may_be_new(found[name], name, looked_at)]
-    if again := {key for pieces in new for key in away.keys() & pieces.get("cpu", {}).keys()}:
-        for key in sleeper.asleep.freed(again):
-            del away[key]
-    shares = _shares(found, away, set(sleeper.asleep.emptied), sleeper.asleep.kept_addresses())
-    for name, (size, emptied) in sleeper.asleep.on_device().items():
-        shares.asleep[name] = shares.asleep.get(name, 0) + size
-        shares.emptied[name] = shares.emptied.get(name, 0) + emptied
-    return shares
-
-
-def _which_may_be_new(found: Holdings, role: str, looked_at: Collection[str] | None) -> Iterable[Storages]:
-    """Those of a role's that may lie where other memory slept: residents are looked at each time."""
-    return found.values() if looked_at is None or role in looked_at else [found[Purpose.RESIDENTS]]
+    owned, shared = _shares(found, sleeper.asleep.kept_addresses())
+    asleep, emptied = dict.fromkeys(found, 0), dict.fromkeys(found, 0)
+    for name, (size, as_zeros) in sleeper.asleep.by_role().items():
+        asleep[name], emptied[name] = size, as_zeros
+    return Shares(owned, shared, asleep, emptied)
 
 
 def _residents(site: Worker, more: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -178,18 +153,16 @@ def _looking_at(role: str) -> Iterator[None]:
 
 
 def _shares(
-    held: Mapping[str, Holdings], away: Mapping[int, int], emptied: Collection[int], absent: Collection[int] = ()
-) -> Shares:
-    """Each role's share, but what sleeps of a device; `absent` has the addresses of what is found there all the same.
+    held: Mapping[str, Holdings], absent: Collection[int]
+) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
+    """What each role has, and what of that counts with another one; `absent` has addresses where memory sleeps.
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
     """
     owners: dict[str, dict[int, str]] | None = {} if _overlap(held) else None
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
-    asleep, empty = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
-    on_host: list[dict[int, int]] = []
-    counted, without_memory, nowhere = _once(held), frozenset(absent), frozenset(emptied)
+    counted, without_memory = _once(held), frozenset(absent)
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
@@ -202,17 +175,12 @@ def _shares(
                         shared[role] |= {(device, each): pieces[each] for each in known if its_owners[each] != role}
                         first = {each: nbytes for each, nbytes in pieces.items() if each not in known}
                     its_owners |= dict.fromkeys(first, role)
-                elsewhere = first.keys() & (away.keys() if device == "cpu" else without_memory)
                 nbytes = sum(first.values())
-                away_bytes = nbytes if len(elsewhere) == len(first) else sum(map(first.__getitem__, elsewhere))
-                if device == "cpu":
-                    on_host.append(first)
-                    asleep[role] += away_bytes
-                    empty[role] += sum(map(first.__getitem__, elsewhere & nowhere))
-                if own := nbytes - away_bytes:
-                    owned[role][purpose.word, device] = own
-    with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
-    return Shares(owned, with_others, asleep, empty, on_host)
+                if without_memory:
+                    nbytes -= sum(map(first.__getitem__, first.keys() & without_memory))
+                if nbytes:
+                    owned[role][purpose.word, device] = nbytes
+    return owned, {role: sum(pieces.values()) for role, pieces in shared.items()}
 
 
 def _overlap(held: Mapping[str, Holdings]) -> bool:

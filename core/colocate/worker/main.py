@@ -20,7 +20,7 @@ from functools import partial
 
 from colocate import wire
 from colocate._system.jobs import report_exception
-from colocate._system.malloc import merge_at_once
+from colocate._system.libc import merge_at_once
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
@@ -169,7 +169,6 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     peers = partial(ChannelPeers, tls=service.tls)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=end, turns=turns)
     host.process = ProcessMemory()
-    host.process.notice_imports()
     when_torch_comes(partial(_look_at_torch, host))
     host.definitions.install()
     if service.outlives_drivers:

@@ -1,39 +1,89 @@
-"""Memory of a device that goes to pinned memory of the host, and back: storages lose their memory and get it again.
+"""Where a worker's memory is while it sleeps: a device's in pinned memory of the host, the host's in a file.
 
-Tensors and storages stay the same objects, and so do views and tied weights; whether addresses do depends on how that
-is done (`backing.py`). Nothing may be computed with them meanwhile.
+Storages lose their memory and get it again: tensors and storages stay the same objects, and so do views and tied
+weights; addresses are others afterwards, but for `sleep="vmm"` (`vmm.py`). Nothing may be computed with them meanwhile.
+Copies of what hardly changes are kept, and aren't made again.
+
+Torch pins powers of two, one page after the other. Here several threads touch the pages first, which are huge ones
+where the kernel has such: that takes a fifth of the time (docs/gpu.md).
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import ctypes
+import mmap
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 
+from colocate._definitions.cuda_driver import DriverError, driver
 from colocate._definitions.device_copies import SideStream
+from colocate._system.by_threads import by_threads
 from colocate._system.imported import imported
+from colocate._system.libc import libc
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
+from colocate._system.spill_files import SpillFile
 from colocate.gpus import in_use
-from colocate.worker.backing import Backing, Mapped, Resized
 from colocate.worker.digests import digests
-from colocate.worker.pinned import Arena, Room
-from colocate.worker.storages import WeakStorage
+from colocate.worker.storages import WeakStorage, name_of
+from colocate.worker.vmm import Mapped
+
+GRAIN = 512  # bytes: where pieces may begin
+_REGION_BYTES = 2 << 20  # a huge page
+_THREADS = 8
+_TOUCHED_BYTES = 64 << 20
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14
+HOST = "cpu"
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
 
 
+class Resized:
+    """Storages are resized to nothing. Torch has what they had, for others."""
+
+    def has(self, storage: Any) -> bool:
+        """Whether a storage can be: not what has come from another library, nor what an array was made of."""
+        # A device's is always said to be shared.
+        return bool(storage.resizable()) and not (place_of(storage) == HOST and storage.is_shared())
+
+    def take(self, storages: Collection[Any]) -> int:
+        """Take the memory from storages, and return how much of it stays all the same: none."""
+        for storage in storages:
+            storage.resize_(0)
+        return 0
+
+    def give(self, storages: Collection[tuple[Any, int]]) -> None:
+        """Give memory to storages, of such sizes, if they have none: to all, or to none.
+
+        Raises:
+            RuntimeError: There isn't that much: nothing has changed.
+        """
+        there: list[Any] = []
+        try:
+            for storage, nbytes in storages:
+                if storage.nbytes() != nbytes:
+                    storage.resize_(nbytes)
+                    there.append(storage)
+        except RuntimeError:
+            self.take(there)
+            raise
+
+
 @attrs.define(eq=False)
 class _Copy:
-    """A storage's contents on the host.
+    """A storage's contents elsewhere.
 
     Attributes:
         nbytes: How many they are.
-        host: They; None where they were let go of.
+        room: Where they are; None where they were let go of.
         digest: A number that they make; None where it isn't known.
         storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
         reference: What tells whether it is there.
@@ -41,32 +91,51 @@ class _Copy:
     """
 
     nbytes: int
-    host: Room | None
+    room: Room | None
     digest: int | None
     storage: Any
     reference: WeakStorage
-    backing: Backing
-
-    def is_of(self, storage: Any, digest: int) -> bool:
-        """Whether a storage has these contents."""
-        return self.host is not None and self.digest == digest and self.nbytes == storage.nbytes()
+    backing: Resized | Mapped
 
 
 class Offload:
-    """Storages of one device that are on the host, and copies of such as hardly change."""
+    """Storages of a worker that are elsewhere, and copies of such as hardly change."""
 
-    def __init__(self, device: str, free: Callable[[], int] = free_memory) -> None:
-        """Args: device: As torch calls it. free: How much of the host's memory is free."""
+    def __init__(
+        self, device: str, free: Callable[[], int] = free_memory, spill_dir: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Nothing is.
+
+        Args:
+            device: The slot's, as torch calls it.
+            free: How much of the host's memory is free.
+            spill_dir: The folder that was named for what goes to a file.
+        """
         self._device = device
-        self._arena = Arena(device, free)
+        self._free = free
+        self._spill_dir = spill_dir
+        self._file: SpillFile | None = None
+        self._pinned = Arena(self._pin)
+        self._spilled = Arena(self._spill)
+        self._mapped: list[mmap.mmap] = []
         self._copies: dict[Key, _Copy] = {}
         self._side = SideStream(device)
-        self._backings: tuple[Backing, ...] = (Mapped(device), Resized())
+        self._backings: tuple[Resized | Mapped, ...] = (Mapped(device), Resized())
 
     @property
     def pinned(self) -> int:
-        """Bytes of the host that are kept for copies, in use or not."""
-        return self._arena.nbytes
+        """Bytes of the process's own memory that are kept for copies, in use or not."""
+        return self._pinned.nbytes
+
+    def file(self) -> SpillFile:
+        """The file to which the host's memory goes, made when it is first needed.
+
+        Raises:
+            ValueError: There is no place for one.
+        """
+        if self._file is None:
+            self._file = SpillFile.somewhere(self._spill_dir())
+        return self._file
 
     def write(
         self,
@@ -74,7 +143,7 @@ class Offload:
         emptied: Mapping[Key, Any] = MappingProxyType({}),
         once: Collection[Key] = (),
     ) -> Offloading:
-        """Copy storages to the host; they keep their memory until `Offloading.put_away`.
+        """Copy storages to where they go; they keep their memory until `Offloading.put_away`.
 
         What is there already as it is now isn't copied again.
 
@@ -86,28 +155,30 @@ class Offload:
 
         Raises:
             MemoryError: The host has no room for them: nothing has changed.
+            OSError: Nor the disk.
+            ValueError: There is no place for what goes to a file.
         """
         for key in [key for key, known in self._copies.items() if known.reference.expired()]:
             del self._copies[key]
         copies: dict[Key, _Copy] = {}
         new: dict[Key, int | None] = {}
         with self._copying():
-            kept = {key: storage for key, storage in storages.items() if key not in once}
-            found = dict(zip(kept, digests([_view(storage) for storage in kept.values()]), strict=True))
+            of_device = {key: each for key, each in storages.items() if key not in once and place_of(each) != HOST}
+            found = dict(zip(of_device, digests([_view(each) for each in of_device.values()]), strict=True))
             for key, storage in storages.items():
-                digest = found.get(key)
-                known = self._copies.pop(key, None)
-                if known is not None and digest is not None and known.is_of(storage, digest):
+                known = None if key in once else self._copies.get(key)
+                if known is not None and _is_same(known, storage, found.get(key)):
                     copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))
                 else:
-                    new[key] = digest
+                    new[key] = found.get(key)
+                self._copies.pop(key, None)
             known = None
-            self._reserve([storages[key].nbytes() for key in new], copies)
+            self._reserve([storages[key] for key in new], copies)
             for key, digest in new.items():
-                copies[key] = self._copy(storages[key], self._to_host(_view(storages[key])), digest)
+                copies[key] = self._copy(storages[key], self._put(storages[key]), digest)
         for key, storage in emptied.items():
             if (known := self._copies.get(key)) is not None and self.away(key):
-                copies[key] = attrs.evolve(known, host=None, digest=None)
+                copies[key] = attrs.evolve(known, room=None, digest=None)
             else:
                 copies[key] = self._copy(storage, None, None)
         return Offloading(self, copies)
@@ -126,7 +197,7 @@ class Offload:
         return any(isinstance(each, Mapped) and each.has(storage) for each in self._backings)
 
     def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool) -> int:
-        """Take the memory from storages whose contents are on the host. The bytes that the device keeps of it.
+        """Take the memory from storages whose contents are elsewhere. The bytes that the device keeps of it.
 
         Raises:
             RuntimeError: It can't be taken from one of them: all have theirs again.
@@ -147,7 +218,7 @@ class Offload:
         """Give storages their memory and contents; the copies stay.
 
         Raises:
-            MemoryError: The device hasn't that much: nothing has changed.
+            MemoryError: There isn't that much: nothing has changed.
         """
         given: list[_Copy] = []
         try:
@@ -158,10 +229,10 @@ class Offload:
             with self._copying():
                 for copy in given:
                     view = _view(copy.storage)
-                    if copy.host is None:
+                    if copy.room is None:
                         view.zero_()
                     else:
-                        for part, piece in _along(view, copy.host):
+                        for part, piece in _along(view, copy.room):
                             part.copy_(piece, non_blocking=True)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self._take(given)
@@ -188,27 +259,56 @@ class Offload:
     def close(self) -> None:
         """Nothing sleeps any more, nor will."""
         self._copies.clear()
-        self._arena.close()
+        for arena in (self._pinned, self._spilled):
+            arena.close()
+        self._mapped.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _reserve(self, sizes: list[int], needed: Collection[Key]) -> None:
-        """Have pinned memory for some copies. Where it is short, copies of what is awake go, which might serve again.
+    def _reserve(self, storages: list[Any], needed: Collection[Key]) -> None:
+        """Have room for some copies. Where it is short, copies of what is awake go, which might serve again.
 
         Raises:
             MemoryError: The host hasn't that much.
+            OSError: Nor the disk.
         """
+        by_arena: dict[Arena, list[int]] = {}
+        for storage in storages:
+            by_arena.setdefault(self._arena(storage), []).append(storage.nbytes())
+        for arena, sizes in by_arena.items():
+            try:
+                arena.reserve(sizes)
+            except (MemoryError, OSError):
+                spare = [key for key, copy in self._copies.items() if copy.storage is None and key not in needed]
+                if not spare:
+                    raise
+                self.let_go(spare)
+                arena.reserve(sizes)
+
+    def _arena(self, storage: Any) -> Arena:
+        return self._spilled if place_of(storage) == HOST else self._pinned
+
+    def _pin(self, nbytes: int) -> list[Any]:
+        what = f"{size_text(nbytes)} of the host's memory are needed, to be pinned"
+        if self._pinned.size:
+            what += f", beside the {size_text(self._pinned.size)} that are"
+        if nbytes > (free := self._free()):
+            raise MemoryError(f"{what}: {size_text(free)} are free")
         try:
-            self._arena.reserve(sizes)
-        except MemoryError:
-            spare = [key for key, copy in self._copies.items() if copy.storage is None and key not in needed]
-            if not spare:
-                raise
-            self.let_go(spare)
-            self._arena.reserve(sizes)
+            return pinned(nbytes, self._device)
+        except (OSError, RuntimeError) as error:
+            raise MemoryError(f"{what}: {str(error).partition(chr(10))[0]}") from error
 
-    def _copy(self, storage: Any, host: Room | None, digest: int | None) -> _Copy:
-        return _Copy(storage.nbytes(), host, digest, storage, WeakStorage(storage), self._backing_of(storage))
+    def _spill(self, nbytes: int) -> list[Any]:
+        torch = imported("torch")
+        self._mapped.append(self.file().more(nbytes))
+        return [torch.frombuffer(self._mapped[-1], dtype=torch.uint8)]
 
-    def _backing_of(self, storage: Any) -> Backing:
+    def _copy(self, storage: Any, room: Room | None, digest: int | None) -> _Copy:
+        return _Copy(storage.nbytes(), room, digest, storage, WeakStorage(storage), self._backing_of(storage))
+
+    def _backing_of(self, storage: Any) -> Resized | Mapped:
         return next(each for each in self._backings if each.has(storage))
 
     def _take(self, copies: Collection[_Copy]) -> int:
@@ -216,22 +316,23 @@ class Offload:
             backing.take([copy.storage for copy in copies if copy.backing is backing]) for backing in self._backings
         )
 
-    def _to_host(self, view: Any) -> Room:
-        host = self._arena.take(view.numel())
-        for part, piece in _along(view, host):
+    def _put(self, storage: Any) -> Room:
+        room = self._arena(storage).take(storage.nbytes())
+        for part, piece in _along(_view(storage), room):
             piece.copy_(part, non_blocking=True)
-        return host
+        return room
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
         """A block whose copies are done on a stream of their own, and are done at its end."""
         module = in_use(self._device)
-        if module is None:
-            yield
-            return
-        # Memory that was just taken may have been let go of by what is still computed.
-        with self._side.after(module):
-            yield
+        try:
+            # Memory that was just taken may have been let go of by what is still computed.
+            with contextlib.nullcontext() if module is None else self._side.after(module):
+                yield
+        finally:
+            for each in self._mapped:  # the file's pages are the system's from here on, and no longer the process's
+                each.madvise(mmap.MADV_DONTNEED)
 
     def _give_back(self) -> None:
         """Have the device's other users get what torch keeps for itself."""
@@ -242,7 +343,7 @@ class Offload:
 
 @attrs.frozen
 class Offloading:
-    """Storages whose contents are on the host, too."""
+    """Storages whose contents are elsewhere, too. Nothing has to be done to leave it at that."""
 
     _offload: Offload
     _copies: Mapping[Key, _Copy]
@@ -259,12 +360,220 @@ class Offloading:
         return self._offload.put_away(self._copies, gives_back)
 
 
-def _along(view: Any, host: Room) -> Iterator[tuple[Any, Any]]:
+def _along(view: Any, room: Room) -> Iterator[tuple[Any, Any]]:
     """The parts of a view of bytes, each with what it is copied to and from."""
-    return zip(view.split([piece.numel() for piece in host.parts]), host.parts, strict=True)
+    return zip(view.split([piece.numel() for piece in room.parts]), room.parts, strict=True)
 
 
 def _view(storage: Any) -> Any:
     """A storage's bytes as a tensor."""
     torch = imported("torch")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def place_of(storage: Any) -> str:
+    """Return the device on which a storage is, as torch calls it."""
+    return name_of(storage.device)
+
+
+def _is_same(known: _Copy, storage: Any, digest: int | None) -> bool:
+    """Whether a storage has the contents of its copy: a device's is told by what they make, the host's is compared."""
+    if known.room is None or known.nbytes != storage.nbytes():
+        return False
+    if place_of(storage) != HOST:
+        return digest is not None and known.digest == digest
+    pairs = ((part.data_ptr(), piece.data_ptr(), piece.numel()) for part, piece in _along(_view(storage), known.room))
+    compare = libc().memcmp
+    return all(not compare(ctypes.c_void_p(one), ctypes.c_void_p(two), ctypes.c_size_t(n)) for one, two, n in pairs)
+
+
+class _Span(NamedTuple):
+    """Bytes of a region that are nobody's."""
+
+    region: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class _Spans:
+    """What is nobody's: spans of which none begins where another one ends."""
+
+    def __init__(self) -> None:
+        self._placed: list[_Span] = []  # by where they are
+        self._sized: list[tuple[int, _Span]] = []
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    @property
+    def size(self) -> int:
+        return sum(size for size, _ in self._sized)
+
+    def best(self, nbytes: int) -> _Span:
+        """Takes the smallest that has room for so much; else the largest, which has for some of it."""
+        at = bisect.bisect_left(self._sized, (nbytes,))
+        found = self._sized[min(at, len(self._sized) - 1)][1]
+        self._remove(found)
+        return found
+
+    def give(self, span: _Span) -> None:
+        """It is nobody's, and so one with those beside it that are nobody's."""
+        at = bisect.bisect_left(self._placed, span)
+        beside = self._placed[max(0, at - 1) : at + 1]
+        for other in beside:
+            if other.region == span.region and other.stop == span.start:
+                self._remove(other)
+                span = span._replace(start=other.start)
+            elif other.region == span.region and other.start == span.stop:
+                self._remove(other)
+                span = span._replace(stop=other.stop)
+        bisect.insort(self._placed, span)
+        bisect.insort(self._sized, (span.size, span))
+
+    def _remove(self, span: _Span) -> None:
+        del self._placed[bisect.bisect_left(self._placed, span)]
+        del self._sized[bisect.bisect_left(self._sized, (span.size, span))]
+
+
+@attrs.frozen(eq=False)
+class Room:
+    """Some of the memory: it is taken for as long as there is a reference to this.
+
+    Attributes:
+        parts: Its bytes, as tensors, one after the other.
+    """
+
+    parts: tuple[Any, ...]
+
+
+class Arena:
+    """Memory for copies: it grows to what sleeps at once, and is kept."""
+
+    def __init__(self, grow: Callable[[int], list[Any]]) -> None:
+        """Args: grow: Gives new regions of so many bytes together, as tensors of bytes; raises where there are none."""
+        self._grow = grow
+        self._regions: list[Any] = []
+        self._spans = _Spans()
+        self._left: deque[_Span] = deque()  # by rooms that are gone; on whatever thread, amid whatever else
+
+    @property
+    def size(self) -> int:
+        """How much of it there is, taken or not."""
+        return sum(region.numel() for region in list(self._regions))
+
+    @property
+    def nbytes(self) -> int:
+        """How much of that is the process's own: what torch pins is shared with the driver."""
+        return sum(region.numel() for region in list(self._regions) if not region.untyped_storage().resizable())
+
+    def reserve(self, sizes: list[int]) -> None:
+        """Have room for pieces of such sizes, which are then taken one by one; raises what `grow` raises."""
+        while self._left:
+            self._spans.give(self._left.popleft())
+        more = sum(map(_rounded, sizes)) - self._spans.size
+        if more <= 0:
+            return
+        for region in self._grow(-(-more // _REGION_BYTES) * _REGION_BYTES):
+            self._regions.append(region)
+            self._spans.give(_Span(len(self._regions) - 1, 0, region.numel()))
+
+    def take(self, nbytes: int) -> Room:
+        """Some of what was reserved."""
+        taken, needed = [], _rounded(nbytes)
+        while needed:
+            span = self._spans.best(needed)
+            used = span._replace(stop=min(span.stop, span.start + needed))
+            if used.stop < span.stop:
+                self._spans.give(span._replace(start=used.stop))
+            taken.append(used)
+            needed -= used.size
+        parts = [self._regions[each.region][each.start : each.stop] for each in taken]
+        if parts:
+            parts[-1] = parts[-1][: nbytes - sum(part.numel() for part in parts[:-1])]
+        room = Room(tuple(parts))
+        weakref.finalize(room, self._left.extend, taken).atexit = False
+        return room
+
+    def close(self) -> None:
+        """It is given back, as soon as no room of it is left."""
+        self._regions, self._spans, self._left = [], _Spans(), deque()
+
+
+class _Pages(mmap.mmap):
+    """Pages of the process's own, which are pinned for as long as they are there."""
+
+    pinned_by: Any = None
+    address: int
+
+    def __del__(self) -> None:
+        # Weak references to a mapping are told only when it has gone.
+        if self.pinned_by is not None:
+            with contextlib.suppress(DriverError):  # of a context that is lost
+                self.pinned_by.unpin(self.address)
+
+
+def pinned(nbytes: int, device: str) -> list[Any]:
+    """New memory of the host's, as tensors of bytes, from and to which a device copies by itself.
+
+    Args:
+        nbytes: How much: some regions.
+        device: As torch calls it; where none is in use, nothing is pinned.
+
+    Raises:
+        OSError: The host hasn't that much.
+        RuntimeError: Nor does torch get it.
+    """
+    if in_use(device) is None:
+        return [_memory(nbytes)[1]]
+    found = driver(device)
+    memory = None if found is None else _by_driver(nbytes, found)
+    return _by_torch(nbytes) if memory is None else [memory]
+
+
+def _by_driver(nbytes: int, found: Any) -> Any:
+    """None where it can't, as in some virtual machines: nothing is left of it then."""
+    pages, memory = _memory(nbytes)
+    _touch(memory)
+    try:
+        found.pin(memory.data_ptr(), nbytes)
+    except DriverError:
+        return None
+    pages.pinned_by, pages.address = found, memory.data_ptr()
+    return memory
+
+
+def _by_torch(nbytes: int) -> list[Any]:
+    """It pins powers of two: of 33 GiB in one piece 64."""
+    torch, regions = imported("torch"), []
+    while nbytes:
+        regions.append(torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, pin_memory=True))
+        nbytes -= regions[-1].numel()
+    return regions
+
+
+def _memory(nbytes: int) -> tuple[_Pages, Any]:
+    torch = imported("torch")
+    pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    # A process that is forked has zeros there: else the device might copy from pages that are the other one's. It has
+    # the addresses, too, as it may collect what lies there.
+    try:
+        pages.madvise(_WIPE_ON_FORK)
+    except OSError:  # gVisor
+        pages.madvise(mmap.MADV_DONTFORK)
+    return pages, torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _touch(memory: Any) -> None:
+    """Have all pages be there."""
+    parts = memory.split(_TOUCHED_BYTES)  # torch itself has several threads for larger ones
+    by_threads(lambda part: part[:: mmap.PAGESIZE].zero_(), parts, _THREADS)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // GRAIN) * GRAIN

@@ -17,8 +17,8 @@ import attrs
 from colocate._definitions.cuda_driver import beside_captures
 from colocate._protocol import from_worker
 from colocate._system.jobs import JobThread, report_exception
+from colocate.worker.asleep import Coming, Going
 from colocate.worker.memory_site import Worker
-from colocate.worker.moves import Coming, Going
 from colocate.worker.sleeping import Sleeper
 
 
@@ -81,7 +81,6 @@ class Prefetch:
             coming: What comes.
             writes: Whether that role is about to train.
         """
-        coming.hold()  # before it counts as awake: role code may let go of it, and come to have what lies there then
         for each, its in going.items():
             self._sleeper.asleep.add(each, its)
         self._sleeper.asleep.remove(name, coming)
@@ -98,13 +97,12 @@ class Prefetch:
         if moves is None:
             return set()
         moves.is_over.wait()
-        moves.coming.let_go()
         self._moves = None
         stayed = moves.going.keys() - moves.gone
         for each in stayed:
             self._sleeper.asleep.remove(each, moves.going[each])
         if moves.has_come:
-            self._sleeper.space.have_come(moves.coming, moves.writes)
+            self._sleeper._have_come(moves.coming, moves.writes)
         else:
             self._sleeper.asleep.add(moves.name, moves.coming)
         return stayed
@@ -123,12 +121,13 @@ class Prefetch:
             with beside_captures(self._site.boot.device):
                 for name, going in moves.going.items():
                     start = time.time()
-                    self._sleeper.space.copy_out(going, gives_back=False).end()
+                    written = self._sleeper.offload.write(going.storages, going.emptied)
+                    written.put_away(gives_back=False)
                     moves.gone.add(name)
                     told = name, True, going.size, start, time.time(), True, room, True, False
                     self._site.say(from_worker.Moved(*told, self._sleeper.asleep.kept_awake(name)))
                 start = time.time()
-                self._sleeper.space.bring_back(moves.coming, moves.writes)
+                self._sleeper.offload.bring_back(moves.coming.pieces)
                 moves.has_come = True
                 size = moves.coming.size
                 self._site.say(from_worker.Moved(moves.name, False, size, start, time.time(), False, turn, True))

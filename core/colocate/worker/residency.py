@@ -24,10 +24,10 @@ from colocate._system.jobs import error_text
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
 from colocate.worker.accounts import Accounts
+from colocate.worker.asleep import Coming
 from colocate.worker.hosted import HostedRole
 from colocate.worker.ledger import Shares
 from colocate.worker.memory_site import Worker
-from colocate.worker.moves import Coming
 from colocate.worker.prefetch import Prefetch
 from colocate.worker.sleeping import Sleeper, lacks_room, reason
 from colocate.worker.turns import Turns

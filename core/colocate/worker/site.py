@@ -152,7 +152,7 @@ class Site:
 
     def hand_over(self, value: Any) -> Any:
         """A value that comes from another slot or the driver, or goes there, perhaps by reference."""
-        if self.in_process and self.boot.device != "cpu" and self.codec.name == "reference":
+        if self.in_process and self.codec.name == "reference":
             HANDED.note(value, self.boot.device)
         return value
 

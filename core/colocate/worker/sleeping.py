@@ -1,13 +1,14 @@
-"""Memory of roles that sleeps: a role's tensors go from the worker's memory to a file, a device's to the host's.
+"""Memory of roles that sleeps: a role's tensors go from a device to the host's memory, and from there to a file.
 
 Both are done by all ranks of the role or by none: each does what may fail, then they meet at the driver, and only when
-all are ready it is made so. Where it goes, and how, is in `swap_space.py`.
+all are ready it is made so. What goes and comes is found, and noted, on the lane (`asleep.py`); where it goes, and how,
+is in `offload.py`.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import attrs
@@ -18,21 +19,18 @@ from colocate._protocol.ledger import TAGS
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text, message_of
-from colocate._system.malloc import trim
+from colocate._system.libc import trim
 from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
-from colocate.worker.asleep import Asleep
+from colocate.worker.asleep import Asleep, Coming, Going
 from colocate.worker.collective_waits import finish_works
 from colocate.worker.failure import is_out_of_memory
 from colocate.worker.holdings import leads_to
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
-from colocate.worker.movable import Movable
-from colocate.worker.moves import Coming, Going
-from colocate.worker.process_memory import InFiles, in_files
-from colocate.worker.swap_space import Copied, SwapSpace
+from colocate.worker.offload import Offload, Offloading
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -78,7 +76,7 @@ class Sleeper:
 
     Attributes:
         asleep: What sleeps.
-        space: Where that is.
+        offload: Where that is.
         free: How much of the host's memory is free.
         refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host, that
             sleeps or wakes.
@@ -86,10 +84,9 @@ class Sleeper:
 
     def __init__(self, site: Worker) -> None:
         self._site = site
-        self.space = SwapSpace(site, lambda: self._share())
+        self.offload = Offload(site.boot.device, lambda: self._share(), lambda: site.spill_dir)
         self._beside = 1  # how many workers of the group lie here, which may sleep or wake at once
-        self.asleep = Asleep(site.boot.device)
-        self._movable = Movable(site, self.space.offload, self.asleep)
+        self.asleep = Asleep(site, self.offload)
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
@@ -104,13 +101,13 @@ class Sleeper:
         """
         if self._site.spill_dir is not None or (in_turns and self._site.boot.device == "cpu"):
             try:
-                self.space.files()
+                self.offload.file()
             except ValueError as error:
                 named = "" if self._site.spill_dir is None else f"spill_dir={self._site.spill_dir!r}: "
                 raise ConfigError(f"{named}{error} (on node {self._site.boot.node})") from None
 
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
-        """Raise when a method's role isn't as awake as the method needs it, or another one of a device that it keeps.
+        """Raise when a method's role isn't as awake as the method needs it, or another one that it keeps.
 
         Raises:
             SleepingError: It isn't.
@@ -124,8 +121,8 @@ class Sleeper:
             raise SleepingError(
                 f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
             )
-        if self._site.boot.device == "cpu" or spec.awake == ():
-            return  # the host's can be read while it sleeps
+        if spec.awake == () or role.name is None:  # functions keep nothing
+            return
         for name in sorted(role.ctx._asked & self._site.roles.keys()):
             asleep = list(self.asleep.tags(name))
             if asleep and leads_to(role.instance, self._site.roles[name].instance):
@@ -170,19 +167,19 @@ class Sleeper:
             return Outcome(self._agree(members, None))
         wanted = [tag for tag in TAGS if tag in tags]
         new = [tag for tag in wanted if tag not in self.asleep.tags(name)]
-        seen: list[tuple[Going, Copied]] = []
+        seen: list[Going] = []
 
         def begin() -> Callable[[], int]:
-            seen.append(self._copied(name, role, wanted, discard))
-            return seen[0][1].end
+            going, offloading = self._copied(name, role, wanted, discard)
+            seen.append(going)
+            return lambda: self._put_away(going, offloading)
 
         def undo() -> None:
-            seen[0][1].drop()
             self._undo(role, new)
 
         outcome = self._all_or_none(role, members, begin, undo)
         if outcome.refusal is None:
-            self.asleep.add(name, seen[0][0])
+            self.asleep.add(name, seen[0])
             trim()  # who has a role sleep wants memory: also what was freed before, in pieces that `malloc` keeps
         elif not set(new).isdisjoint(self.asleep.tags(name)):
             raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
@@ -211,23 +208,15 @@ class Sleeper:
             self.refuse_more(name, coming.anew, False, True)
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
-            self.space.bring_back(coming, writes=True)
+            self.offload.bring_back(coming.pieces)
             return lambda: coming.size
 
-        left: list[str] = []
-
         def undo() -> None:
-            try:
-                self.space.put_back(coming)
-            except OSError as error:  # it is there, and comes at no cost the next time
-                left.append(f"what had come back to {_rank(role)} has no room where it was ({error})")
+            self.offload.undo(coming.pieces)
 
-        with coming.held():
-            outcome = self._all_or_none(role, members, begin, undo)
-        if left:
-            outcome = attrs.evolve(outcome, left=left[0])
+        outcome = self._all_or_none(role, members, begin, undo)
         if outcome.refusal is None:
-            self.space.have_come(coming, writes=True)
+            self._have_come(coming, writes=True)
             self.asleep.remove(name, coming)
             self._tell_woken(role, asleep)
         else:
@@ -252,15 +241,15 @@ class Sleeper:
         """
         role = self._site.roles[name]
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
-        found, copied = self._copied(name, role, tags, again=True, only=only)
+        found, offloading = self._copied(name, role, tags, again=True, only=only)
         try:
-            copied.end()
+            self._put_away(found, offloading)
         except BaseException as error:
             self._undo(role, new, error)
             raise
         self.asleep.add(name, found)
-        if new and role.hook("sleep") is not None:
-            trim()  # that may have freed many small pieces
+        if found.to_host < found.size or (new and role.hook("sleep") is not None):
+            trim()
         return found.size
 
     def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS), writes: bool = True) -> int:
@@ -269,7 +258,7 @@ class Sleeper:
         Args:
             role: The role.
             tags: What of it.
-            writes: Whether it is about to train; else its memory is put away again at no cost.
+            writes: Whether it is about to train; else copies of all that comes are kept.
 
         Returns:
             The bytes that have come back.
@@ -279,11 +268,9 @@ class Sleeper:
             return 0
         assert role.name is not None
         coming = self.asleep.coming(role.name, asleep)
-        if coming.on_host:
-            self._share(coming.on_host)
-        with coming.held():
-            self.space.bring_back(coming, writes)
-        self.space.have_come(coming, writes)
+        self._share(coming.on_host)
+        self.offload.bring_back(coming.pieces)
+        self._have_come(coming, writes)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, asleep)
         return coming.size
@@ -292,15 +279,6 @@ class Sleeper:
         """The bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         return self.asleep.coming(name, asleep).on_device if asleep else 0
-
-    def in_files(self, pieces: Iterable[Mapping[int, int]] = ()) -> InFiles:
-        """What of the process's memory is in files: in its own, to which memory goes, and in others.
-
-        Args:
-            pieces: What roles have, sizes by addresses; what sleeps of it isn't in memory at all.
-        """
-        sizes = {address: size for some in pieces for address, size in some.items() if address not in self.asleep.away}
-        return in_files(sizes, self.space.owns)
 
     def _share(self, wanted: int = 0) -> int:
         """What of the host's free memory is this rank's, where others may want as much just now.
@@ -368,17 +346,32 @@ class Sleeper:
         discard: Collection[str] = (),
         again: bool = False,
         only: Coming | None = None,
-    ) -> tuple[Going, Copied]:
-        """What of a role is to sleep, copied to where it goes: see `SwapSpace.copy_out`."""
+    ) -> tuple[Going, Offloading]:
+        """What of a role is to sleep, copied to where it goes. `again`: copies of what trains may serve again."""
         finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards
         try:
             going = self.going(name, tags, discard, only)
-            return going, self.space.copy_out(going, again=again)
+            return going, self.offload.write(going.storages, going.emptied, () if again else going.trained)
         except BaseException as error:
             self._undo(role, new, error)
             raise
+
+    def _put_away(self, going: Going, offloading: Offloading) -> int:
+        """Have what was copied be elsewhere only. The bytes that have gone."""
+        left = offloading.put_away()
+        going.are_rewritten()
+        return going.size - left
+
+    def _have_come(self, coming: Coming, writes: bool) -> None:
+        """It is in memory for good: copies that will be out of date the next time aren't kept.
+
+        Args:
+            coming: What has come.
+            writes: Whether the role is about to train.
+        """
+        self.offload.let_go({*coming.trained, *coming.emptied} if writes else coming.emptied)
 
     def _undo(self, role: HostedRole, tags: Sequence[str], error: BaseException | None = None) -> None:
         """Have a role take back what it has put away by its own means, as it doesn't sleep.
@@ -421,9 +414,8 @@ class Sleeper:
             MemoryBudgetError: There is no room where it goes.
             ColocateError: Not everything can be looked at, where that matters.
         """
-        self.asleep.forget_freed()
-        going = self._movable.going(name, tags, discard, only)
-        self.refuse_more(name, going.kept_on_device, False, False)
+        going = self.asleep.going(name, tags, discard, only)
+        self.refuse_more(name, going.to_host, False, False)
         return going
 
 

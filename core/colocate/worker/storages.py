@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 from colocate._system.imported import imported
 from colocate._values.leaving import memories, sparse_parts
 from colocate._values.tree import PLAIN
 from colocate.gpus import in_use
-
-Owner: TypeAlias = Callable[[], Any]
-"""Gives the object in whose memory a piece of the host lies, and with it the memory's life; None when that is over."""
 
 
 class Storages(dict[str, dict[int, int]]):
@@ -51,7 +48,7 @@ class Storages(dict[str, dict[int, int]]):
         if not plain:
             return
         if (sizes := _on_the_host(plain)) is not None:
-            self.add_pieces(plain, sizes, _name_of(plain[0].device))
+            self.add_pieces(plain, sizes, name_of(plain[0].device))
             return
         strided = [each for each in plain if each.layout is torch.strided]
         if len(strided) < len(plain):
@@ -62,7 +59,7 @@ class Storages(dict[str, dict[int, int]]):
                 for tensor in tensors:
                     self.add_tensor(tensor, torch)
             else:
-                self.add_plain(tensors, _name_of(device))
+                self.add_plain(tensors, name_of(device))
 
     def add(self, value: Any) -> None:
         """Note those of the tensors and arrays in a value."""
@@ -78,7 +75,7 @@ class Storages(dict[str, dict[int, int]]):
         if _is_made_of_others(item, torch):
             self.add_parts(item, *_parts(item, torch), torch)
         elif _storage_of(item) is not None:
-            self.add_plain([item], _name_of(item.device))
+            self.add_plain([item], name_of(item.device))
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
         """Note those of the tensors that a tensor is made of."""
@@ -142,19 +139,16 @@ class Versions(Storages):
 
 
 class Objects(Storages):
-    """Storages with the objects themselves, where they are a device's: these are named by what torch has for them.
+    """Storages with the objects themselves: pieces are named by what torch has for these, which stays as memory goes.
 
-    That stays when their memory goes.
+    Arrays are named by their addresses.
 
     Attributes:
-        storages: They, by that.
-        trained: What those of tensors that have gradients are called, and such pieces of the host.
+        storages: The storages, by that.
+        trained: What those of tensors that have gradients are called.
         indices: Likewise, of tensors that say where the values of a sparse or a jagged one are.
-        pinned: Pieces of the host that a device reads and writes by itself, at the pages that they have.
-        plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
-            theirs, even of constant `bytes`, and arrays may consist of references to objects. Torch tells no
-            difference between such tensors and those of which there was an array, by `tensor.numpy()`.
-        owners: What pieces of the host lie in: when one is gone, somebody else may lie there.
+        pinned: Those of the host that a device reads and writes by itself, at the pages that they have.
+        arrays: The sizes of arrays that are no tensors', by their addresses.
         tensors: Those that lie there, by piece.
     """
 
@@ -166,20 +160,8 @@ class Objects(Storages):
         self.trained: set[int] = set()
         self.indices: set[int] = set()
         self.pinned: set[int] = set()
-        self.plain: dict[int, int] = {}
-        self.owners: dict[int, Owner] = {}
+        self.arrays: dict[int, int] = {}
         self.tensors: dict[int, list[weakref.ref[Any]]] = {}
-
-    def join(self, more: Objects) -> None:
-        """Note what others note, too, and the objects."""
-        self.include(more)
-        self.storages.update(more.storages)
-        self.trained |= more.trained
-        self.indices |= more.indices
-        self.pinned |= more.pinned
-        self.plain.update(more.plain)
-        self.owners.update(more.owners)
-        self.tensors.update(more.tensors)
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
         """Note those of the tensors that a tensor is made of. It is that which has gradients, not they."""
@@ -190,37 +172,27 @@ class Objects(Storages):
 
     def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
         """Note pieces of a device's memory, and the tensors that have them."""
-        if device == "cpu":
-            super().add_pieces(items, sizes, device)
+        pieces = self.setdefault(device, {})
         for item in items:
-            self._add(item, item.untyped_storage(), device)
-
-    def _add(self, item: Any, storage: Any, device: str) -> None:
-        key = _key(storage)
-        self.tensors.setdefault(key, []).append(weakref.ref(item))
-        if device == "cpu":
-            self.owners[key] = _owner_of(storage)
+            storage = item.untyped_storage()
+            key = storage._cdata
+            pieces[key] = storage.nbytes()
+            self.storages[key] = storage
+            self.tensors.setdefault(key, []).append(weakref.ref(item))
             if self._pins and item.is_pinned():
                 self.pinned.add(key)
-        else:
-            self.setdefault(device, {})[key] = storage.nbytes()
-            self.storages[key] = storage
-        if device != "cpu" or storage.resizable():  # a device's that isn't its own stays there
-            self.plain[key] = storage.nbytes()
-        if item.requires_grad:
-            self.trained.add(key)
+            if item.requires_grad:
+                self.trained.add(key)
 
     def _keys(self, parts: Iterable[Any], torch: Any) -> Iterable[int]:
         plain = (part for part in parts if not _is_made_of_others(part, torch))
-        return [_key(storage) for part in plain if (storage := _storage_of(part)) is not None]
+        return [storage._cdata for part in plain if (storage := _storage_of(part)) is not None]
 
     def add_plain_array(self, item: Any) -> None:
         """Note that of an array which is no view of another one."""
         super().add_plain_array(item)
-        key, _ = _reach(item)
-        self.owners[key] = weakref.ref(item)
-        if item.flags.owndata and not item.dtype.hasobject:
-            self.plain[key] = item.nbytes
+        address, size = _reach(item)
+        self.arrays[address] = size
 
 
 class WeakStorage:
@@ -294,17 +266,6 @@ def _version(item: Any) -> int:
         return 0
 
 
-def _owner_of(storage: Any) -> Owner:
-    there, address = WeakStorage(storage), storage.data_ptr()
-
-    def owner() -> Any:
-        still = there.storage()
-        # It has another place since it was resized.
-        return still if still is not None and still.data_ptr() == address else None
-
-    return owner
-
-
 def _whole(item: Any, numpy: Any) -> Any:
     """The array of which another one is a view, or that itself."""
     while True:
@@ -323,10 +284,6 @@ def _reach(item: Any) -> tuple[int, int]:
     ahead = item.itemsize + sum(step for step in steps if step > 0)
     back = sum(step for step in steps if step < 0)
     return start + back, ahead - back
-
-
-def _key(storage: Any) -> int:
-    return int(storage.data_ptr() if _name_of(storage.device) == "cpu" else storage._cdata)
 
 
 def _is_made_of_others(item: Any, torch: Any) -> bool:
@@ -349,5 +306,6 @@ def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _name_of(device: Any) -> str:
+def name_of(device: Any) -> str:
+    """Return what torch calls a device."""
     return str(device)

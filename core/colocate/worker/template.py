@@ -35,7 +35,6 @@ from typing import Any
 
 import attrs
 
-from colocate._system.malloc import look_at_free
 from colocate._system.parent import die_with
 from colocate.worker.imports import imported_already
 
@@ -198,7 +197,6 @@ def _import(names: Sequence[str]) -> None:
             importlib.import_module(name)
     imported_already.cache_clear()
     imported_already()
-    look_at_free()  # that takes milliseconds, which forks haven't
     # What libraries would take apart at the end of an interpreter is this one's, and its forks end without.
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False

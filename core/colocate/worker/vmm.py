@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,7 +21,7 @@ import attrs
 
 from colocate._system.imported import imported
 from colocate.errors import CapabilityError
-from colocate.gpus import number_of
+from colocate.gpus import in_use, number_of
 
 SOURCE = Path(__file__).with_name("vmm.c")
 _ALLOC, _FREE = "colocate_vmm_alloc", "colocate_vmm_free"
@@ -193,6 +193,82 @@ def compiled(folder: Path) -> Path:
     return path
 
 
+class Mapped:
+    """Storages that keep their addresses (`vmm`): what goes is chunks of the device's memory.
+
+    A chunk goes as soon as nothing is in it but storages that sleep, and what torch has let go of: nobody gets that any
+    more. So of small tensors, which torch packs, the memory may stay until those beside them sleep.
+    """
+
+    def __init__(self, device: str) -> None:
+        """Args: device: As torch calls it."""
+        self._device = device
+        self._asleep: set[int] = set()  # where the storages begin
+
+    def has(self, storage: Any) -> bool:
+        """Whether a storage lies where memory can be taken from."""
+        vmm = Vmm.in_use()
+        return vmm is not None and vmm.present(storage.data_ptr(), 1) > 0
+
+    def take(self, storages: Collection[Any]) -> int:
+        """Take the memory from storages, and return how much of it the device keeps all the same, in bytes.
+
+        What the driver doesn't let go of stays; it tells an error to whoever uses the device next.
+        """
+        vmm = Vmm.in_use()
+        if vmm is None or not storages:
+            return 0
+        self._asleep.update(storage.data_ptr() for storage in storages)
+        with contextlib.suppress(VmmError):
+            vmm.take(number_of(self._device), list(self._unused(vmm)))
+        return sum(vmm.present(storage.data_ptr(), storage.nbytes()) for storage in storages)
+
+    def give(self, storages: Collection[tuple[Any, int]]) -> None:
+        """Give memory to storages, of such sizes: to all, or to none.
+
+        Raises:
+            RuntimeError: The device hasn't that much: nothing has changed.
+        """
+        vmm = Vmm.in_use()
+        if vmm is None or not storages:
+            return
+        ranges = [(storage.data_ptr(), nbytes) for storage, nbytes in storages]
+        try:
+            vmm.give(number_of(self._device), ranges)
+        except VmmError:
+            if (module := in_use(self._device)) is None:
+                raise
+            module.empty_cache()  # torch may have it, for others
+            vmm.give(number_of(self._device), ranges)
+        self._asleep.difference_update(address for address, _ in ranges)
+
+    def _unused(self, vmm: Vmm) -> Iterator[Chunk]:
+        """The chunks of segments with storages that sleep in which nothing is awake."""
+        # Their order: a segment that torch has let go of in between, and another one made there, has another serial.
+        segments = {segment.address: segment for segment in vmm.segments(number_of(self._device))}
+        for found in in_use(self._device).memory_snapshot():
+            if (segment := segments.get(found["address"])) is not None:
+                yield from self._unused_of(segment, found)
+
+    def _unused_of(self, segment: Segment, found: Mapping[str, Any]) -> Iterator[Chunk]:
+        used: dict[int, int] = {}
+        stay: set[int] = set()
+        for begin, block in blocks(found):
+            end = begin + block["size"]
+            first, last = ((each - segment.address) // segment.chunk for each in (begin, end - 1))
+            if begin in self._asleep:
+                for index in range(first, last + 1):
+                    start = segment.address + index * segment.chunk
+                    share = min(end, start + segment.chunk) - max(begin, start)
+                    used[index] = used.get(index, 0) + share
+            elif block["state"] != "inactive":
+                stay.update(range(first, last + 1))
+        if used:  # else it is somebody else's, who may be about to make something there
+            for index in range(-(-segment.size // segment.chunk)):
+                if index not in stay:
+                    yield Chunk(segment.address + index * segment.chunk, segment.serial, used.get(index, 0))
+
+
 def absent(device: str) -> tuple[int, int]:
     """What torch counts and isn't there: of a device's memory, and of the tensors in it, in bytes."""
     vmm = Vmm.in_use()
@@ -224,7 +300,7 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
     Raises:
         CapabilityError: It can't be had on this machine.
     """
-    if device == "cpu":  # which keeps them as it is
+    if device == "cpu":  # nothing remembers addresses there
         yield None
         return
     import torch

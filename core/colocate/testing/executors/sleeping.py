@@ -47,17 +47,31 @@ class Sleeping(Dozers):
     """Memory of roles that sleeps."""
 
     def test_sleep_and_wake(self, dozing: ColocatedGroup) -> None:
-        """All comes back as it was: the same objects, addresses and bits, tied weights, views and arrays with them."""
+        """All comes back as it was: the same objects and bits, tied weights and views with them."""
         actor = dozing.role("actor", Dozing)
-        before, where = actor.digest(), actor.places()
+        before, where = actor.digest(), actor.objects()
         size = sum(slot.roles[0].total for slot in dozing.memory().slots)
         assert size >= 2 * 3 * _MIBS * _MIB
         gone = dozing.sleep("actor")
-        assert size >= gone >= _MOST * size
-        assert dozing.memory().slots[0].roles[0].asleep >= gone / 2
+        assert gone == size
+        assert dozing.memory().slots[0].roles[0].asleep == gone / 2
         assert dozing.wake("actor") == gone
         assert dozing.memory().slots[0].roles[0].asleep == 0
-        assert (actor.digest(), actor.places()) == (before, where)
+        assert (actor.digest(), actor.objects()) == (before, where)
+
+    def test_what_an_array_was_made_of_stays(self, dozing: ColocatedGroup) -> None:
+        """Whoever has the array reads what the tensor has, also after a sleep: its memory is in its place."""
+        actor = dozing.role("actor", Dozing)
+        if actor.is_on_gpu()[0]:
+            pytest.skip("arrays are of the host")
+        before = actor.look_by_array()
+        dozing.sleep("actor")
+        role = dozing.memory().slots[0].roles[0]
+        assert role.kept_awake == {"of an array, a file or another library": _MIBS * _MIB}
+        assert role.asleep >= 3 * _MIBS * _MIB
+        actor.train()
+        assert actor.look_by_array() != before
+        assert actor.look_by_array() == [float(each.numpy()[:, 1:].sum()) for each in actor.weights()]
 
     def test_sleep_in_the_graph(self, runtime: Runtime, dozing: ColocatedGroup) -> None:
         """What sleeps is beside its role."""
@@ -134,14 +148,14 @@ class Sleeping(Dozers):
     def test_discard(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """What nobody needs comes back as zeros, in place, and all else as it was; what is there later isn't lost."""
         actor = dozing.role("actor", Dozing)
-        before, where = actor.parts(), actor.places()
+        before, where = actor.parts(), actor.objects()
         assert {*before[0]} == {"weights", "grads", "optimizer", "cache"}
         assert dozing.sleep("actor", discard=("grads", "cache")) >= _MOST * 2 * 4 * _MIBS * _MIB
         assert actor.look() == [part["weights"] for part in before]  # the rest sleeps on
         assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
         lost = _lost(dozing)
         after = [{tag: digest for tag, digest in part.items() if tag not in lost} for part in before]
-        assert (actor.parts(), actor.places()) == (after, where)
+        assert (actor.parts(), actor.objects()) == (after, where)
         actor.train()
         before = actor.parts()
         assert all("grads" in part for part in before)
@@ -151,7 +165,7 @@ class Sleeping(Dozers):
         dozing.sleep("actor", ["optimizer", "grads"], discard=["grads"])  # what sleeps already isn't needed either
         dozing.checkpoint(tmp_path / "checkpoint")
         after = [{tag: digest for tag, digest in part.items() if tag not in lost - {"cache"}} for part in before]
-        assert (actor.parts(), actor.places()) == (after, where)
+        assert (actor.parts(), actor.objects()) == (after, where)
 
     def test_discard_on_one_rank_only(self, spawn: Spawn) -> None:
         """Another one can't sleep: nothing is lost on any."""
@@ -217,14 +231,14 @@ class Sleeping(Dozers):
         group = spawn(roles)
         kept, usual = group.role("kept", Dozing), group.role("usual", Dozing)
         places = kept.addresses()
-        assert all(address for each in places for address in each)
         for _ in range(2):
             assert group.sleep("kept")
             assert kept.train() == usual.train()
             assert group.sleep("kept", ("weights",))
             group.wake("kept")
             assert kept.digest() == usual.digest()
-            assert kept.addresses() == places
+            if kept.is_on_gpu()[0]:
+                assert kept.addresses() == places
 
     def test_a_way_to_sleep_that_there_is_not(self) -> None:
         """It is refused where it is said."""
@@ -368,7 +382,6 @@ class Sleeping(Dozers):
             (asleep,) = group.memory().slots
             assert (awake.process or 0) - (asleep.process or 0) >= 0.9 * Engine.NBYTES
             assert abs(asleep.unowned["other"]) <= 0.1 * Engine.NBYTES, asleep.unowned
-            assert asleep.unowned["held back"] <= 0.1 * Engine.NBYTES, asleep.unowned
             group.wake("engine")
 
     def test_what_somebody_wrote_before(self, spawn: Spawn, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +34,6 @@ class Dozing(Role):
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3, momentum=0.9)
         self.cache = [torch.randn(mib * _MIB // 4, device=device, generator=generator)]
         self.seen: dict[str, Any] = {"view": self.net.weight.detach()[3:]}
-        if device.type == "cpu":
-            self.seen["array"] = self.net.weight.detach().numpy()[:, 1:]
         self._told: list[str] = []
         self._failing: dict[str, BaseException] = {}
         if hooks:
@@ -117,10 +113,22 @@ class Dozing(Role):
         return {"weights": self._weights(), **found}
 
     @method
-    def places(self) -> list[tuple[int, int]]:
-        """Which objects its tensors are, and where they lie on the host."""
+    def objects(self) -> list[int]:
+        """Which objects its tensors are."""
         tensors = [self.net.weight, self.tied.weight, self.net.weight.grad, *self.cache]
-        return [(id(each), each.data_ptr() if each.is_cpu else 0) for each in tensors if each is not None]
+        return [id(each) for each in tensors if each is not None]
+
+    @method
+    def look_by_array(self) -> float:
+        """Have an array of the weights from now on; the sum of what it shows."""
+        if "array" not in self.seen:
+            self.seen["array"] = self.net.weight.detach().cpu().numpy()[:, 1:]
+        return float(self.seen["array"].sum())
+
+    @method(awake=())
+    def is_on_gpu(self) -> bool:
+        """Whether its slot has one."""
+        return self.ctx.device.type != "cpu"
 
     @method
     def addresses(self) -> list[int]:
@@ -218,80 +226,6 @@ class Engine(Role):
     @method
     def call(self) -> None:
         """Nothing."""
-
-
-class Lingering(Role):
-    """Leaves something on the lane that writes whenever another call awaits something."""
-
-    def __init__(self, mib: int) -> None:
-        import torch
-
-        self.held = torch.zeros(mib << 18)
-        self.written = self._readers = 0
-
-    @method
-    async def leave_a_task(self, times: int) -> None:
-        """That writes so often."""
-
-        async def write() -> None:
-            for _ in range(times):
-                self._write()
-                await asyncio.sleep(0)
-
-        self.task = asyncio.get_running_loop().create_task(write())
-
-    @method
-    async def leave_callbacks(self, times: int) -> None:
-        """One after the other, each of which writes."""
-
-        def write(left: int) -> None:
-            self._write()
-            if left > 1:
-                asyncio.get_running_loop().call_later(0, write, left - 1)
-
-        asyncio.get_running_loop().call_later(0, write, times)
-
-    @method
-    async def leave_a_reader(self, times: int) -> None:
-        """Of a socket that can be read, which writes so often."""
-        loop = asyncio.get_running_loop()
-        one, other = socket.socketpair()
-        left = iter(range(times))
-
-        def write() -> None:
-            self._write()
-            if next(left, None) is None:
-                loop.remove_reader(one)
-                one.close()
-                other.close()
-                self._readers -= 1
-
-        self._readers += 1
-        one.setblocking(False)
-        other.send(b"something")
-        loop.add_reader(one, write)
-
-    @method
-    async def wait_for_readers(self) -> None:
-        """Until none is left, which would be left open."""
-        while self._readers:
-            await asyncio.sleep(0)
-
-    @method
-    async def write_soon(self) -> None:
-        """Write, and wait a little."""
-        self._write()
-        await asyncio.sleep(0.02)
-
-    def _write(self) -> None:
-        self.held.add_(1)
-        self.written += 1
-
-    @method
-    def lost(self) -> list[float]:
-        """How many times of what it has written are lost, wherever that isn't 0."""
-        missing = (self.written - self.held).tolist()
-        return sorted(set(missing) - {0.0})
 
 
 class Watching(Dozing):
