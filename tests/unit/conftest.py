@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -13,7 +12,7 @@ import trustme
 from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair, tls_pair
 
 from colocate.wire import Hub, Tls
-from colocate.wire.tls import Secured
+from colocate.wire.tls import secured
 
 
 def certificates(names: Iterable[str] = ("colocate.test",), authority: trustme.CA | None = None) -> Tls:
@@ -76,7 +75,6 @@ def half(connected: tuple[socket.socket, socket.socket], hub: Hub) -> Iterator[t
     one, other = connected
     with other:
         end = End(hub, one)
-        if isinstance(other, Secured):
-            other.set_up(time.monotonic() + WAIT_S)
-            other.settimeout(None)
+        if (through := secured(other)) is not None:
+            through.set_up()
         yield end, other

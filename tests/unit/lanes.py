@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate.wire import Hub, Packed, SocketLane, Tls, unpack
 from colocate.wire.framing import FILE_BYTES
-from colocate.wire.tls import Secured
+from colocate.wire.tls import encrypted
 
 WAIT_S = 20  # How long a test waits for what should come at once.
 KINDS = ["unix", "tcp"]
@@ -30,12 +30,12 @@ def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
         return one, server.accept()[0]
 
 
-def tls_pair(tls: Tls, secrets: tuple[bytes, bytes] = (b"", b"")) -> tuple[Secured, Secured]:
+def tls_pair(tls: Tls, secrets: tuple[bytes, bytes] = (b"", b"")) -> tuple[socket.socket, socket.socket]:
     """Two ends that have yet to set TLS up."""
     one, other = socket_pair("tcp")
     return (
-        Secured(one, tls.context(server=False), server=False, secret=secrets[0]),
-        Secured(other, tls.context(server=True), server=True, secret=secrets[1]),
+        encrypted(one, tls.context(server=False), server=False, secret=secrets[0]),
+        encrypted(other, tls.context(server=True), server=True, secret=secrets[1]),
     )
 
 

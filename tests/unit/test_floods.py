@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import pytest
 
 from colocate import wire
 from colocate.testing.waiting import wait_until
-from colocate.wire import Tls, auth, connect, listen, new_key
-from colocate.wire import door as door_module
-from colocate.wire.auth import Kind, TurnedAway, dial
-from colocate.wire.handshake import TURNED_AWAY, Handshake, proof
+from colocate.wire import Tls, connect, hello, listen, listener, new_key
+from colocate.wire.hello import TurnedAway, dial, until_let_in
+from colocate.wire.listener import Kind
 
 KEY = new_key()
 WAIT_S = 20
@@ -49,11 +47,11 @@ class Server:
     def __init__(self, way: Way) -> None:
         self.taken: list[socket.socket] = []
         self.tls = way[1]
-        listener = listen(way[0], tls=self.tls)
-        self.address = listener.address
+        listening = listen(way[0], tls=self.tls)
+        self.address = listening.address
         self.open_address = self.address.replace("tls:", "tcp:")
         self.hub = wire.Hub("test")
-        self.hub.listen(listener, KEY, self.taken.append)
+        self.hub.listen(listening, KEY, self.taken.append)
 
     def __enter__(self) -> Server:
         return self
@@ -158,12 +156,12 @@ class Flood:
 def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> None:
     """224 connections from 20 ms away, while one stranger dials as fast as it can: all of them get in."""
     with Server(way) as server, Far(server.address) as far, Flood(server.open_address) as flood:
-        while flood.dialled < 2 * door_module._MOST_STRANGERS:  # it is full of them
+        while flood.dialled < 2 * listener._MOST_STRANGERS:  # it is full of them
             time.sleep(0.001)
         with ThreadPoolExecutor(16) as threads:
             connected = list(threads.map(lambda _: connect(far.address, KEY, tls=server.tls), range(224)))
         before = flood.dialled
-        while flood.dialled < before + door_module._HANDSHAKES:  # it goes on
+        while flood.dialled < before + 64:  # it goes on
             time.sleep(0.001)
         for number, sock in enumerate(connected):
             sock.sendall(number.to_bytes(4, "big"))
@@ -178,73 +176,28 @@ def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> Non
             sock.close()
 
 
-def test_who_has_knocked_is_kept(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many strangers come before its proof does, or its certificate."""
-    monkeypatch.setattr(door_module, "UNDISTURBED_S", 0.0)
-    with Server(way) as server, contextlib.ExitStack() as crowd:
-        after_the_first_knock(monkeypatch, lambda: crowded(server, crowd))
-        with server.connect() as sock:
-            sock.sendall(b"here")
-            while not server.taken:
-                time.sleep(0.001)
-            server.taken[0].settimeout(WAIT_S)
-            assert server.taken[0].recv(4) == b"here"
-
-
 def test_strangers_hold_up_nobody(way: Way) -> None:
     """Who says nothing is displaced by others who say nothing."""
     with Server(way) as server, contextlib.ExitStack() as crowd:
-        crowded(server, crowd)
+        for _ in range(3 * listener._MOST_STRANGERS):
+            crowd.enter_context(dial(server.open_address, WAIT_S))
         server.connect().close()
 
 
-def crowded(server: Server, crowd: contextlib.ExitStack) -> None:
-    strangers = [crowd.enter_context(dial(server.open_address, WAIT_S)) for _ in range(3 * door_module._HANDSHAKES)]
-    for sock in strangers[: door_module._HANDSHAKES]:
-        sock.settimeout(WAIT_S)
-        assert sock.recv(100) == TURNED_AWAY
+def test_who_is_turned_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its time is over; then the error says why."""
+    attempts = iter([TurnedAway("flooded"), TurnedAway("flooded"), None])
 
+    def attempt(_left: object) -> str:
+        if error := next(attempts):
+            raise error
+        return "let in"
 
-def after_the_first_knock(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
-    """Have something happen between a knock that has been heard and what follows it."""
-    knock, count = auth._knock, itertools.count()
-
-    def knocks(sock: socket.socket, address: str, key: bytes, deadline: float) -> bytes:
-        nonce = knock(sock, address, key, deadline)
-        if next(count) == 0:
-            action()
-        return nonce
-
-    monkeypatch.setattr(auth, "_knock", knocks)
-
-
-def test_who_is_turned_away_comes_again(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until there is room, or its time is over; then the error says why."""
-    monkeypatch.setattr(door_module, "_MOST_KNOWN", 1)
-    turned = threading.Event()
-    turn_away = Handshake.turn_away
-
-    def seen(handshake: Handshake) -> None:
-        turn_away(handshake)
-        turned.set()
-
-    monkeypatch.setattr(Handshake, "turn_away", seen)
-    with Server(way) as server, ThreadPoolExecutor(1) as threads:
-        later: list[Future[socket.socket]] = []
-
-        def meanwhile() -> None:
-            with monkeypatch.context() as patch:
-                patch.setattr(auth, "_AGAIN_S", 4 * WAIT_S)  # there is no time for another attempt
-                with pytest.raises(TimeoutError, match=r"turned this side away: .*, until the time was over"):
-                    server.connect(timeout=WAIT_S)
-            turned.clear()
-            later.append(threads.submit(server.connect))
-            assert turned.wait(WAIT_S)
-
-        after_the_first_knock(monkeypatch, meanwhile)
-        with server.connect(), later[0].result(WAIT_S):
-            while len(server.taken) < 2:
-                time.sleep(0.001)
+    assert until_let_in(attempt, WAIT_S) == "let in"
+    attempts = iter([TurnedAway("flooded")])
+    monkeypatch.setattr(hello, "_AGAIN_S", 4 * WAIT_S)  # there is no time for another attempt
+    with pytest.raises(TimeoutError, match="flooded, until the time was over"):
+        until_let_in(attempt, WAIT_S)
 
 
 def test_who_was_turned_away_hears_of_it_at_the_end() -> None:
@@ -255,14 +208,5 @@ def test_who_was_turned_away_hears_of_it_at_the_end() -> None:
         raise next(left)
 
     with pytest.raises(TimeoutError, match="flooded, until the time was over") as caught:
-        auth.until_let_in(attempt, WAIT_S)
+        until_let_in(attempt, WAIT_S)
     assert str(caught.value.__cause__) == "no answer"
-
-
-def test_a_knock_of_another_key_gets_no_answer(way: Way) -> None:
-    """Not even the listener's proof, or its certificate."""
-    with Server(way) as server, dial(server.open_address, WAIT_S) as sock:
-        nonce = bytes(32)
-        sock.sendall(nonce + proof(new_key(), b"knock", nonce))
-        sock.settimeout(WAIT_S)
-        assert sock.recv(1) == b""

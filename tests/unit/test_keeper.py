@@ -426,10 +426,9 @@ def test_a_slot_after_all_are_closed(keepers: Keepers) -> None:
     assert heard.exits.get(timeout=WAIT_S).detail == "its keeper was let go"
 
 
-def test_what_is_detached_is_listed(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_detached_is_listed(keepers: Keepers) -> None:
     """Whoever answers, as he says; who doesn't, as known; who is gone, or has detached nothing, not at all."""
     keepers.patience = Patience(dial_s=0.2)
-    monkeypatch.setattr("colocate.wire.auth.REOPENS_WITHIN_S", 0.0)
     kept, not_detached = (Kept(keepers, detachable=True) for _ in range(2))
     assert kept.slot.wait_connected() is None
     about = {"slots": 1}

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import queue
-import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 from tests.unit.conftest import certificates
 from tests.unit.lanes import End, tls_pair
 
-from colocate.testing.waiting import becomes_true, wait_until
 from colocate.wire import (
     Hub,
     SocketLane,
     Tls,
-    auth,
     connect,
+    hello,
     listen,
     listen_widely,
+    listener,
     new_key,
     pack,
-    track_socket,
     unpack,
 )
-from colocate.wire.auth import dial
 from colocate.wire.framing import encode
-from colocate.wire.handshake import SecureHandshake
-from colocate.wire.tls import Secured
+from colocate.wire.hello import dial
 
 KEY = new_key()
 WAIT_S = 20
@@ -51,8 +45,8 @@ class Server:
         self.hub = Hub("server")
         self.listeners = listen_widely("127.0.0.1", tls)
         self.lanes: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        for listener in self.listeners:
-            self.hub.listen(listener, KEY, self._accepted)
+        for each in self.listeners:
+            self.hub.listen(each, KEY, self._accepted)
         self.address = self.listeners[-1].address
 
     def _accepted(self, sock: socket.socket) -> None:
@@ -129,36 +123,36 @@ def test_a_stranger_is_not_let_in(server: Server, stranger: Tls) -> None:
 
 
 def test_one_who_trusts_all_but_proves_nothing(server: Server) -> None:
-    """Who has heard a knock can replay it: without a certificate that opens nothing."""
+    """Who has no certificate gets no further than TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     # TLS 1.3 tells a client that it is refused only with the first bytes after the handshake.
     with (
         raw(server) as sock,
-        without_certificate().wrap_socket(sock) as secured,
+        context.wrap_socket(sock) as secured,
         contextlib.suppress(ConnectionResetError),
         pytest.raises(ssl.SSLError, match="certificate required"),
     ):
         secured.recv(1)
 
 
-def test_who_has_not_knocked_is_shown_no_certificate(server: Server) -> None:
-    with raw(server, knocks=False) as sock, pytest.raises((ssl.SSLEOFError, ConnectionResetError)):
-        without_certificate().wrap_socket(sock)
+def test_one_who_talks_no_tls(server: Server, cluster: Tls) -> None:
+    """It is turned away, and nobody waits for it."""
+    with raw(server) as silent, raw(server) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(bytes(1000))
+        sock.settimeout(WAIT_S)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(100):
+                pass
+        connect(server.address, KEY, tls=cluster).close()
+        silent.close()
 
 
-def without_certificate() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-@contextlib.contextmanager
-def raw(server: Server, knocks: bool = True) -> Iterator[socket.socket]:
+def raw(server: Server) -> socket.socket:
     """What goes to a listener without TLS."""
-    with dial(server.address.replace("tls:", "tcp:"), WAIT_S) as sock:
-        if knocks:
-            auth._knock(sock, server.address, KEY, time.monotonic() + WAIT_S)
-        yield sock
+    return dial(server.address.replace("tls:", "tcp:"), WAIT_S)
 
 
 def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,28 +160,14 @@ def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyP
     large = certificates(f"{'long.' * 40}{number}.test" for number in range(300))
     assert len(large.certificate) > 1 << 16
 
-    def narrow(sock: socket.socket) -> socket.socket:
-        if sock.family != socket.AF_UNIX:
-            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                sock.setsockopt(socket.SOL_SOCKET, buffer, 4096)
-        return track_socket(sock)
+    def narrow(sock: socket.socket) -> None:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, 4096)
 
-    monkeypatch.setattr(auth, "track_socket", narrow)
-    waited: list[int] = []
-    advance = SecureHandshake.advance
-
-    def seen(handshake: SecureHandshake) -> bool:
-        try:
-            return advance(handshake)
-        finally:
-            waited.append(handshake.waits_for)
-
-    monkeypatch.setattr(SecureHandshake, "advance", seen)
+    monkeypatch.setattr(hello, "tune", narrow)
+    monkeypatch.setattr(listener, "tune", narrow)
     server = Server(large)
-    with raw(server) as sock, Secured(sock, large.context(server=False), server=False) as secured:
-        secured._open()  # it says hello, and doesn't read yet
-        wait_until(lambda: select.EPOLLOUT in waited, "the listener has no room")
-        secured.set_up(time.monotonic() + WAIT_S)
+    connect(server.address, KEY, WAIT_S, large).close()
     server.hub.close()
 
 
@@ -242,24 +222,11 @@ def test_nobody_listens(cluster: Tls) -> None:
 def test_a_machine_that_vanishes_is_noticed_by_the_kernel() -> None:
     """Both ends of a connection between machines ask whether the other one is there."""
     hub = Hub("asked")
-    listener = listen("tcp")
+    listening = listen("tcp")
     accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-    hub.listen(listener, KEY, accepted.put)
-    with connect(listener.address, KEY) as dialled, accepted.get(timeout=WAIT_S) as met:
+    hub.listen(listening, KEY, accepted.put)
+    with connect(listening.address, KEY) as dialled, accepted.get(timeout=WAIT_S) as met:
         for end in (dialled, met):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000
     hub.close()
-
-
-def test_a_door_that_is_shut_down_from_outside_listens_again(server: Server, cluster: Tls) -> None:
-    with socket.socket(fileno=os.dup(server.listeners[-1].fileno())) as copy:
-        copy.shutdown(socket.SHUT_RDWR)
-
-    def reached() -> bool:
-        with contextlib.suppress(ConnectionError):
-            connect(server.address, KEY, tls=cluster).close()
-            return True
-        return False
-
-    assert becomes_true(reached, WAIT_S)

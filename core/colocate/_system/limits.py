@@ -87,8 +87,6 @@ REPLACED_EVERY_S = 2.0
 
 HANDSHAKE_S = 10.0
 """A stranger that says nothing is dropped."""
-UNDISTURBED_S = 0.1
-"""When many strangers wait, the oldest go earlier; each has this time, in which a knock comes from far away."""
 PEER_CONNECTS_WITHIN_S = 10.0
 """Another worker takes a connection."""
 

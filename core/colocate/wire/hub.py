@@ -17,12 +17,11 @@ from functools import partial
 from colocate._system.jobs import error_text, report_exception
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
-from colocate.wire.auth import Listener
-from colocate.wire.door import Door
 from colocate.wire.framing import SCRATCH_BYTES
-from colocate.wire.handshake import tune
+from colocate.wire.hello import tune
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
-from colocate.wire.tls import Secured
+from colocate.wire.listener import Listener
+from colocate.wire.tls import secured
 
 _EVENTS = 256
 _LOOKS_EVERY_S = 3600.0  # epoll takes no month
@@ -60,7 +59,7 @@ class Hub:
         self._epoll.register(self._woken, select.EPOLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {self._woken.fileno(): self._on_wake}
         self._lanes: dict[int, SocketLane] = {}
-        self._doors: list[Door] = []
+        self._listeners: list[Listener] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -98,7 +97,7 @@ class Hub:
         with self._lock:
             self._register(sock.fileno(), lane._on_events)
             self._lanes[sock.fileno()] = lane
-        if isinstance(sock, Secured):  # it may have more than the kernel knows of
+        if secured(sock) is not None:  # it may have more than the kernel knows of
             self.later(0.0, partial(lane.receive, self.scratch))
         return lane
 
@@ -112,10 +111,10 @@ class Hub:
             key: The secret that both sides know.
             on_accept: Gets each authenticated connection, and owns it.
         """
-        door = Door(self, listener, key, on_accept)
+        listener.begin(self, key, on_accept)
         with self._lock:
-            self._doors.append(door)
-            self._register(listener.fileno(), door.on_events)
+            self._listeners.append(listener)
+            self._register(listener.fileno(), listener.on_events)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back whenever a descriptor is readable (a log pipe, a pidfd); it stays the caller's.
@@ -197,7 +196,7 @@ class Hub:
             for lane in list(self._lanes.values()):
                 lane._forget_fork()
 
-    # For lanes and doors:
+    # For lanes and listeners:
 
     @property
     def is_closing(self) -> bool:
@@ -291,8 +290,8 @@ class Hub:
             if self._ending:
                 return
             self._ending = True
-        for door in self._doors:
-            _try(door.close)
+        for listener in self._listeners:
+            _try(listener.end)
         for lane in list(self._lanes.values()):
             _try(partial(lane._finish, reason))
         with self._lock:

@@ -11,14 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, compress
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from colocate._definitions.packed import Packed
 from colocate._system import at_once
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
 from colocate.wire.framing import Frame, Head, Posted, Reader, Sending, encode
-from colocate.wire.tls import Secured
+from colocate.wire.tls import secured
+
+if TYPE_CHECKING:
+    from colocate.wire._secured import Secured
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
 OnClosed: TypeAlias = Callable[[str], None]
@@ -72,7 +75,7 @@ class SocketLane:
     def __init__(self, hub: Server, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._hub = hub
         self._sock = sock
-        self._secured = sock if isinstance(sock, Secured) else None
+        self._secured = secured(sock)
         self._settled = self._secured is None
         self._on_message = on_message
         self._on_closed = on_closed
@@ -204,11 +207,9 @@ class SocketLane:
         """Receive what TLS has and the kernel doesn't show; see to it that sending goes on once TLS is set up."""
         while secured.has_more and not (self._finished or self._closing):
             self._receive(scratch)
-        if not self._settled:
-            with self._lock:
-                self._settled = secured.is_open and not secured.unsent
-                if not self._finished:
-                    self._show_interest()
+        if not self._settled and not self._finished:
+            self._settled = secured.is_open
+            self._flush()
 
     def _lend(self, lent: bool) -> bool:
         with self._lock:
@@ -227,7 +228,7 @@ class SocketLane:
             return
         if events & select.EPOLLOUT:
             self._flush()
-        if events & ~select.EPOLLOUT:
+        if events & ~select.EPOLLOUT or not self._settled:
             self.receive(self._hub.scratch)
 
     def _take_over(self) -> None:
@@ -238,18 +239,9 @@ class SocketLane:
 
     def _flush(self) -> None:
         with self._lock:
-            try:
-                if self._secured is not None:
-                    self._secured.flush()
-            except BlockingIOError:
-                if self._settled:
-                    return
-            except OSError as error:
-                self._break(error)
-            else:
-                if self._hub_writes and self._queue:
-                    self._hub_writes = False
-                    self._write()
+            if self._hub_writes and self._queue:
+                self._hub_writes = False
+                self._write()
             if not self._finished:
                 self._show_interest()
             self._empty.notify_all()
@@ -321,7 +313,8 @@ class SocketLane:
 
     def _show_interest(self) -> None:
         """Tell the hub what to look for."""
-        sends = self._hub_writes if self._secured is None else self._secured.sends(self._hub_writes)
+        secured = self._secured
+        sends = self._hub_writes if secured is None or secured.is_open else secured.wants_write
         self._hub.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if sends else 0))
 
     def _break(self, error: OSError) -> None:

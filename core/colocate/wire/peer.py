@@ -17,9 +17,10 @@ from colocate._system.jobs import error_text, report_exception
 from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
-from colocate.wire.auth import dial, listen_widely, prove, until_let_in
 from colocate.wire.framing import Frame, Head, Message, Reader, encode
+from colocate.wire.hello import dial, prove, until_let_in
 from colocate.wire.hub import Hub
+from colocate.wire.listener import listen_widely
 from colocate.wire.tls import Tls
 
 Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
@@ -208,7 +209,7 @@ class PeerChannel:
             raise ConnectionError(str(error)) from error
 
     def _connect(self, address: str, aborts: int, left: Callable[[], float]) -> _Connection:
-        connection = _Connection(dial(address, left(), self._tls, self._key), address)
+        connection = _Connection(dial(address, left(), self._tls), address)
         with self._lock:
             if self._closed or self.aborts != aborts:
                 connection.close()

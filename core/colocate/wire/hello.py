@@ -1,0 +1,278 @@
+"""Connections between processes that prove to each other that they know one key, before anything else is read.
+
+The listener greets with a nonce; the dialler answers with another one and proves itself, then the listener does, by an
+HMAC-SHA256 over its name and both nonces, so that no proof can be replayed or reflected. All messages have a fixed
+size; no byte of a stranger is ever unpickled. Who is let in has heard so: before that others may have displaced it. On
+a Unix socket the kernel is asked for the other side's user besides: only one's own gets as far as that. Where
+connections are encrypted, all of it comes inside of TLS.
+
+Addresses are text: `unix:NAME`, a name in Linux's abstract namespace, and `tcp:HOST:PORT`; several, by commas, are
+ways to one listener, of which a dialler takes the first that works (a Unix socket does on its own machine); with
+`tls:HOST:PORT` the connection is encrypted besides (see `tls.py`). Abstract names vanish with their socket, also when
+the process is killed, where a socket in a directory would stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import random
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from colocate.wire._forks import track_socket
+from colocate.wire.tls import Tls, secure, tune_tcp
+
+_T = TypeVar("_T")
+
+KEY_BYTES = 32
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+GREETING, WELCOME, REFUSED = b"colocate-wire-3\n", b"colocate-good-3\n", b"colocate-none-3\n"
+_UCRED = struct.Struct("3i")
+_BUFFER_BYTES = 1 << 20
+# A dialler that was turned away comes again after a time like this, longer each time; by chance, or all would again.
+_AGAIN_S, _LONGEST_AGAIN_S = 0.01, 0.2
+
+
+def new_key() -> bytes:
+    """Return a fresh secret for one group of processes."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
+    """Return what shows that a side knows the key.
+
+    Raises:
+        ValueError: `new_key` hasn't made that key.
+    """
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}: use colocate.wire.new_key()")
+    return hmac.digest(key, side + b"\0" + nonces, "sha256")
+
+
+def is_own_user(sock: socket.socket) -> bool:
+    """Return whether the kernel says that the other side of a Unix socket belongs to this user; True for others."""
+    if sock.family != socket.AF_UNIX:
+        return True
+    _pid, user, _group = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return bool(user == os.geteuid())
+
+
+def tune(sock: socket.socket) -> None:
+    """Set buffers and flags for messages: a small one goes out at once, a burst of them fits."""
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    else:
+        tune_tcp(sock)
+
+
+class Hello:
+    """The listener's side of one connection's authentication, without blocking.
+
+    Attributes:
+        sock: The connection.
+        since: When it came, in monotonic time.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
+        self.sock = sock
+        self.since = time.monotonic()
+        self._key = key
+        self._nonce = b""
+        self._heard = b""
+
+    def advance(self) -> None:
+        """Go on with what has come; when this returns, the other side is authenticated.
+
+        Raises:
+            BlockingIOError: The other side has to say more.
+            OSError: It has gone or doesn't know the key: close the socket.
+        """
+        if not self._nonce:
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            self.sock.send(GREETING + nonce)  # so little that it is taken whole; or TLS isn't set up yet
+            self._nonce = nonce
+        while (missing := _NONCE_BYTES + _PROOF_BYTES - len(self._heard)) > 0:
+            # Never one byte more: what follows the proof belongs to the messages.
+            data = self.sock.recv(missing)
+            if not data:
+                raise ConnectionAbortedError("closed before it was authenticated")
+            self._heard += data
+        nonces = self._nonce + self._heard[:_NONCE_BYTES]
+        if not hmac.compare_digest(self._heard[_NONCE_BYTES:], _proof(self._key, b"dialler", nonces)):
+            self.sock.send(REFUSED)
+            raise ConnectionRefusedError("the other side doesn't know the key")
+        self.sock.send(WELCOME + _proof(self._key, b"listener", nonces))
+
+
+def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:
+    """Connect to a listener and authenticate, both ways; again, while it turns this side away for others.
+
+    Args:
+        address: A listener's address.
+        key: The secret that both sides know.
+        timeout: Seconds for all of it.
+        tls: This side's certificates, for addresses that need them.
+
+    Returns:
+        The connection, blocking.
+
+    Raises:
+        ConnectionError: Nobody listens there, or it is someone with another key.
+        TimeoutError: The other side didn't answer in time.
+    """
+
+    def attempt(left: Callable[[], float]) -> socket.socket:
+        sock = dial(address, left(), tls)
+        try:
+            prove(sock, address, key, left())
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    return until_let_in(attempt, timeout)
+
+
+class TurnedAway(ConnectionError):
+    """The listener has closed the connection unheard: it has more of strangers than it keeps, or is ending."""
+
+
+def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -> _T:
+    """Dial again while the listener turns this side away.
+
+    Args:
+        attempt: Dials once; it is told what gives the seconds that are left.
+        timeout: Seconds for all attempts.
+
+    Returns:
+        What the attempt that was let in returned.
+
+    Raises:
+        TimeoutError: The time was over; if the listener ever turned this side away, the error says so.
+    """
+    deadline = time.monotonic() + timeout
+    turned_away: TurnedAway | None = None
+    longest = _AGAIN_S
+    while True:
+        try:
+            return attempt(lambda: max(deadline - time.monotonic(), 0.001))
+        except TurnedAway as error:
+            turned_away = error
+        except TimeoutError as error:
+            if turned_away is None:
+                raise
+            raise TimeoutError(f"{turned_away}, until the time was over") from error
+        pause = random.uniform(0.5, 1.0) * longest
+        if time.monotonic() + pause > deadline:
+            raise TimeoutError(f"{turned_away}, until the time was over") from turned_away
+        time.sleep(pause)
+        longest = min(2 * longest, _LONGEST_AGAIN_S)
+
+
+def dial(address: str, timeout: float, tls: Tls | None = None) -> socket.socket:
+    """Make the first half of `connect`: a connection whose other side hasn't proved the key yet.
+
+    Args:
+        address: See `connect`.
+        timeout: Seconds for the connection, and again for what makes it a secure one.
+        tls: See `connect`.
+
+    Raises:
+        TurnedAway: See `prove`.
+        ConnectionError: See `connect`.
+        TimeoutError: See `connect`.
+    """
+    *firsts, last = address.split(",")
+    for alternative in firsts:
+        with contextlib.suppress(ConnectionRefusedError):  # a Unix socket of another machine, say
+            return _dial(alternative, timeout, tls)
+    return _dial(last, timeout, tls)
+
+
+def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
+    kind, _, place = address.partition(":")
+    target: str | tuple[str, int]
+    if kind == "unix":
+        family, target = socket.AF_UNIX, f"\0{place}"
+    elif kind in ("tcp", "tls"):
+        host, _, port = place.rpartition(":")
+        family, target = (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+    else:
+        raise ValueError(f"{address!r} is no address: it should begin with 'unix:', 'tcp:' or 'tls:'")
+    if kind == "tls" and tls is None:
+        raise ConnectionRefusedError(f"{address} needs certificates, and this side has none")
+    sock = track_socket(socket.socket(family))
+    try:
+        # Not settimeout: with it a Unix socket fails at once when many others are waiting to be accepted.
+        # A timeout of zero would mean none.
+        limit = struct.pack("@ll", int(timeout), max(int(timeout % 1 * 1e6), 1))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.connect(target)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, 0))
+    except OSError as error:
+        sock.close()
+        if isinstance(error, BlockingIOError | TimeoutError):
+            raise TimeoutError(f"{address} didn't accept a connection within {timeout:g} s") from error
+        raise ConnectionRefusedError(f"nobody listens at {address}: {error.strerror or error}") from error
+    tune(sock)
+    if kind != "tls" or tls is None:
+        return sock
+    with _explained(address):
+        return secure(sock, tls, address, time.monotonic() + timeout)
+
+
+def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None:
+    """Make the second half of `connect`: authenticate a dialled connection.
+
+    Raises:
+        TurnedAway: The listener had no room for it; another one may do better (`until_let_in`).
+        ConnectionError: See `connect`.
+        TimeoutError: See `connect`.
+    """
+    if not is_own_user(sock):
+        raise ConnectionRefusedError(f"{address} is served by another user's process: not connecting")
+    deadline = time.monotonic() + timeout
+
+    def hear(count: int) -> bytes:  # before the deadline, however slowly it comes
+        data = b""
+        while len(data) < count:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = sock.recv(count - len(data))
+            if not part:
+                raise ConnectionResetError("closed")
+            data += part
+        return data
+
+    with _explained(address):
+        if hear(len(GREETING)) != GREETING:
+            raise ConnectionRefusedError(f"what listens at {address} doesn't speak this version of colocate's wire")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonces = hear(_NONCE_BYTES) + nonce
+        sock.sendall(nonce + _proof(key, b"dialler", nonces))
+        if hear(len(WELCOME)) != WELCOME:
+            raise ConnectionRefusedError(f"what listens at {address} has refused this side: the keys differ")
+        if not hmac.compare_digest(hear(_PROOF_BYTES), _proof(key, b"listener", nonces)):
+            raise ConnectionRefusedError(f"what listens at {address} doesn't know the key: not talking to it")
+    sock.settimeout(None)
+
+
+@contextlib.contextmanager
+def _explained(address: str) -> Iterator[None]:
+    """Say of a connection that ends too early whose it was."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise TimeoutError(f"{address} accepted the connection but didn't answer in time") from error
+    except ConnectionAbortedError as error:
+        raise ConnectionRefusedError(f"{address} isn't trusted, or doesn't trust this side: {error}") from error
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise TurnedAway(
+            f"{address} closed the connection before it was authenticated: it is flooded with connections, or ending"
+        ) from error
