@@ -1,6 +1,6 @@
 """Order and the hold, the driver's half: one total order of a group's calls, and what follows when one of them fails.
 
-After a failure no rank takes up the failed call or a later one until all are back (see `worker/lane.py` for their
+After a failure no rank takes up the failed call or a later one until all are back (see `worker/lane_order.py` for their
 half). Then the failed call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a
 rank which had begun it; everything else goes on. A rank that doesn't come back within the grace period fails the group.
 """

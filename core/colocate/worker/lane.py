@@ -1,8 +1,4 @@
-"""The lane: the one thread on which a worker runs role code, in order; and the worker's half of the hold.
-
-After a failed call no rank takes up that call or a later one until all ranks are back; earlier ones it still runs, as
-others may wait for their results. This rank stops itself when a call fails here, and on the driver's word when one
-failed elsewhere. Holds are numbered; the lane is held while the highest hold that it knows of hasn't been resumed.
+"""The lane: the one thread on which a worker runs role code, in the order that `lane_order` tells.
 
 A call that nobody waits for any more is told so, if it looks; of an async method, what it awaits is cancelled.
 """
@@ -23,6 +19,8 @@ from colocate._protocol.taken import Taken
 from colocate._role.context import CallState
 from colocate._values.leaving import Watch
 from colocate.wire import SocketLane, Turns
+from colocate.worker import lane_order
+from colocate.worker.lane_order import LaneOrder
 from colocate.worker.scope import Scope
 
 if TYPE_CHECKING:
@@ -57,31 +55,9 @@ class Work(CallState):
 
 
 @attrs.frozen
-class _Hold:
-    number: int
-
-
-@attrs.frozen
 class _GivenUp:
     first: int
     last: int
-
-
-@attrs.frozen
-class _Resume:
-    hold: int
-    withdrawn: frozenset[int]
-
-
-@attrs.frozen
-class _Decided:
-    token: int
-    dropped: int | None
-
-
-@attrs.frozen
-class _Renewed:
-    base: int
 
 
 @attrs.frozen
@@ -94,9 +70,7 @@ class _Action:
     act: Callable[[], object]
 
 
-_Item: TypeAlias = (
-    "tuple[Message, Any] | Work | _Hold | _GivenUp | _Resume | _Decided | _Renewed | _Turned | _Action | None"
-)
+_Item: TypeAlias = "tuple[Message, Any] | Work | lane_order.Item | _GivenUp | _Turned | _Action | None"
 _NEVER = sys.maxsize
 
 
@@ -129,17 +103,12 @@ class Lane:
         self.take = self._queue.put  # a call as it is, in a step (`_system.at_once`); `look_again` is to follow
         self._works_of = works_of
         self._split: deque[Work] = deque()  # of what was taken so
-        self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
         self._on_held = on_held
         self._on_broken = on_broken
         self._scope = scope
         self._turns = turns
-        self._held = self._noted = self._resumed = self._reported = 0
-        self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
-        self._held_up: dict[int, int] = {}  # calls that may be withdrawn: they and later ones wait, by question
-        self._begun = -1
-        self._stopped_for = -1  # the base of the driver that wants nothing begun any more
-        self.running: dict[int, Work] = {}
+        self._order: LaneOrder[Work] = LaneOrder(scope)
+        self.running = self._order.running
         self.tasks: Tasks | None = None  # of async methods, once there was one
         self._over = threading.Event()
         self.thread = threading.main_thread()
@@ -159,7 +128,7 @@ class Lane:
     @property
     def waiting(self) -> int:
         """How many calls haven't begun, nearly: holds on their way count, too; from any thread."""
-        return len(self._waiting) + self._queue.qsize()
+        return self._order.waiting + self._queue.qsize()
 
     # -- from the receiving thread
 
@@ -168,40 +137,22 @@ class Lane:
 
         Roles (call 0) are constructed nevertheless, so that every rank on which that fails says so.
         """
-        self._limit_to(number, max(failed, 1))
-        self._held = max(self._held, number)
+        item = self._order.hold(number, failed)
         self.give_up(failed, failed)
-        self.put(_Hold(number))  # everything sent before the failed call is in the queue before this
-
-    def _limit_to(self, number: int, failed: int) -> None:
-        # Each hold has its own: the next one may be heard of before the lane has taken note of the end of this one.
-        self._limits[number] = min(self._limits.get(number, _NEVER), failed)
+        self.put(item)
 
     @property
     def resumed(self) -> int:
         """The last hold that is over: the same on all ranks for a call that all of them begin."""
-        return self._resumed
-
-    @property
-    def _limit(self) -> int:
-        return min(self._limit_of_holds, min(list(self._held_up.values()), default=_NEVER))
-
-    @property
-    def _limit_of_holds(self) -> int:
-        return min(list(self._limits.values()), default=_NEVER) if self._stopped_for != self._scope.base else 1
-
-    @property
-    def _is_limited(self) -> bool:
-        return bool(self._limits or self._held_up) or self._stopped_for == self._scope.base
+        return self._order.resumed
 
     def hold_up(self, token: int, seq: int) -> bool:
         """Don't begin a call before it is decided whether it is withdrawn; False when it has been begun already."""
-        self._held_up[token] = seq  # before looking: what the lane begins after this it has looked at this for
-        return seq not in self.running and seq > self._begun
+        return self._order.hold_up(token, seq)
 
     def decide(self, token: int, dropped: int | None) -> None:
         """Go on after `hold_up`, without the call that is dropped, if it is."""
-        self.put(_Decided(token, dropped))
+        self.put(lane_order.Decided(token, dropped))
 
     def cancel(self, first: int, last: int) -> None:
         """Tell running calls of these numbers that they had better end, if they look; their results still count."""
@@ -215,8 +166,7 @@ class Lane:
 
     def stop(self) -> None:
         """Begin nothing any more for this driver, which is about to close; what runs has a while to end."""
-        # Before looking: what the lane begins after this it has looked at this for.
-        self._stopped_for = self._scope.base
+        self._order.stop()
         self.cancel(0, _NEVER)
 
     def do(self, action: Callable[[], object]) -> None:
@@ -225,13 +175,13 @@ class Lane:
 
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
         """Go on after a hold, without the withdrawn calls."""
-        self.put(_Resume(number, withdrawn))
+        self.put(lane_order.Resume(number, withdrawn))
 
     def renew(self) -> None:
         """Drop what a driver has left behind; the next one's calls and holds have numbers above the base."""
         base = self._scope.base
         self.give_up(0, base)
-        self.put(_Renewed(base))
+        self.put(lane_order.Renewed(base))
 
     def turn_to(self, lane: SocketLane) -> None:
         """Messages come by another lane from now on."""
@@ -251,7 +201,7 @@ class Lane:
 
     def ends_soon(self) -> None:
         """Hear that a call of a method that isn't async is about to say its end. On the lane."""
-        if self._turns is not None and not (self._waiting or self.tasks):  # else what runs next is here already
+        if self._turns is not None and not (self._order.waiting or self.tasks):  # else what runs next is here already
             self._turns.soon()
 
     def join(self) -> None:
@@ -295,7 +245,7 @@ class Lane:
         """Be the lane until it is closed."""
         try:
             while (work := self._next()) is not None:
-                if self._begins(work):
+                if self._order.begins(work, len(self.tasks or ())):
                     if work.concurrency:
                         self._start(work)
                     else:
@@ -320,49 +270,17 @@ class Lane:
                 self._note(item)
             if self._scope.closed is not None and not self.tasks:
                 return None
-            if self._waiting and self._scope.closed is None and self._may_begin(self._waiting[0]):
-                return self._waiting.popleft()
-            if self._is_back():
-                self._reported = self._held
-                self._on_held(self._held, self._begun)
+            if (work := self._order.next(len(self.tasks or ()))) is not None:
+                return work
+            if (back := self._order.back(len(self.tasks or ()))) is not None:
+                self._on_held(*back)
             self._take()
 
     def _is_plain(self) -> bool:
         """Whether nothing runs, waits or is held, and something has come."""
-        return not (
-            self._waiting
-            or self.tasks
-            or self._is_limited
-            or self._scope.closed is not None
-            or self._reported < self._held
-        ) and (self._turns is None or self._turns.wait(self._has_news))
-
-    def _begins(self, work: Work) -> bool:
-        """Note that it runs; False when a hold, or the end, has come meanwhile and looked at what runs before this."""
-        self.running[work.seq] = work
-        if self._scope.let_go(work.seq):  # its driver has let go, of which the queue will tell
-            del self.running[work.seq]
-            if work.on_drop is not None:
-                work.on_drop()
+        if self.tasks or self._scope.closed is not None or not self._order.is_plain:
             return False
-        if self._scope.closed is None and self._may_begin(work):
-            self._begun = work.seq
-            return True
-        del self.running[work.seq]
-        self._waiting.appendleft(work)
-        return False
-
-    def _may_begin(self, work: Work) -> bool:
-        if self._is_limited and work.seq >= self._limit:
-            return False
-        # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
-        return len(self.tasks or ()) < max(1, work.concurrency)
-
-    def _is_back(self) -> bool:
-        """Whether a hold is to be reported: nothing runs, and nothing that came before the failed call waits."""
-        if self.tasks or self._reported >= self._held or self._noted < self._held:
-            return False
-        return not self._waiting or self._waiting[0].seq >= self._limit_of_holds
+        return self._turns is None or self._turns.wait(self._has_news)
 
     def _take(self) -> None:
         """Wait for something to happen and take note of it."""
@@ -383,60 +301,25 @@ class Lane:
             self._note(self._got())
 
     def _note(self, item: _Item) -> None:
-        if isinstance(item, Work):
-            self._waiting.append(item)
-        elif isinstance(item, _Hold):
-            self._noted = max(self._noted, item.number)
-        elif isinstance(item, _GivenUp):
+        if isinstance(item, _GivenUp):
             self._give_up(item.first, item.last)
-        elif isinstance(item, _Resume):
-            self._resumed = item.hold
-            for number in [number for number in list(self._limits) if number <= item.hold]:
-                del self._limits[number]
-            self._drop(item.withdrawn)
-        elif isinstance(item, _Decided):
-            self._held_up.pop(item.token, None)
-            if item.dropped is not None:
-                self._drop(frozenset({item.dropped}))
         elif isinstance(item, _Action):
             item.act()
-        elif isinstance(item, _Renewed):
-            self._forget(item.base)
-        elif isinstance(item, _Turned) and self._turns is not None:
-            self._turns.turn_to(item.lane)
-
-    def _forget(self, base: int) -> None:
-        """Nothing is known of what a driver did that has let go. The next one's first hold may be known already."""
-        for number in [number for number in list(self._limits) if number <= base]:
-            del self._limits[number]
-        for token in [token for token, seq in list(self._held_up.items()) if seq <= base]:
-            del self._held_up[token]
-        self._held, self._noted = max(self._held, base), max(self._noted, base)
-        self._resumed, self._reported = max(self._resumed, base), max(self._reported, base)
-        self._drop(frozenset(work.seq for work in self._waiting if work.seq <= base))
-
-    def _drop(self, withdrawn: frozenset[int]) -> None:
-        for work in [work for work in self._waiting if work.seq in withdrawn]:
-            self._waiting.remove(work)
-            if work.on_drop is not None:
-                work.on_drop()
+        elif isinstance(item, _Turned):
+            if self._turns is not None:
+                self._turns.turn_to(item.lane)
+        elif item is not None and not isinstance(item, tuple):
+            self._order.note(item)
 
     def _run(self, work: Work) -> None:
         try:
             went = work.run(work)
             if went is None:
-                self._waiting.appendleft(work)
+                self._order.put_back(work)
             elif not went:
-                self._stop(work)
+                self._order.failed(work)
         finally:
             del self.running[work.seq]
-
-    def _stop(self, work: Work) -> None:
-        if self._scope.let_go(work.seq):  # nobody leads the hold that would follow
-            return
-        # The hold that this failure will lead to is the next one, unless one is under way already.
-        self._noted = self._held = max(self._held, self._resumed + 1)
-        self._limit_to(self._held, work.seq)
 
     # -- async methods
 
@@ -458,7 +341,7 @@ class Lane:
         if coroutine is None or isinstance(coroutine, bool):  # it failed before there was anything to await
             del self.running[work.seq]
             if not coroutine:
-                self._stop(work)
+                self._order.failed(work)
             return
         self._with_loop().begin(work.seq, self._await(work, coroutine))
 
@@ -471,6 +354,6 @@ class Lane:
     async def _await(self, work: Work, coroutine: Coroutine[Any, Any, bool]) -> None:
         try:
             if not await coroutine:
-                self._stop(work)
+                self._order.failed(work)
         finally:
             del self.running[work.seq]

@@ -1,0 +1,135 @@
+"""The laws of order, hold and cancelling, by the machines of both halves alone; their simulator sees faults."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.laws import simulator
+from tests.laws.simulator import BrokenLaw
+
+from colocate._calls.cancel import Cancellations
+from colocate._calls.order import CallOrder, _Hold
+from colocate.worker import lane_order
+from colocate.worker.lane_order import LaneOrder
+
+LONGER = int(os.environ.get("COLOCATE_LAWS", "1"))  # as tests/laws/conftest.py has it
+FOUND_WITHIN = 3000  # programs; a fault shows in some hundred
+
+
+def test_order_and_hold() -> None:
+    """Under any schedule each call has an end, and the right one; ranks pair the right calls, and go on."""
+    _programs(0 if LONGER == 1 else random.getrandbits(32), 1500 * LONGER)
+
+
+def _programs(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        try:
+            simulator.run(seed)
+        except BrokenLaw as broken:
+            broken.add_note(f"tests.laws.simulator.run({seed})")
+            raise
+
+
+Wrap = Callable[[Any], Any]
+
+
+def _nothing(_: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def _forgets_withdrawn(does: Any) -> Any:
+    def failed(self: CallOrder, slot: int, failed: Any, body: Any) -> None:
+        before = set() if self._hold is None else set(self._hold.withdrawn)
+        does(self, slot, failed, body)
+        if self._hold is not None:
+            self._hold.withdrawn &= before | {self._hold.failed}
+
+    return failed
+
+
+def _forgets_pending(does: Any) -> Any:
+    def fail_all(self: CallOrder, error: Any) -> bool:
+        self.pending.clear()
+        return False
+
+    return fail_all
+
+
+def _limits_nothing(does: Any) -> Any:
+    def hold(self: LaneOrder[Any], number: int, failed: int) -> Any:
+        self._held = max(self._held, number)
+        return lane_order.Hold(number)
+
+    return hold
+
+
+def _does_not_look_again(does: Any) -> Any:
+    def begins(self: LaneOrder[Any], call: Any, overlapping: int) -> bool:
+        self.running[call.seq] = call
+        self._begun = call.seq
+        return True
+
+    return begins
+
+
+def _is_back_too_early(does: Any) -> Any:
+    def back(self: LaneOrder[Any], overlapping: int) -> Any:
+        if self._reported >= self._held:
+            return None
+        self._reported = self._held
+        return self._held, self._begun
+
+    return back
+
+
+def _drops_later(does: Any) -> Any:
+    def resume(self: CallOrder, hold: _Hold) -> None:
+        hold.later.clear()
+        does(self, hold)
+
+    return resume
+
+
+MUTANTS: dict[str, tuple[type, str, Wrap]] = {
+    "process groups outlive a failed call": (_Hold, "broken", lambda does: lambda self: []),
+    "what was cut isn't noted": (
+        CallOrder,
+        "held",
+        lambda does: lambda self, slot, held: does(self, slot, _whole(held)),
+    ),
+    "a call that failed after another isn't withdrawn": (CallOrder, "failed", _forgets_withdrawn),
+    "a hold isn't lowered to an earlier call": (CallOrder, "_lower", _nothing),
+    "nobody hears that a rank has left": (CallOrder, "_tell_left", _nothing),
+    "what failed later isn't told": (CallOrder, "_resume", _drops_later),
+    "calls of a group that fails are forgotten": (CallOrder, "fail_all", _forgets_pending),
+    "a hold limits nothing": (LaneOrder, "hold", _limits_nothing),
+    "a rank that failed goes on": (LaneOrder, "failed", _nothing),
+    "what begins isn't looked at again": (LaneOrder, "begins", _does_not_look_again),
+    "a rank is back before earlier calls": (LaneOrder, "back", _is_back_too_early),
+    "withdrawn calls are begun": (LaneOrder, "_drop", _nothing),
+    "a sync call is no barrier": (LaneOrder, "_may_begin", lambda does: lambda self, call, n: does(self, call, 0)),
+    "a call may be withdrawn though it was begun": (LaneOrder, "hold_up", lambda does: lambda *_: does(*_) or True),
+    "nobody hears how a cancelling was decided": (Cancellations, "answered", _nothing),
+    "a call is dropped that a rank has begun": (
+        Cancellations,
+        "answered",
+        lambda does: lambda self, slot, answer: does(self, slot, type(answer)(answer.token, True)),
+    ),
+}
+
+
+def _whole(held: Any) -> Any:
+    return type(held)(held.number, held.begun, held.operations, [])
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    """A fault in either half is seen."""
+    owner, name, wrap = MUTANTS[mutant]
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    with pytest.raises(BrokenLaw):
+        _programs(0, FOUND_WITHIN)
