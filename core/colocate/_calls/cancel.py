@@ -1,8 +1,8 @@
 """Cancelling a call, the driver's half: one that no rank has begun goes from all of them, or from none.
 
 Each rank is asked to hold the call up; it says whether it hadn't begun it. If none had, all are told to drop it; if one
-had, or one doesn't answer, all go on, and the call is told that nobody waits for it (`ctx.cancelled`). `worker/lane_order.py`
-has the other half.
+had, or one doesn't answer, all go on, and the call is told that nobody waits for it (`ctx.cancelled`). The other half
+is in `worker/lane_order.py`.
 """
 
 from __future__ import annotations

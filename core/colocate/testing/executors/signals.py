@@ -208,7 +208,7 @@ class Signals(Scripted):
                 say([echo.first("called"), sent.result(), group.run(lambda ctx: ctx.rank), str(runtime.audit())])
                 group.close()
                 pool.close()
-            say(sorted({name for name, on_main in called if on_main} - {"numbered"}))
+            say(sorted({name for name, on_main in called if on_main} - {"numbered", "post"}))
             say(sorted({"reserve", "launch", "frame", "running", "release", "close"} - {name for name, _ in called}))
             """)
         assert driver.hear() == ["called", "kept", [0, 1], "clean: nothing is leaked, nothing is missing"]
