@@ -19,7 +19,7 @@ class Secured(ssl.SSLSocket):
 
     Attributes:
         is_open: Whether TLS is set up, and the other side has proved the secret.
-        has_more: Whether there may be something to receive that the kernel knows nothing of.
+        has_more: Whether there is something to receive that the kernel knows nothing of.
         wants_write: Whether what was tried last waits for room in the socket, otherwise for what the other side says.
         to_say: What is left to say to prove a secret of both sides.
         to_hear: What the other side has yet to say for that.
@@ -42,24 +42,23 @@ class Secured(ssl.SSLSocket):
             pass
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """See `socket`; of a connection that doesn't block: all that has come, if there is room for it."""
-        view, filled = memoryview(buffer), 0
+        """See `socket`; of a connection that doesn't block, several records, but never more than `CHUNK_BYTES`."""
+        view, filled = memoryview(buffer)[: self.CHUNK_BYTES], 0
         with self._locked():
-            self.has_more = False
-            while filled < len(view):
-                try:
-                    count = super().recv_into(view[filled:])
-                except (ssl.SSLWantReadError, ssl.SSLError) as error:
-                    if not filled:
-                        raise
-                    self.has_more = not isinstance(error, ssl.SSLWantReadError)  # then it is found again
-                    return filled
-                filled += count
-                if not count:  # raises where there is no end: somebody else has closed the descriptor
-                    self.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
-                if not count or self.gettimeout() != 0:
-                    return filled
-            self.has_more = True
+            if begun := self.pending():  # the rest of a record, of which the kernel shows nothing
+                view = view[:begun]
+            try:
+                while filled < len(view):
+                    filled += (count := super().recv_into(view[filled:]))
+                    if not count:  # raises where there is no end: somebody else has closed the descriptor
+                        self.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+                    if not count or self.gettimeout() != 0:
+                        break
+            except ssl.SSLError:
+                if not filled:  # otherwise what is wrong is found again
+                    raise
+            finally:
+                self.has_more = self.pending() > 0
             return filled
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
