@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.shared import cluster
 
 from colocate.executor import Place
-from colocate.testing.executors import ExecutorSuite
+from colocate.testing.executors import Executor
 
 pytest.importorskip("distributed")
 
@@ -20,7 +20,7 @@ def shared() -> Iterator[None]:
         yield
 
 
-class TestDask(ExecutorSuite):
+class TestDask(Executor):
     """Slots on a Dask cluster."""
 
     executor = "dask"

@@ -163,19 +163,6 @@ def test_the_plugin_loads_nothing() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_no_name_twice() -> None:
-    """No two areas of the executor suite have a test of the same name: one would silently hide the other."""
-    from colocate.testing.executors import ExecutorSuite
-
-    seen: dict[str, type] = {}
-    for area in ExecutorSuite.__mro__:
-        for name in vars(area):
-            if name.startswith("test"):
-                assert name not in seen, f"{name} is in {seen[name].__name__} and in {area.__name__}"
-                seen[name] = area
-    assert len(seen) > 150
-
-
 def test_every_test_says_what_holds() -> None:
     """Each test of the executor suite has a docstring: a third party reads it when the test fails."""
     from colocate.testing.executors import ExecutorSuite

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.distributions.install import HERE, Installed
 
-from colocate.testing.executors import ExecutorSuite
+from colocate.testing.executors import Executor
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +21,7 @@ def outpost(installed: Installed) -> Iterator[Path]:
         yield folder
 
 
-class TestOutpost(ExecutorSuite):
+class TestOutpost(Executor):
     """Slots are kept by processes that a stranger's executor has started."""
 
     executor = "outpost"

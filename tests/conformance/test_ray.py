@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tests.conformance.shared import cluster
 
-from colocate.testing.executors import ExecutorSuite
+from colocate.testing.executors import Executor
 
 pytest.importorskip("ray")
 
@@ -18,7 +18,7 @@ def shared() -> Iterator[None]:
         yield
 
 
-class TestRay(ExecutorSuite):
+class TestRay(Executor):
     """Slots on a Ray cluster."""
 
     executor = "ray"

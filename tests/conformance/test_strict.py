@@ -1,7 +1,7 @@
-from colocate.testing.executors import ExecutorSuite
+from colocate.testing.executors import Executor
 
 
-class TestStrict(ExecutorSuite):
+class TestStrict(Executor):
     """Slots are threads, and everything goes through the wire format."""
 
     options = {"strict": True}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from colocate.testing import executors
-from colocate.testing.executors import _SMOKE, ExecutorSuite, Smoke, drivers
+from colocate.testing.executors import Executor, ExecutorSuite, Smoke, drivers
 
 
 def test_no_area_hides_a_test_of_another() -> None:
@@ -51,9 +51,14 @@ def test_a_script_that_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     scripts.close()
 
 
-def test_smoke_is_a_small_part_of_the_suite() -> None:
-    """Each of its tests is one of the suite's; those that it doesn't have aren't run."""
-    there = [name for name in dir(Smoke) if name.startswith("test_") and getattr(Smoke, name) is not None]
-    assert set(there) == _SMOKE
-    assert 18 <= len(there) <= 25
-    assert all(getattr(Smoke, name) is getattr(ExecutorSuite, name) for name in there)
+def test_levels_of_the_suite() -> None:
+    """Each has the tests of the one before, and is larger by far; each test is the suite's."""
+    smoke, executor, whole = (
+        {name for name in dir(level) if name.startswith("test_") and getattr(level, name) is not None}
+        for level in (Smoke, Executor, ExecutorSuite)
+    )
+    assert smoke < executor < whole
+    assert 18 <= len(smoke) <= 25
+    assert 4 * len(smoke) < len(executor) < len(whole) / 4
+    for level, names in ((Smoke, smoke), (Executor, executor)):
+        assert all(getattr(level, name) is getattr(ExecutorSuite, name) for name in names)

@@ -22,10 +22,11 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the markers known."""
     config.addinivalue_line(
         "markers", "colocate_executor(name, **options): what the fixture colocate_executor connects to"
     )
+    config.addinivalue_line("markers", "long: a test of a suite that a quick run leaves out, by `-m 'not long'`")
 
 
 class _Outcomes:

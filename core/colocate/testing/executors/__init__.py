@@ -2,15 +2,16 @@
 
 Subclass it in a test file of your own:
 
-    from colocate.testing.executors import ExecutorSuite
+    from colocate.testing.executors import Executor
 
-    class TestMine(ExecutorSuite):
+    class TestMine(Executor):
         executor = "mine"
         options = {"address": "…"}
 
-`Smoke` is some twenty of its tests, to begin with. Each area is a class of its own too (`Calls`, `Residents` …). What
-the executor lacks a capability for is skipped with the capability's name; what needs torch is skipped where it isn't
-installed.
+`Smoke` is some twenty of its tests, to begin with; `Executor` is all that an executor does itself. The rest is core's,
+and the same on any executor of which these hold; `ExecutorSuite` has it, too. Each area is a class of its own (`Calls`,
+`Residents` …). What the executor lacks a capability for is skipped with the capability's name; what needs torch is
+skipped where it isn't installed.
 """
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -127,27 +128,21 @@ class ExecutorSuite(
     """Everything that holds for every executor."""
 
 
-_SMOKE = frozenset(
-    {
-        # Workers start where and as they were asked for, and values and errors come and go.
-        *("test_by_name", "test_environment", "test_facts", "test_dying_constructor", "test_plain_call", "test_large"),
-        *("test_role_error", "test_class_of_the_script", "test_scatter_then_concat", "test_between_slots"),
-        # Slots are held together, and given back.
-        *("test_slots_of_a_pool", "test_never_fits", "test_does_not_fit_now", "test_waits", "test_close_frees"),
-        # Whatever dies is noticed, and leaves nothing.
-        *("test_killed_in_a_call", "test_left", "test_the_pool_lives", "test_hung_process", "test_killed"),
-        *("test_clean_at_each_stage", "test_others_take_the_place_of_a_slot_that_has_vanished"),
-    }
-)
+class Executor(ExecutorSuite):
+    """What an executor does itself: starts workers, brings messages and values, sees deaths, gives and keeps slots."""
 
 
 class Smoke(ExecutorSuite):
-    """Some twenty tests of an executor's own duties, to begin with: what fails here fails everywhere in the suite."""
+    """Some twenty tests of these, to begin with: what fails here fails everywhere in the suite."""
 
 
 for _name in dir(ExecutorSuite):
-    if _name.startswith("test_") and _name not in _SMOKE:
-        setattr(Smoke, _name, None)  # what is None is no test
+    if _name.startswith("test_"):
+        _level = getattr(getattr(ExecutorSuite, _name), "level", "core")
+        if _level != "smoke":
+            setattr(Smoke, _name, None)  # what is None is no test
+        if _level == "core":
+            setattr(Executor, _name, None)
 
 
 __all__ = [
@@ -169,6 +164,7 @@ __all__ = [
     "Dispatching",
     "Drivers",
     "Endings",
+    "Executor",
     "ExecutorCase",
     "ExecutorSuite",
     "Failures",

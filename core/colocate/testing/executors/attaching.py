@@ -16,7 +16,7 @@ from colocate._crew.crew import Crew
 from colocate._system.at_work import waited_for
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
 from colocate.executor import Detachable
-from colocate.testing.executors._base import needs
+from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new, published
 from colocate.testing.executors.drivers import Scripts
 from colocate.testing.gate import Gate
@@ -30,6 +30,7 @@ class Attaching(DetachedCase):
     """A detached pool is commanded by one driver at a time, and a borrower's end is only that of its borrow."""
 
     @needs(Detachable)
+    @of_executor
     def test_one_driver_at_a_time(self, runtime: Runtime, name: str) -> None:
         """Who attaches while somebody else does is told who that is; then it is its turn."""
         pool, _ = new(runtime)
@@ -54,6 +55,7 @@ class Attaching(DetachedCase):
         assert 0 < found["left_s"] <= TTL_S
 
     @needs(Detachable)
+    @of_executor
     def test_borrower_spawns(self, runtime: Runtime, name: str) -> None:
         """What a borrower spawns on free slots ends with its borrow; what it closes of the pool's own lives on."""
         pool = runtime.reserve(2, cpus=0, detachable=True)
@@ -74,6 +76,7 @@ class Attaching(DetachedCase):
             assert counting(again).add() == [2]
 
     @needs(Detachable)
+    @of_executor
     def test_automatic_names_beside_its(self, runtime: Runtime, name: str) -> None:
         """A pool that is attached, and its groups, keep the names that another driver gave; new ones get free ones."""
         roles: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "rows": colocate.role(Rows)}
@@ -97,6 +100,7 @@ class Attaching(DetachedCase):
             assert not other.audit()
 
     @needs(Detachable)
+    @of_executor
     def test_a_name_that_is_taken(self, runtime: Runtime, name: str) -> None:
         """A group of the pool can't have the name of one of this runtime: attaching says whose, and changes nothing."""
         pool = runtime.reserve(1, cpus=0, detachable=True)
@@ -116,6 +120,7 @@ class Attaching(DetachedCase):
                 assert own.spawn({"echo": colocate.role(Echo)}).name not in ("", group.name)
 
     @needs(Detachable)
+    @of_executor
     def test_owner_changes_groups(self, runtime: Runtime, name: str) -> None:
         """What who took it has spawned and closed is what the next one finds, though it never detached it again."""
         pool, _ = new(runtime)
@@ -129,6 +134,7 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_borrower_killed(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """SIGKILL of who borrows it, in the middle of a call, ends only the borrow; the call sees it."""
         pool, view = new(runtime)
@@ -156,6 +162,7 @@ class Attaching(DetachedCase):
             assert counting(again).still_kept() == [False, False]
 
     @needs(Detachable)
+    @of_executor
     def test_borrower_killed_amid_an_await(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """What an async method awaits for it is cancelled, so that the next driver doesn't wait for that."""
         pool, _ = new(runtime)
@@ -167,6 +174,7 @@ class Attaching(DetachedCase):
                 assert counting(again).add() == [2, 2]
 
     @needs(Detachable)
+    @of_executor
     def test_borrower_killed_in_a_collective(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """So it does when one rank waits for the other in a collective: the next driver's collectives work."""
         pytest.importorskip("torch")
@@ -183,6 +191,7 @@ class Attaching(DetachedCase):
         borrowed.close()
 
     @needs(Detachable)
+    @of_executor
     def test_borrower_killed_amid_a_step(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """What all ranks are in ends as it would have: nobody cuts their groups while they need them."""
         pytest.importorskip("torch")
@@ -197,6 +206,7 @@ class Attaching(DetachedCase):
                 assert counting(again).sum() == [2, 2]
 
     @needs(Detachable)
+    @of_executor
     def test_borrower_killed_before_a_step_of_some(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """Who is in the backward pass of a step that the other rank drops is freed, and nothing that it has is lost."""
         pytest.importorskip("torch")
@@ -215,6 +225,7 @@ class Attaching(DetachedCase):
                 assert stepping.step() == [4, 3]
 
     @needs(Detachable)
+    @of_executor
     def test_call_that_stays(
         self, scripts: Scripts, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -232,6 +243,7 @@ class Attaching(DetachedCase):
         assert "pass_gate" in str(error)
 
     @needs(Detachable)
+    @of_executor
     def test_taken_from_a_live_driver(self, runtime: Runtime, name: str) -> None:
         """Who has it is fenced: what it has under way, what it keeps and what it tries later end with who took it."""
         pool, _ = new(runtime)
@@ -261,6 +273,7 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_taken_while_it_is_closed(self, runtime: Runtime, name: str) -> None:
         """An owner that loses it while it closes it lets go: what it hasn't ended yet goes on, and so do all slots."""
         pool = runtime.reserve(2, cpus=0, detachable=True)
@@ -286,6 +299,7 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     @pytest.mark.parametrize("stage", ["_taken", "_greet"])
+    @of_executor
     def test_taken_while_it_is_attached(
         self, runtime: Runtime, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -312,6 +326,7 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_taken_from_itself(self, runtime: Runtime, name: str) -> None:
         """A driver may take what it has borrowed; it is told of the end of a worker as ever."""
         pool, view = new(runtime)
@@ -329,6 +344,7 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_taken_in_vain(self, runtime: Runtime, name: str) -> None:
         """One that was to be an owner and failed takes nothing along: the pool goes on with all its slots."""
         pool, view = new(runtime)
@@ -346,6 +362,7 @@ class Attaching(DetachedCase):
             assert (counting(borrowed).add(), counting(borrowed).pid()) == ([1, 1], pids)
 
     @needs(Detachable)
+    @of_executor
     def test_taken_from_a_stopped_driver(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """One that was stopped through it all wakes to a ClosedError, and has changed nothing."""
         pool, _ = new(runtime)
@@ -381,6 +398,7 @@ class Attaching(DetachedCase):
         assert driver.end()[0] == 0
 
     @needs(Detachable)
+    @of_executor
     def test_worker_dies_alone(self, runtime: Runtime, name: str) -> None:
         """A worker that dies while nobody is attached: whoever comes next is told, as if it had been there."""
         pool, view = new(runtime)
@@ -398,6 +416,7 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_owner_killed_after_taking(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """One that took it with own=True takes it along when it dies."""
         pool, view = new(runtime)
@@ -419,6 +438,7 @@ class Attaching(DetachedCase):
         wait_until(lambda: published(runtime, name) is None, "it is over")
 
     @needs(Detachable)
+    @of_executor
     def test_restart_by_a_borrower(self, runtime: Runtime, name: str) -> None:
         """A group that is rebuilt while it is borrowed is the one that the next driver finds."""
         pool = runtime.reserve(2, cpus=0, detachable=True)

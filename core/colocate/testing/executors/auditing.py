@@ -24,7 +24,7 @@ from colocate._role.budget import Budget
 from colocate.errors import RoleStartError
 from colocate.executor import Detachable, Exit, OwnProcess, Reservation
 from colocate.testing import leaks
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import FailsToStart, Faulty
 from colocate.testing.probes.plain import Echo
@@ -66,6 +66,7 @@ def retitle(ctx: Context) -> str:
 class Auditing(ExecutorCase):
     """`runtime.audit()`: false when the graph and the engine agree."""
 
+    @smoke
     def test_clean_at_each_stage(self, runtime: Runtime) -> None:
         """Nothing is found before, between and after: reserved, spawned, called, failed to start, closed."""
         assert not runtime.audit()
@@ -170,6 +171,7 @@ class Auditing(ExecutorCase):
                 assert not other.audit()
         assert not runtime.audit()
 
+    @of_executor
     def test_forgotten_group(self, spawn: Spawn) -> None:
         """Workers that run although no group has them are leaked, with what is known of them."""
         group = spawn(ROLES)
@@ -210,6 +212,7 @@ class Auditing(ExecutorCase):
             with forgotten(other._node):
                 assert found(runtime.audit().leaked, "reservation") == {other._node.request.id}
 
+    @of_executor
     def test_claimed_worker(self, spawn: Spawn) -> None:
         """A worker that the graph has and nobody runs is missing, with the line that made its group."""
         group = spawn(ROLES)
@@ -228,6 +231,7 @@ class Auditing(ExecutorCase):
         assert str(audit).startswith("missing: worker ")
         assert not group.owner.owner.audit()
 
+    @of_executor
     def test_claimed_pool(self, runtime: Runtime) -> None:
         """Slots that the graph has and nobody holds are missing."""
         with runtime.reserve(1, cpus=0) as real:

@@ -11,7 +11,7 @@ import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._values.leaving import Watch
 from colocate.errors import BorrowedError, ClosedError, ColocateError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -43,6 +43,7 @@ class Borrows(ExecutorCase):
         kept.free()
         owner.close()
 
+    @of_executor
     def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
         """`force=True` breaks borrows: each borrower gets a clear error, and its group goes on."""
         owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")

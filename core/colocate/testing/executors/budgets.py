@@ -11,7 +11,7 @@ import colocate
 from colocate import RoleSpec, Runtime
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
 from colocate.executor import Detachable, OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.probes.sleepers import Dozing, Sharing
 
 _MIB = 2**20
@@ -219,6 +219,7 @@ class Budgets(ExecutorCase):
                 pool.spawn({"a": role}, device_memory="2MiB")
 
     @needs(Detachable)
+    @of_executor
     def test_budgets_from_driver_to_driver(self, runtime: Runtime) -> None:
         """They are of the pool and its groups, whoever has them."""
         pytest.importorskip("torch")

@@ -14,7 +14,7 @@ import colocate
 from colocate import Call, ColocatedGroup, ColocateError, Runtime
 from colocate.errors import CallTimeout, ConfigError, DispatchError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log, Plain, RenamedAgain
@@ -25,6 +25,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 class Calls(ExecutorCase):
     """What a view gives, and what becomes of a call."""
 
+    @smoke
     def test_plain_call(self, pair: ColocatedGroup) -> None:
         """A call blocks and returns the collected value: by default a list with an item per rank."""
         echo = pair.role("echo", Echo)
@@ -58,6 +59,7 @@ class Calls(ExecutorCase):
         assert [tag for tag, _ in other.tag_and_rank()] == ["another"] * 2
         assert echo.place() == other.place()
 
+    @of_executor
     def test_lane(self, pair: ColocatedGroup, runtime: Runtime) -> None:
         """Role code runs on one thread per worker: the main one of a process that is the worker's own."""
         places = {tuple(pair.role("echo", Echo).place()) for _ in range(3)}
@@ -291,6 +293,7 @@ class Calls(ExecutorCase):
             pair.role("echo", Echo).call_a_view()
         assert isinstance(caught.value.__cause__, ColocateError)
 
+    @of_executor
     def test_async_overlap(self, pair: ColocatedGroup) -> None:
         """Calls of an async method overlap up to its concurrency: here each of two needs the other to end."""
         log = cleared(pair)

@@ -11,7 +11,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup
 from colocate.errors import CallCancelled, CallTimeout, ConfigError, RoleError
-from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.executors._base import ExecutorCase, of_executor
 from colocate.testing.executors.order import cleared
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -57,6 +57,7 @@ class Cancelling(ExecutorCase):
             call.result(PATIENCE_S)
         assert [[entry for entry in each if entry == "both"] for each in log.read()] == [["both"], ["both"]]
 
+    @of_executor
     def test_cancel_running(self, pair: ColocatedGroup) -> None:
         """A running method finds `ctx.cancelled` and ends as it likes; its result is there for whoever asks."""
         log = cleared(pair)

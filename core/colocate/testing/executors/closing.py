@@ -15,7 +15,7 @@ from colocate._calls.stacks import HAS_LEFT, Stacks
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.keeper.outside import py_spy
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
@@ -154,6 +154,7 @@ class Closing(ExecutorCase):
             assert [slot.state for slot in group.owner.slots] == ["free", "free"]
 
     @needs(OwnProcess)
+    @smoke
     def test_hung_process(self, runtime: Runtime) -> None:
         """A worker process that hangs is gone when close returns, and so is one that holds the interpreter's lock."""
         with runtime.reserve(1, cpus=0) as pool:
@@ -220,6 +221,7 @@ class Closing(ExecutorCase):
         assert stacks.of(0) == HAS_LEFT
         assert stacks.of(1) != HAS_LEFT
 
+    @of_executor
     def test_slots_after_a_hung_rank(self, runtime: Runtime) -> None:
         """The slot of a hung rank is free again: the next group works there."""
         with Gate() as gate, runtime.reserve(1, cpus=0) as pool:
@@ -245,6 +247,7 @@ class Closing(ExecutorCase):
                 part.spawn({"echo": colocate.role(Echo)}, name=name)
         assert closed == ["middle", "newest of the older pool", "oldest"]
 
+    @of_executor
     def test_every_error(self, runtime: Runtime) -> None:
         """The owner's close frees everything, and only then raises what went wrong, together."""
         pool = runtime.reserve(2, cpus=0)

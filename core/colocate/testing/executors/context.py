@@ -11,7 +11,7 @@ from colocate import ColocatedGroup, ColocateError
 from colocate._role.context import derive_seed
 from colocate.errors import RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
@@ -22,6 +22,7 @@ from colocate.testing.waiting import wait_until
 class Contexts(ExecutorCase):
     """The context is the same everywhere but for what differs."""
 
+    @smoke
     def test_facts(self, pair: ColocatedGroup) -> None:
         """Rank, world size, slot, node, role, group and generation are right on every rank."""
         nodes = [slot.node for slot in pair.owner.slots]
@@ -127,12 +128,14 @@ class Contexts(ExecutorCase):
             expected = [torch.rand(2, generator=each, device=self.device) for each in generators]
             assert torch.equal(drawing.random(2), torch.cat(expected).cpu())
 
+    @of_executor
     def test_device(self, pair: ColocatedGroup) -> None:
         """A slot without GPUs has the CPU, one with GPUs the first of them."""
         pytest.importorskip("torch")
         assert [device for device, _ in pair.role("tensors", Tensors).device()] == [self.device] * 2
 
     @needs(OwnProcess)
+    @of_executor
     def test_threads_of_torch(self, pair: ColocatedGroup) -> None:
         """A worker that is a process gives torch as many threads as its slot has CPUs, and one at least."""
         pytest.importorskip("torch")

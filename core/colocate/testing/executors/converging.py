@@ -19,7 +19,7 @@ from colocate._crew import workforce
 from colocate._owned import owned
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty, HangsAtStart
@@ -190,6 +190,7 @@ class Converging(ExecutorCase):
         assert "unborn" not in runtime.groups
         pool.close()
 
+    @of_executor
     def test_while_it_reserves(self) -> None:
         """Who waits for slots when the runtime is closed is told, and the runtime's close doesn't wait for that."""
         runtime = self.connect_privately(cpus=1)

@@ -18,7 +18,7 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.careless import Careless, Independent
 from colocate.testing.probes.collectives import Collective
@@ -31,6 +31,7 @@ class CutProcessGroups(ExecutorCase):
     """Who waits in a collective for one that has failed is freed: the group is cut, and made anew."""
 
     @needs(OwnProcess)
+    @of_executor
     def test_hold_in_a_collective(self, ring: ColocatedGroup) -> None:
         """Rank 1 raises before a collective in which rank 0 waits: its error comes at once, and rank 0 is freed."""
         pair = ring.role("pair", Collective)

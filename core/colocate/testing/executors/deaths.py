@@ -15,7 +15,7 @@ import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent, Reckless
 from colocate.testing.probes.plain import Echo
@@ -27,6 +27,7 @@ class Deaths(ExecutorCase):
     """A group fails together, and says what happened."""
 
     @needs(OwnProcess)
+    @smoke
     def test_killed_in_a_call(self, spawn: Spawn) -> None:
         """WorkerDied tells rank, pid, node, signal and what it ran; every pending call of the group gets it."""
         group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
@@ -52,6 +53,7 @@ class Deaths(ExecutorCase):
         group.close()
 
     @needs(OwnProcess)
+    @of_executor
     def test_killed_between_calls(self, spawn: Spawn) -> None:
         """Without a call under way the news comes too; a failure that nobody has seen is raised by close."""
         group = spawn({"echo": colocate.role(Echo)})
@@ -65,6 +67,7 @@ class Deaths(ExecutorCase):
         assert (error.rank, error.pid, error.signal, error.running) == (0, pids[0], "SIGKILL", None)
 
     @needs(OwnProcess)
+    @smoke
     def test_left(self, spawn: Spawn) -> None:
         """A worker that leaves by itself: its exit code and the last lines of its log."""
         group = spawn({"faulty": colocate.role(Faulty)})
@@ -77,6 +80,7 @@ class Deaths(ExecutorCase):
         assert "exited with code 7" in str(error)
 
     @needs(OwnProcess)
+    @of_executor
     def test_crashed(self, spawn: Spawn) -> None:
         """A crash in native code tells its Python stack."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
@@ -86,6 +90,7 @@ class Deaths(ExecutorCase):
         assert "in kill" in str(caught.value.log_tail)
 
     @needs(OwnProcess)
+    @of_executor
     def test_survivors_go(self, spawn: Spawn) -> None:
         """The group fails together: its other workers are ended, whatever they are doing."""
         group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
@@ -99,6 +104,7 @@ class Deaths(ExecutorCase):
         processes.close()
 
     @needs(OwnProcess)
+    @of_executor
     def test_pickle_of_a_death(self, spawn: Spawn) -> None:
         """The error survives pickling with all that it knows."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
@@ -110,6 +116,7 @@ class Deaths(ExecutorCase):
             assert getattr(again, name) == getattr(caught.value, name), name
 
     @needs(OwnProcess)
+    @of_executor
     def test_residents_of_the_dead(self, spawn: Spawn) -> None:
         """Residents die with their group: whoever uses one gets that error."""
         group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)})
@@ -123,6 +130,7 @@ class Deaths(ExecutorCase):
             assert again.value == caught.value
 
     @needs(OwnProcess)
+    @of_executor
     def test_other_groups_live(self, spawn: Spawn) -> None:
         """A death is the business of its group alone; whoever waits for one of its residents is told."""
         group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)}, slots=1)
@@ -138,6 +146,7 @@ class Deaths(ExecutorCase):
         assert other.role("rows", Rows).double([1]) == [2]
 
     @needs(OwnProcess)
+    @smoke
     def test_the_pool_lives(self, runtime: Runtime) -> None:
         """The pool of a failed group stays: closing the group frees its slots for the next one."""
         with runtime.reserve(1, cpus=0) as pool:
@@ -149,6 +158,7 @@ class Deaths(ExecutorCase):
             assert [slot.state for slot in pool.slots] == ["free"]
 
     @needs(OwnProcess)
+    @of_executor
     def test_observers(self, spawn: Spawn) -> None:
         """Observers of the runtime hear of a death, of finished calls, and of groups that come and go."""
 
@@ -182,6 +192,7 @@ class Deaths(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("how", ["close", "kill", "exit", "hang", "supervisor"])
+    @of_executor
     def test_children_of_a_worker(self, spawn: Spawn, how: str) -> None:
         """Processes that a role has started die with the worker, however it ends, whatever session they are in."""
         group = spawn({"parent": colocate.role(Parent), "faulty": colocate.role(Faulty)}, slots=1)
@@ -205,6 +216,7 @@ class Deaths(ExecutorCase):
         children.close()
 
     @needs(OwnProcess)
+    @of_executor
     def test_ended_for_what_it_had_become(self, spawn: Spawn) -> None:
         """A worker that a role has replaced is told as that: nobody need think of a lack of memory."""
         words = "another program in its place, by exec ('sleep 1000')"
@@ -217,6 +229,7 @@ class Deaths(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("how", ["close_all", "close_others"])
+    @of_executor
     def test_one_that_a_role_has_cut_off(self, spawn: Spawn, how: str) -> None:
         """It finds that itself when it sends or receives, or is ended for it when it does neither; told in a line.
 
@@ -230,6 +243,7 @@ class Deaths(ExecutorCase):
         assert "Traceback" not in str(error)
 
     @needs(OwnProcess)
+    @of_executor
     def test_ended_as_another_program(self, spawn: Spawn) -> None:
         """A program that takes the worker's place and ends by itself is told, not only its exit code."""
         group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
@@ -240,6 +254,7 @@ class Deaths(ExecutorCase):
         assert "; start programs with subprocess" in str(error)
 
     @needs(OwnProcess)
+    @of_executor
     def test_multiprocessing(self, spawn: Spawn) -> None:
         """Roles may use multiprocessing, as data loaders do, by fork and by spawn."""
         parent = spawn({"parent": colocate.role(Parent)}, slots=1).role("parent", Parent)

@@ -14,7 +14,7 @@ import pytest
 import colocate
 from colocate import RoleError, SerializationError
 from colocate._api.runtime import Runtime
-from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.executors._base import ExecutorCase, smoke
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _SCRIPT = """
@@ -161,6 +161,7 @@ class Definitions(ExecutorCase):
         exec(_SCRIPT, module.__dict__)
         return module
 
+    @smoke
     def test_class_of_the_script(self, runtime: Runtime, script: Any) -> None:
         """It is one class in the constructor, arguments, results, residents of other groups and errors."""
         with runtime.reserve(2) as pool:

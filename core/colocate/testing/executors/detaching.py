@@ -18,7 +18,7 @@ from colocate import Runtime
 from colocate._api.detached import close_detached
 from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError, SleepingError
 from colocate.executor import Detachable
-from colocate.testing.executors._base import needs
+from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new, published
 from colocate.testing.executors.drivers import Scripts
 from colocate.testing.gate import Gate
@@ -38,6 +38,7 @@ class Missing:
 class Detaching(DetachedCase):
     """A detached pool lives on as it was, and ends by its time to live."""
 
+    @of_executor
     def test_refused(self, runtime: Runtime) -> None:
         """An engine that ends with its driver can't keep a pool: refused with who can."""
         with self.connect_privately() as private:
@@ -56,6 +57,7 @@ class Detaching(DetachedCase):
                 pool.detach("anything", ttl=1)
 
     @needs(Detachable)
+    @of_executor
     def test_goes_on(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """The driver that made it ends; the next one finds the roles as they were: state, generator, processes."""
         pytest.importorskip("torch")
@@ -85,6 +87,7 @@ class Detaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_class_of_a_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """A role class that no distribution has comes along by value."""
         driver = self.start(
@@ -110,6 +113,7 @@ class Detaching(DetachedCase):
             assert pool.groups["own"].role("own").add(2) == [42]
 
     @needs(Detachable)
+    @of_executor
     def test_what_calls_leave_asleep(self, runtime: Runtime, name: str) -> None:
         """Drivers after the one that has put it to sleep heed that, however they have come by the pool."""
         pytest.importorskip("torch")
@@ -129,6 +133,7 @@ class Detaching(DetachedCase):
             assert pool.groups["dozing"].role("actor", Dozing).digest() == before
 
     @needs(Detachable)
+    @of_executor
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
         """After detach the driver's pool, group and residents are closed, and say where it went; nothing is kept."""
         pool, view = new(runtime)
@@ -147,6 +152,7 @@ class Detaching(DetachedCase):
             assert counting(again).still_kept() == [False, False]
 
     @needs(Detachable)
+    @of_executor
     def test_what_detach_refuses(self, runtime: Runtime, name: str) -> None:
         """Calls under way, a taken name, no end, a pool that wasn't reserved for it: the pool stays as it was."""
         with runtime.reserve(1, cpus=0) as plain, pytest.raises(ConfigError, match="detachable=True"):
@@ -172,12 +178,14 @@ class Detaching(DetachedCase):
             other_view.add()
 
     @needs(Detachable)
+    @of_executor
     def test_who_is_not_there(self, runtime: Runtime, name: str) -> None:
         """Attaching what isn't detached says what is."""
         with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
             runtime.attach(name)
 
     @needs(Detachable)
+    @of_executor
     def test_time_to_live(self, runtime: Runtime, name: str) -> None:
         """Without a driver for so long it ends by itself; while it has one it doesn't."""
         pool, view = new(runtime)
@@ -195,6 +203,7 @@ class Detaching(DetachedCase):
             runtime.attach(name)
 
     @needs(Detachable)
+    @of_executor
     def test_expired_frees_its_slots(self, runtime: Runtime, name: str) -> None:
         """And its slots can be reserved again."""
         pool, _ = new(runtime)
@@ -206,6 +215,7 @@ class Detaching(DetachedCase):
             assert counting(borrowed).add() == [1, 1]
 
     @needs(Detachable)
+    @of_executor
     def test_owner_killed_before_detach(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """Until it is detached it dies with its owner, as any other; its slots are free."""
         driver = self.start(
@@ -226,6 +236,7 @@ class Detaching(DetachedCase):
         pool.close()
 
     @needs(Detachable)
+    @of_executor
     def test_commands(self, runtime: Runtime, name: str, tmp_path: Path) -> None:
         """`colocate groups` lists it; `colocate close` ends it, by force what a driver is attached to."""
         config = tmp_path / "cluster.yaml"
@@ -267,6 +278,7 @@ class Detaching(DetachedCase):
         assert command("close", name)[0] == 1
 
     @needs(Detachable)
+    @of_executor
     def test_roles_that_cannot_be_had(self, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Who can't import its roles can't attach it, which harms nothing, and can end it all the same."""
         pool, view = new(runtime)
@@ -285,6 +297,7 @@ class Detaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_record_that_cannot_be_read(self, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """So can who can't read what is recorded of it, whatever that raises."""
         pool, view = new(runtime)
@@ -301,6 +314,7 @@ class Detaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
+    @of_executor
     def test_audit(self, runtime: Runtime, name: str) -> None:
         """A detached pool is no leak; a borrowed one is all there."""
         pool, _ = new(runtime)

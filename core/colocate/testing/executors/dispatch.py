@@ -9,7 +9,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup
 from colocate.errors import ConfigError, DispatchError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, smoke
 from colocate.testing.probes.rows import Axes, Block, Own, Rows, Sets
 
 
@@ -22,6 +22,7 @@ class Dispatching(ExecutorCase):
         assert rows.seen([1, 2, 3], factor=7) == [([1, 2], 7), ([3], 7)]
         assert rows.seen([1, 2]) == [([1], 1), ([2], 1)]
 
+    @smoke
     def test_scatter_then_concat(self, pair: ColocatedGroup) -> None:
         """Split, then concat, is the identity on the rows' order, for any number of rows from the ranks' up."""
         rows = pair.role("rows", Rows)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
@@ -298,6 +298,7 @@ class Drivers(Scripted):
         workers.wait()
         workers.close()
 
+    @of_executor
     def test_interrupted(self, scripts: Scripts) -> None:
         """Ctrl-C in a blocking call raises KeyboardInterrupt there; the way out closes everything."""
         with Gate() as gate:
@@ -319,6 +320,7 @@ class Drivers(Scripted):
         workers.close()
 
     @needs(OwnProcess)
+    @smoke
     def test_killed(self, scripts: Scripts) -> None:
         """A driver killed by SIGKILL takes its workers along: idle, hung, and holding the interpreter's lock.
 
@@ -431,6 +433,7 @@ class Drivers(Scripted):
         assert "never closed" not in errors
 
     @needs(OwnProcess)
+    @of_executor
     def test_killed_with_a_fork_alive(self, scripts: Scripts) -> None:
         """So it does when a forked child of the driver, such as a data loader's, lives on."""
         driver = scripts.start("""

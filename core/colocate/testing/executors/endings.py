@@ -54,6 +54,7 @@ class Endings(Scripted):
         self._end(scripts, pair, stage, signal.SIGKILL)
 
     @needs(OwnProcess)
+    @pytest.mark.long
     @pytest.mark.parametrize("stage", STAGES)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
     def test_ended_while(self, scripts: Scripts, pair: ColocatedGroup, number: signal.Signals, stage: str) -> None:

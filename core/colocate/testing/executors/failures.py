@@ -16,7 +16,7 @@ import pytest
 import colocate
 from colocate import Call, ColocatedGroup
 from colocate.errors import RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, smoke
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, becomes_true
@@ -63,6 +63,7 @@ class Failures(ExecutorCase):
             if collecting:
                 gc.enable()
 
+    @smoke
     def test_role_error(self, pair: ColocatedGroup) -> None:
         """A role's exception comes as RoleError: where, what, the remote traceback, and the original as its cause."""
         with pytest.raises(RoleError) as caught:

@@ -13,7 +13,7 @@ from colocate import ColocatedGroup, Context
 from colocate.errors import RoleError, SerializationError
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import deep_inside
 from colocate.testing.probes.meshes import facts, sum_of_ranks
@@ -25,6 +25,7 @@ from colocate.testing.probes.tensors import Tensors
 class Functions(ExecutorCase):
     """What a function gets, gives, and does to the group."""
 
+    @of_executor
     def test_run_context(self, pair: ColocatedGroup) -> None:
         """A function gets the worker's context, in which every slot is a rank, and its arguments."""
         nodes = [slot.node for slot in pair.owner.slots]

@@ -8,7 +8,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate.errors import ConfigError, DispatchError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.executors._traffic import Traffic
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.meshes import Meshes
@@ -62,6 +62,7 @@ class NamedMeshes(ExecutorCase):
         with pytest.raises(DispatchError, match=r"names the mesh 'infer', which the role doesn't have"):
             spawn({"meshes": colocate.role(Meshes).on(mesh={"train": {"dp": 2}, "inter": {"dp": 2}})})
 
+    @of_executor
     def test_named_residents_between_meshes(self, square: ColocatedGroup) -> None:
         """What one mesh has made is used by the other as its collected value would be."""
         meshes = square.role("meshes", Meshes)

@@ -10,7 +10,7 @@ import pytest
 import colocate
 from colocate import Call, ColocatedGroup
 from colocate.errors import CallTimeout, ColocateError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
@@ -98,6 +98,7 @@ class Order(ExecutorCase):
         assert late.result(PATIENCE_S) == [True, True]
         assert log.read() == [["kept on", "queued", "late"], ["queued", "late"]]
 
+    @of_executor
     def test_later_call_begun(self, pair: ColocatedGroup) -> None:
         """A later call that some rank had begun goes on there, and runs on the others after the hold."""
         log = cleared(pair)

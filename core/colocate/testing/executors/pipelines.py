@@ -13,7 +13,7 @@ import pytest
 import colocate
 from colocate import Call, ColocatedGroup, Resident
 from colocate.errors import CallTimeout, ClosedError, PipelineError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.executors._traffic import Traffic
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -26,6 +26,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 class Pipelines(ExecutorCase):
     """What `group.pipeline()` sends, refuses and forgets."""
 
+    @of_executor
     def test_pipeline_as_without(self, pair: ColocatedGroup) -> None:
         """Calls and residents of the block are what they are without it; residents can be used at once."""
         rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)

@@ -18,7 +18,7 @@ from colocate import Pool, Runtime, gpus
 from colocate._plugins.plugins import about_executor
 from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Detachable, MultiNode, OwnProcess, Watchable
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -57,6 +57,7 @@ class Placement(ExecutorCase):
         with pytest.MonkeyPatch.context() as patch, _gpus(patch, None), cls().connect_privately(gpus=2) as two:
             yield make_first_worker(two)
 
+    @smoke
     def test_slots_of_a_pool(self, runtime: Runtime) -> None:
         """A pool tells of its slots: index, node, devices, state."""
         with runtime.reserve(3, cpus=0) as pool:
@@ -67,6 +68,7 @@ class Placement(ExecutorCase):
             assert {slot.node for slot in pool.slots} <= nodes
             assert {slot.devices for slot in pool.slots} == {()}
 
+    @smoke
     def test_never_fits(self, two_cpus: Runtime) -> None:
         """What can never fit is an error at once, with a table of every node; nothing stays pending."""
         runtime = two_cpus
@@ -84,6 +86,7 @@ class Placement(ExecutorCase):
         with runtime.reserve(slots=2, cpus=1, timeout=0):
             pass
 
+    @of_executor
     def test_interrupted_reserve(self, two_cpus: Runtime) -> None:
         """Ctrl-C while slots are waited for withdraws the request, at once: nothing stays pending."""
 
@@ -108,6 +111,7 @@ class Placement(ExecutorCase):
         with two_cpus.reserve(slots=2, cpus=1, timeout=0):
             assert not two_cpus.audit()
 
+    @smoke
     def test_does_not_fit_now(self, two_cpus: Runtime) -> None:
         """What doesn't fit now is an error when time is up, says what is free, and holds nothing back."""
         with two_cpus.reserve(slots=1, cpus=1, name="holder"):
@@ -119,6 +123,7 @@ class Placement(ExecutorCase):
             with two_cpus.reserve(slots=1, cpus=1, timeout=0):
                 pass
 
+    @smoke
     def test_waits(self, two_cpus: Runtime) -> None:
         """A reservation waits until what it needs is free."""
         runtime = two_cpus
@@ -133,6 +138,7 @@ class Placement(ExecutorCase):
         assert [slot.state for slot in found[0].slots] == ["free", "free"]
         found[0].close()
 
+    @smoke
     def test_close_frees(self, two_cpus: Runtime) -> None:
         """When close has returned, the slots can be reserved again, after failures too."""
         runtime = two_cpus
@@ -141,6 +147,7 @@ class Placement(ExecutorCase):
                 assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
     @needs(OwnProcess)
+    @of_executor
     def test_close_frees_after_failures(self, two_cpus: Runtime) -> None:
         """After a close with a hung rank, and with a dead one, the slots can be reserved again."""
         for how in (Faulty.wait, Faulty.kill):
@@ -157,11 +164,13 @@ class Placement(ExecutorCase):
         with two_cpus.reserve(slots=2, cpus=1, timeout=0) as pool:
             assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
+    @of_executor
     def test_a_slot_larger_than_a_node(self, two_cpus: Runtime) -> None:
         """All of a slot lies on one node."""
         with pytest.raises(PlacementError):
             two_cpus.reserve(slots=1, cpus=3, timeout=0)
 
+    @of_executor
     def test_gpus(self, two_gpus: Runtime) -> None:
         """Slots have whole GPUs, each its own, sorted."""
         runtime = two_gpus
@@ -175,6 +184,7 @@ class Placement(ExecutorCase):
             runtime.reserve(slots=3, gpus=1, cpus=0)
 
     @needs(OwnProcess)
+    @of_executor
     def test_visible_gpus(self, two_gpus: Runtime) -> None:
         """A worker that is a process sees its slot's GPUs and no others."""
         with two_gpus.reserve(slots=2, gpus=1, cpus=0) as pool:
@@ -183,6 +193,7 @@ class Placement(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("visible", ["7,5, 3,9,1", "GPU-5eed, GPU-beef,GPU-5eed0,GPU-0,GPU-1"])
+    @of_executor
     def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
         """A job that was given some of a machine's GPUs gives its slots these, each its own, in the order it got."""
         with _gpus(monkeypatch, visible), self.connect_privately(gpus=4) as runtime:
@@ -192,6 +203,7 @@ class Placement(ExecutorCase):
                     seen: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
                 assert ",".join(seen) == visible.replace(" ", "").rpartition(",")[0]
 
+    @of_executor
     def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """An engine of one's own can't offer GPUs that the environment hides."""
         with (
@@ -200,6 +212,7 @@ class Placement(ExecutorCase):
         ):
             self.connect_privately(gpus=2).close()
 
+    @of_executor
     def test_parts_of_a_gpu(self, runtime: Runtime) -> None:
         """A slot's GPUs are whole ones: a fraction is refused with the reason, before anything is taken."""
         for amount, why in ((0.5, "only its group uses the GPUs of a slot"), (1.0, "must be a whole number")):
@@ -207,6 +220,7 @@ class Placement(ExecutorCase):
                 runtime.reserve(1, amount)  # type: ignore[arg-type]
             assert [mistake.path for mistake in caught.value.mistakes] == ["gpus"]
 
+    @of_executor
     def test_senseless_requests(self, runtime: Runtime) -> None:
         """Requests that make no sense are refused with all mistakes at once."""
         with pytest.raises(ConfigError) as caught:
@@ -225,6 +239,7 @@ class Placement(ExecutorCase):
         with pytest.raises(ConfigError, match="must be text, not 3"), runtime.reserve(1, cpus=0) as pool:
             pool.spawn({"echo": colocate.role(Echo)}, name=3)  # type: ignore[arg-type]
 
+    @of_executor
     def test_detachable(self, runtime: Runtime) -> None:
         """Pools that can outlive the driver are the business of executors that say so; others refuse."""
         if isinstance(runtime._node.services.executor, Detachable):
@@ -234,6 +249,7 @@ class Placement(ExecutorCase):
             runtime.reserve(1, cpus=0, detachable=True)
         assert caught.value.capability == "Detachable"
 
+    @of_executor
     def test_capabilities_are_said(self, runtime: Runtime) -> None:
         """What the executor says of itself without being imported, is what it can do (`About`)."""
         about = about_executor(self.executor)
@@ -243,6 +259,7 @@ class Placement(ExecutorCase):
         can = {each.__name__ for each in (OwnProcess, MultiNode, Detachable, Watchable) if isinstance(executor, each)}
         assert can <= about.capabilities.keys()
 
+    @of_executor
     def test_unknown_option(self) -> None:
         """An option that the executor doesn't have is refused, with the nearest it has."""
         with pytest.raises(ConfigError, match="cpuss"):

@@ -16,7 +16,7 @@ import colocate
 from colocate._job.window import window
 from colocate.errors import ColocateError
 from colocate.executor import Detachable, OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import starter_of
@@ -29,6 +29,7 @@ class Ports(ExecutorCase):
     """`connect(ports=...)`."""
 
     @needs(OwnProcess)
+    @of_executor
     def test_ports_of_a_range(self, no_leaks: None) -> None:
         """Whatever listens for others does so there, also torch's store; gloo has a port of its own in each worker."""
         pytest.importorskip("torch")

@@ -16,7 +16,7 @@ from colocate.errors import (
 )
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective, Initializing, Launched, Meeting, Own, Threadless, Together
 from colocate.testing.probes.faulty import Faulty
@@ -27,6 +27,7 @@ class ProcessGroups(ExecutorCase):
     """`ctx.process_group()`."""
 
     @needs(OwnProcess)
+    @of_executor
     def test_all_ranks(self, ring: ColocatedGroup) -> None:
         """Without an axis the group has all ranks of the role, and torch knows their numbers."""
         assert ring.role("all", Collective).sum_each([1.0, 2.0, 3.0, 4.0]) == [10.0] * 4  # type: ignore[arg-type]
@@ -62,6 +63,7 @@ class ProcessGroups(ExecutorCase):
         assert ring.role("all", Collective).same_twice() == [True] * 4
 
     @needs(OwnProcess)
+    @of_executor
     def test_default_group(self, ring: ColocatedGroup) -> None:
         """Once a role has asked for a group, torch's default one has all slots, and the groups of all roles in it."""
         assert ring.role("all", Collective).in_default() == [(slot, 4, [0, 1, 2, 3]) for slot in range(4)]

@@ -62,12 +62,21 @@ def alone() -> tuple[list[float], dict[str, Any]]:
     return losses, {name: value.detach().numpy() for name, value in net.named_parameters()}
 
 
+def rarely(*values: Any) -> list[Any]:
+    """Cases that are much like others: a run that is to be quick leaves them out (`-m "not long"`)."""
+    return [pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.long) for each in values]
+
+
+BOTH = ["ddp", *rarely("ddp in the default group"), "fsdp2", *rarely("tp")]
+ONE = [*rarely("ddp", "ddp in the default group"), "fsdp2", *rarely("tp")]
+
+
 class Renewals(ExecutorCase):
     """DDP, FSDP2 and tensor parallelism after a failed call."""
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("where", ["before", "forward", "backward"])
+    @pytest.mark.parametrize("kind", BOTH)
+    @pytest.mark.parametrize("where", [*rarely("before", "forward"), "backward"])
     def test_a_failed_step_is_done_again(self, spawn: Spawn, kind: Kind, where: Where) -> None:
         """One rank raises: the step is repeated, and all that follows is as if nothing had happened."""
         np, _ = pytest.importorskip("numpy"), pytest.importorskip("torch")
@@ -146,7 +155,7 @@ class Renewals(ExecutorCase):
         assert losses == pytest.approx(alone()[0], rel=1e-4)
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ONE)
     def test_the_first_step_is_done_again(self, spawn: Spawn, kind: Kind) -> None:
         """Also where a rank has never been in a forward pass, while the other one waits for it in its first."""
         pytest.importorskip("torch")
@@ -157,8 +166,8 @@ class Renewals(ExecutorCase):
         assert losses == pytest.approx(alone()[0], rel=1e-4)
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("where", ["forward", "backward", "after"])
+    @pytest.mark.parametrize("kind", ONE)
+    @pytest.mark.parametrize("where", [*rarely("forward", "after"), "backward"])
     def test_a_step_that_fails_everywhere(self, spawn: Spawn, kind: Kind, where: Where) -> None:
         """All ranks raise alike: nobody waits, and no group is cut, but models are in the middle of a step."""
         pytest.importorskip("torch")
@@ -170,8 +179,8 @@ class Renewals(ExecutorCase):
         assert losses == pytest.approx(alone()[0], rel=1e-4)
         assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("where", ["forward", "backward", "after"])
+    @pytest.mark.parametrize("kind", BOTH)
+    @pytest.mark.parametrize("where", [*rarely("forward", "after"), "backward"])
     def test_a_step_that_fails_on_one_slot(self, spawn: Spawn, kind: Kind, where: Where) -> None:
         """Where the only rank of a model raises nobody waits for it; it is in the middle of a step nevertheless."""
         pytest.importorskip("torch")
@@ -203,7 +212,7 @@ class Renewals(ExecutorCase):
         assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ONE)
     def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
         """One rank raises when the others can make their update: then there is no common state to go on with."""
         pytest.importorskip("torch")
@@ -221,6 +230,7 @@ class Renewals(ExecutorCase):
         assert error.__cause__ == root
         assert group.state == "failed"
 
+    @pytest.mark.long
     @needs(OwnProcess)
     def test_weights_of_a_part_of_a_step(self, spawn: Spawn) -> None:
         """So is it where a rank fails within its update."""
@@ -264,6 +274,7 @@ class Renewals(ExecutorCase):
         trainer.step(1)
         assert [updates for _, updates in trainer.updates()] in ([{2}, {1}], [{1}, {1}])
 
+    @pytest.mark.long
     @needs(OwnProcess)
     def test_weights_that_another_role_changes(self, spawn: Spawn) -> None:
         """Whoever makes the update, by its sibling say, makes it of what is shared."""
@@ -346,13 +357,10 @@ class Renewals(ExecutorCase):
     @pytest.mark.parametrize(
         ("kind", "device", "torch_is_known"),
         [
-            ("own mesh", None, True),
+            *rarely(("own mesh", None, True), ("ddp in its own group", None, True)),
+            *rarely(("ddp", None, False), ("fsdp2", "meta", False), ("tp", None, False)),
             ("own mesh", "meta", True),
-            ("ddp in its own group", None, True),
-            ("ddp", None, False),
-            ("fsdp2", "meta", False),
             ("fsdp2", None, False),
-            ("tp", None, False),
         ],
     )
     def test_a_model_made_anew(self, spawn: Spawn, kind: Kind, device: str | None, torch_is_known: bool) -> None:
@@ -385,7 +393,7 @@ class Renewals(ExecutorCase):
         assert trainer.identities() == before
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+    @pytest.mark.parametrize("kind", ["fsdp2", *rarely("tp")])
     def test_a_model_made_anew_by_hand(self, spawn: Spawn, kind: Kind) -> None:
         """What torch remembers of the former one's mesh keeps no group that was cut, however often."""
         pytest.importorskip("torch")

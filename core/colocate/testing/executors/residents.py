@@ -13,7 +13,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Resident
 from colocate.errors import CallTimeout, ClosedError, ColocateError, DispatchError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log, Names
@@ -154,6 +154,7 @@ class Residents(ExecutorCase):
                 rows.double(kept.ref)
             assert rows.double([1, 2]) == [2, 4]
 
+    @smoke
     def test_between_slots(self, pair: ColocatedGroup) -> None:
         """A resident of one slot is used on another, and by a role on all slots: nothing comes by the driver."""
         left, right, rows = pair.role("left", Rows), pair.role("right", Rows), pair.role("rows", Rows)
@@ -175,6 +176,7 @@ class Residents(ExecutorCase):
         assert third.fetch() == [8, 16, 24]
         third.free()
 
+    @of_executor
     def test_between_groups(self, pair: ColocatedGroup, spawn: Spawn) -> None:
         """A resident of one group is used by another one."""
         other = spawn({"rows": colocate.role(Rows)}, slots=1)

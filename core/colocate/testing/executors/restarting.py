@@ -14,7 +14,7 @@ import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, RoleError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.lasting import Drawing, Lasting, Passing
 from colocate.testing.probes.plain import Log
@@ -60,6 +60,7 @@ class Restarting(ExecutorCase):
         return make
 
     @needs(OwnProcess)
+    @of_executor
     def test_it_goes_on_from_its_checkpoint(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """Roles are as the last checkpoint has them, on new workers; one that can't be saved is as constructed."""
         group = lasting(more={"passing": colocate.role(Passing)})

@@ -13,7 +13,7 @@ import pytest
 import colocate
 from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import ColocateError, RoleError, SerializationError
-from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.executors._base import ExecutorCase, of_executor, smoke
 from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
@@ -305,12 +305,14 @@ class Serialization(ExecutorCase):
         ],
         ids=repr,
     )
+    @of_executor
     def test_values(self, pair: ColocatedGroup, value: Any) -> None:
         """Everything that Python pickles travels."""
         back = pair.role("echo", Echo).first(value)
         assert repr(back) == repr(value)
         assert type(back) is type(value)
 
+    @smoke
     def test_large(self, pair: ColocatedGroup) -> None:
         """Size doesn't matter, with calls and results of many megabytes under way at once."""
         echo = pair.role("echo", Echo)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import needs
+from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import Processes
@@ -64,6 +64,7 @@ class Signals(Scripted):
         assert (code, errors) == (0, "")
 
     @needs(OwnProcess)
+    @of_executor
     def test_interrupted_spawn(self, scripts: Scripts) -> None:
         """Ctrl-C in a start gives it up: nothing of it is left, and its slots are as good as before."""
         with Gate() as gate:
@@ -179,6 +180,7 @@ class Signals(Scripted):
             code, errors = driver.end()
         assert (code, errors) == (0, "")
 
+    @of_executor
     def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
         """Whatever the main thread asks for: a signal's handler finds no lock of the executor taken by it.
 

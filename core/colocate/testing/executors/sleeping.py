@@ -21,7 +21,7 @@ from colocate.errors import (
     SleepingError,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.probes.sleepers import Dozing, Engine, Sharing, digest_of
 from colocate.testing.probes.tensors import Intruder, Tensors
 from colocate.testing.waiting import PATIENCE_S
@@ -46,6 +46,7 @@ class Dozers(ExecutorCase):
 class Sleeping(Dozers):
     """Memory of roles that sleeps."""
 
+    @of_executor
     def test_sleep_and_wake(self, dozing: ColocatedGroup) -> None:
         """All comes back as it was: the same objects and bits, tied weights and views with them."""
         actor = dozing.role("actor", Dozing)

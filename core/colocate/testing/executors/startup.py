@@ -29,7 +29,7 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.early import Early
 from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, Faulty, HangsAtStart, ImportsAtStart
@@ -63,6 +63,7 @@ class Startup(ExecutorCase):
         """A group with a runtime of its own."""
         return colocate.spawn(roles, executor=self.executor, **{**self.options, "slots": 2, "cpus": 0, **more})
 
+    @of_executor
     def test_in_one_call(self, no_leaks: None) -> None:
         """`colocate.spawn` makes runtime, pool and group; closing the group, or leaving its block, closes all three."""
         with self.spawn_alone({"echo": colocate.role(Echo, tag="alone")}, name="alone", seed=7) as group:
@@ -124,6 +125,7 @@ class Startup(ExecutorCase):
             group.role("faulty", Faulty).fail()
         assert not group.owner.owner.alive
 
+    @smoke
     def test_by_name(self, spawn: Spawn) -> None:
         """A role can be named "module:Class"."""
         group = spawn({"echo": colocate.role("colocate.testing.probes.plain:Echo", tag="by name")}, slots=1)
@@ -187,6 +189,7 @@ class Startup(ExecutorCase):
             group = pool.spawn({"echo": colocate.role(Echo)}, name="again")
             assert group.role("echo", Echo).noop() == [None, None]
 
+    @of_executor
     def test_hanging_constructor(self, spawn: Spawn) -> None:
         """With `timeout=` a constructor that hangs is an error naming the ranks that are late."""
         with Gate() as gate:
@@ -254,6 +257,7 @@ class Startup(ExecutorCase):
             assert started.result(PATIENCE_S) is group
 
     @needs(OwnProcess)
+    @smoke
     def test_dying_constructor(self, spawn: Spawn) -> None:
         """A worker that dies while it constructs its roles is told as such."""
         with pytest.raises(RoleStartError) as caught:
@@ -315,6 +319,7 @@ class Startup(ExecutorCase):
         group = spawn({"first": colocate.role(First), "second": colocate.role(Second)}, slots=1)
         assert group.role("second", Second).get() == [42]
 
+    @smoke
     def test_environment(self, runtime: Runtime) -> None:
         """`env=` reaches workers before any role is imported; it is refused where they share the driver's process."""
         env = {"COLOCATE_PROBE": "set"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from colocate import Runtime
 from colocate.executor import Detachable
-from colocate.testing.executors._base import needs
+from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors._detached import DetachedCase
 from colocate.testing.executors.drivers import Driver, Scripts
 
@@ -107,6 +107,7 @@ class Successors(DetachedCase):
         return said
 
     @needs(Detachable)
+    @of_executor
     def test_the_same_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """It has the classes that the workers have; a global of its own is what counts from then on."""
         self._said(scripts, name, _SCRIPT + _DETACHES)
@@ -117,6 +118,7 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    @of_executor
     def test_globals_of_the_roles(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """Those of this driver's script count from its first call on, whatever that is given."""
         self._said(scripts, name, _SCRIPT + _DETACHES)
@@ -126,6 +128,7 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    @of_executor
     def test_as_long_as_the_group(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """A class is one as long as there is a group that names it, whatever Python collects and whoever was closed."""
         detaches = """
@@ -157,6 +160,7 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    @of_executor
     def test_a_cell_that_ran_again(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """What a driver defines anew, in this borrow or the next, stands beside what it had: that is no other's."""
         self._said(scripts, name, _SCRIPT + _DETACHES)
@@ -184,6 +188,7 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    @of_executor
     def test_a_class_of_other_content(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """One of a name that the workers have is refused, before or when it is sent; the error names both."""
         self._said(scripts, name, _SCRIPT + _DETACHES)
@@ -221,6 +226,7 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    @of_executor
     def test_a_module_of_other_content(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """So is a module beside the script, if the driver has imported it."""
         self._said(scripts, name, _SCRIPT + _DETACHES)
@@ -234,6 +240,7 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    @of_executor
     def test_a_module_that_is_imported_late(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """One that this driver imports after it has attached is compared then, whether by itself or for a result."""
         (scripts.folder / "later.py").write_text("class Value: pass\n")

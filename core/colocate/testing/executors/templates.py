@@ -12,7 +12,7 @@ import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate.errors import WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.waiting import PATIENCE_S, Processes, starter_of
@@ -46,6 +46,7 @@ class Templates(ExecutorCase):
                     assert group.role("born", Born).threads() == [(1, float(1 << 22))]
 
     @needs(OwnProcess)
+    @of_executor
     def test_environment_of_a_fork(self, runtime: Runtime) -> None:
         """It has the pool's, and the kernel shows it; what is read before any import starts another interpreter."""
         for env, hashes in (({"COLOCATE_PROBE": "set"}, None), ({"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "7"})):
@@ -67,6 +68,7 @@ class Templates(ExecutorCase):
         assert sorted(first) == sorted(later)
 
     @needs(OwnProcess)
+    @of_executor
     def test_the_template_is_killed(self, spawn: Spawn) -> None:
         """That ends no worker; the next group has another template, and its workers end as ever."""
         group = spawn(ROLES)

@@ -14,7 +14,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate._api.runtime import Runtime
 from colocate.errors import DispatchError, RoleError, SerializationError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.tensors import Intruder, Tensors, Trainer, takes_a_step
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -37,6 +37,7 @@ class TensorCase(ExecutorCase):
 class TensorResidents(TensorCase):
     """Using a resident gives what using its collected value gives."""
 
+    @of_executor
     def test_round_trip(self, torch: Any, tensors: Tensors) -> None:
         """Tensors of every kind come back as they went."""
         values = [
@@ -106,6 +107,7 @@ class TensorResidents(TensorCase):
             assert back.dtype == value.dtype
             assert (back == value).all()
 
+    @of_executor
     def test_shared_storage(self, torch: Any, tensors: Tensors) -> None:
         """Two names of one tensor in a message stay two names of one tensor."""
         whole = torch.arange(4.0)
@@ -138,6 +140,7 @@ class TensorResidents(TensorCase):
             assert torch.equal(tensors.echo({"deep": (kept.ref,)})["deep"][0], value)
             assert pair.role("right", Rows).seen(kept.ref)[0][0].tolist() == value.tolist()
 
+    @of_executor
     def test_no_copy(self, tensors: Tensors) -> None:
         """A resident used on its own slot is handed over by reference: no byte moves."""
         with tensors.make.keep(1000) as kept:
@@ -244,6 +247,7 @@ class Optimizers(TensorCase):
         trained = colocate.role(Trainer, model, torch.optim.SGD(model.parameters(), lr=1.0))
         assert spawn({"trainer": trained}, name="trained").role("trainer", Trainer).step()
 
+    @of_executor
     def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
         """For those of a call or a function, for results and residents, in whatever has the parameters."""
         group = spawn({"trainer": colocate.role(Trainer)}, name="training")
@@ -386,6 +390,7 @@ class Memory(TensorCase):
         kept.free()
         tensors.write_into_what_it_returned()
 
+    @of_executor
     def test_strict_contents(self) -> None:
         """With `strict=True` contents are checked too: writes that torch's version counter doesn't see are found."""
         pytest.importorskip("torch")

@@ -23,7 +23,7 @@ from colocate.errors import (
     SleepingError,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Sharing, Watching
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -63,6 +63,7 @@ class TakingTurns(ExecutorCase):
         assert all(len(call.result(PATIENCE_S)) == 2 for call in calls)
         assert any(role.asleep for slot in turns.memory().slots for role in slot.roles)
 
+    @of_executor
     def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
         """Observers hear of each sleep and wake, with its bytes."""
         records: list[colocate.MoveRecord] = []

@@ -11,7 +11,7 @@ import colocate
 from colocate import RoleSpec, Runtime
 from colocate.errors import GroupRestarted, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -27,6 +27,7 @@ class Vanishing(ExecutorCase):
     """
 
     @needs(OwnProcess)
+    @smoke
     def test_others_take_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
         """The executor says that it is lost, so a restart reserves anew; with the old slots none could succeed."""
         with self.connect() as own, own.reserve(2, cpus=0) as pool, Gate() as gate:
@@ -45,6 +46,7 @@ class Vanishing(ExecutorCase):
             assert not {id(place) for place in before} & {id(place) for place in after}
 
     @needs(OwnProcess)
+    @of_executor
     def test_the_slots_of_what_has_vanished_are_given_back(self, runtime: Runtime) -> None:
         """Without a restart: the group fails, closing goes as ever, and the next pool has slots that work."""
         with self.connect() as own:
@@ -61,6 +63,7 @@ class Vanishing(ExecutorCase):
             assert not own.audit()
 
     @needs(OwnProcess)
+    @of_executor
     def test_the_engine_tells_why_a_slot_has_vanished(self, runtime: Runtime) -> None:
         """The error that the user reads has the engine's words, not only that a connection has ended."""
         if not self.last_words:
@@ -76,6 +79,7 @@ class Vanishing(ExecutorCase):
             assert self.last_words in str(error)
 
     @needs(OwnProcess)
+    @of_executor
     def test_what_answers_nothing_is_ended(self, runtime: Runtime) -> None:
         """A keeper that can't confirm a kill is ended by the engine (`on_stuck`), and with it what it has started."""
         with self.connect() as own:

@@ -19,7 +19,7 @@ from colocate.cli.cluster import Cluster
 from colocate.cli.top import show_top
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Detachable, Watchable, Window
-from colocate.testing.executors._base import needs
+from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new
 from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
@@ -61,6 +61,7 @@ class Watching(DetachedCase):
         return driver
 
     @needs(Watchable)
+    @of_executor
     def test_looked_at_from_elsewhere(
         self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -105,6 +106,7 @@ class Watching(DetachedCase):
         assert "no job " in capsys.readouterr().err
 
     @needs(Watchable)
+    @of_executor
     def test_window_of_a_driver_that_is_killed(self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate) -> None:
         """It isn't listed any more."""
         driver = self.begin(scripts, job, gate)
@@ -114,6 +116,7 @@ class Watching(DetachedCase):
         wait_until(lambda: found(runtime, job) is None, "its window isn't listed any more")
 
     @needs(Detachable)
+    @of_executor
     def test_detached_pool_is_looked_at(
         self, runtime: Runtime, name: str, gate: Gate, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
@@ -171,6 +174,7 @@ class Watching(DetachedCase):
             executor.look(f"{name}x")
 
     @needs(Detachable)
+    @of_executor
     def test_worker_of_a_detached_pool_that_is_stopped(
         self, runtime: Runtime, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
@@ -192,6 +196,7 @@ class Watching(DetachedCase):
             os.kill(pids[1], signal.SIGCONT)
         assert executor.look(name)["silent"] == []
 
+    @of_executor
     def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A job of a private engine is seen on its own machine only, which the command says."""
         assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1
