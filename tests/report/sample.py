@@ -96,9 +96,6 @@ def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
                 tuple(RoleMemory(role, slot, kinds, {}, 0, 0, None, True) for role, kinds in held.items()),
                 600 * MIB,
                 500 * MIB,
-                60 * MIB,
-                20 * MIB,
-                6 * MIB,
                 0,
                 None,
             )

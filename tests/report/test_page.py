@@ -252,7 +252,7 @@ def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:
 def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> None:
     """Two slots with two roles each are two processes less than four; threads are none."""
     roles = tuple(RoleMemory(name, 0, {"parameters": 1}, {}, 0, 0, None, True) for name in ("actor", "critic"))
-    slots = tuple(SlotMemory(slot, "a", "cpu", roles, empty, empty, 0, 0, 0, 0, None) for slot in range(2))
+    slots = tuple(SlotMemory(slot, "a", "cpu", roles, empty, empty, 0, None) for slot in range(2))
     waiting = [RoleUse("policy", "actor", 2.0, {"critic": 0.5}, 0)]
     page = Page(tmp_path, record(memory=(GroupMemory("policy", slots),), contention=waiting)).text
     assert "Who waited for whom" in page

@@ -74,7 +74,7 @@ def test_who_has_it(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_books, "all_groups", lambda: {"policy/default": Telling(_ALL) if told else _UNTOLD})
     monkeypatch.setattr(ledger, "in_use", lambda device: Gpu())
     found = ledger._gpu("cuda:0")
-    slot = SlotMemory(0, "here", "cuda:0", (), None, None, None, None, None, None, found)
+    slot = SlotMemory(0, "here", "cuda:0", (), None, None, None, found)
     rest = {"other, device": 60 * _MIB, "fragmentation": 40 * _MIB}
     assert slot.unowned == rest | ({"nccl": 7 * _MIB, "context": 93 * _MIB} if told else {"context": 100 * _MIB})
 
@@ -110,7 +110,7 @@ def test_another_allocator_in_the_place_of_torch_s(monkeypatch: pytest.MonkeyPat
     found = ledger._gpu("cuda:0")
     assert found == {"used": 200 * _MIB, "total": 1000 * _MIB, "nccl": 7 * _MIB}
     role = RoleMemory("policy", 0, {"parameters": 80 * _MIB}, {}, 0, 0, None, complete=True)
-    slot = SlotMemory(0, "here", "cuda:0", (role,), None, None, None, None, None, None, found)
+    slot = SlotMemory(0, "here", "cuda:0", (role,), None, None, None, found)
     assert slot.unowned == {"nccl": 7 * _MIB, "context": 113 * _MIB}
     memory = GroupMemory("group", (slot,))
     assert sum(slot.unowned.values()) + role.total == found["used"]

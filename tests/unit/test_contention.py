@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import attrs
-import numpy
 import pytest
 
 import colocate
@@ -130,7 +129,9 @@ def test_what_a_slot_does_adds_up() -> None:
 
 class Large(colocate.Role):
     def __init__(self) -> None:
-        self.memory = numpy.ones(4 << 20, numpy.uint8)
+        import torch
+
+        self.memory = torch.ones(4 << 20, dtype=torch.uint8)
 
     @colocate.method
     def use(self) -> None:
@@ -139,6 +140,7 @@ class Large(colocate.Role):
 
 def test_what_moves_is_a_part_of_what_is_busy(tmp_path: Path) -> None:
     """Whether a call needs it, a constructor, a function, or who asks for it."""
+    pytest.importorskip("torch")
     with (
         colocate.connect("local") as runtime,
         colocate.record(runtime, tmp_path / "run") as run,
@@ -150,7 +152,7 @@ def test_what_moves_is_a_part_of_what_is_busy(tmp_path: Path) -> None:
             group.role(name, Large).use()
         for name in roles:
             group.wake(name)
-        group.run(lambda ctx: ctx.sibling("one", Large).memory[0])
+        group.run(lambda ctx: int(ctx.sibling("one", Large).memory[0]))
     assert run.record is not None
     uses = [use for use in run.record.contention if use.role]
     assert all(use.moves >= 4 and use.moving > 0 for use in uses)

@@ -284,7 +284,6 @@ def test_peaks_of_roles_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(Sleeper, "wake_alone", noted(wake, "wake"))
         monkeypatch.setattr(Device, "begin", noted(begin, "begin"))
         monkeypatch.setattr(Residency, "_look_ahead", looking)
-        monkeypatch.setattr(Residency, "_is_drivers", False)  # as in a process of its own
         for _ in range(4):
             for name in STEP:
                 told.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -27,17 +28,15 @@ from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker import asleep as asleep_module  # noqa: E402
 from colocate.worker import holdings, offload, storages  # noqa: E402
-from colocate.worker import prefetch as prefetch_module  # noqa: E402
+from colocate.worker import residency as residency_module  # noqa: E402
 from colocate.worker.asleep import _HANDED  # noqa: E402
 from colocate.worker.handed import Handed  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
-from colocate.worker.prefetch import Prefetch  # noqa: E402
-from colocate.worker.residency import Residency  # noqa: E402
+from colocate.worker.residency import Prefetch, Residency  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting, Settings  # noqa: E402
 from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
-from colocate.worker.swapping import Use  # noqa: E402
 from colocate.worker.turns import Turns  # noqa: E402
 
 DEVICE = "other:0"
@@ -136,7 +135,7 @@ def test_away_and_back(worker: Worker) -> None:
 
 
 def test_awake_on_this_rank_alone(worker: Worker) -> None:
-    """As before the models of all ranks are renewed: nothing is kept on the host of what is trained."""
+    """As before the models of all ranks are renewed."""
     model = Model()
     role = worker.add("model", model)
     model.train()
@@ -146,7 +145,6 @@ def test_awake_on_this_rank_alone(worker: Worker) -> None:
     sleeper.wake_alone(role)
     assert equal(contents(model), before)
     assert sleeper.asleep.tags("model") == ()
-    assert sleeper.offload._copies.keys() == {model.cache.untyped_storage()._cdata}
     sleeper.wake_alone(role)  # what is awake stays so
 
 
@@ -563,6 +561,37 @@ def test_what_another_library_has_too_stays(worker: Worker, who: str) -> None:
     sleeper.wake("model", TAGS, 1, {})
 
 
+@pytest.mark.parametrize("when", ["asleep", "awake"])
+def test_memory_that_another_allocator_lets_go_of(worker: Worker, when: str) -> None:
+    """Pages that an allocator lets go of without unmapping them, as Arrow's pool does, are empty afterwards."""
+    region = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    role = types.SimpleNamespace(cache=torch.from_numpy(np.frombuffer(region, np.uint8)))
+    role.cache.fill_(7)
+    hosted = worker.add("model", role)
+    sleeper = Sleeper(worker)
+    sleeper.sleep_alone("model")
+    if when == "awake":
+        sleeper.wake_alone(hosted)
+    assert role.cache.eq(7).all()
+    role.cache = None
+    region.madvise(mmap.MADV_DONTNEED)
+    assert not np.frombuffer(region, np.uint8).any()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_discard_of_what_a_backward_pass_needs(worker: Worker, lost: bool) -> None:
+    """It is an error then, and no wrong gradient."""
+    role = types.SimpleNamespace(cache=torch.ones(1000), weights=torch.ones(1000, requires_grad=True))
+    worker.add("model", role)
+    loss = (role.weights * role.cache).sum()
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", TAGS, ("cache",) if lost else (), 1)
+    sleeper.wake("model", TAGS, 1, {})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") if lost else contextlib.nullcontext():
+        loss.backward()
+        assert role.weights.grad.eq(1).all()
+
+
 def test_weights_that_stay_as_they_are_are_copied_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a reference model."""
     model = Model()
@@ -646,7 +675,7 @@ def two(worker: Worker) -> Iterator[tuple[Sleeper, Prefetch, dict[str, list[Any]
 def test_ahead_of_time(worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]]) -> None:
     """One goes, and the other one comes; both are told."""
     sleeper, prefetch, before = two
-    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS))
     assert prefetch.moving == {"one", "two"}
     assert (sleeper.asleep.tags("one"), sleeper.asleep.tags("two")) == (TAGS, ())  # from now on
     assert prefetch.settle() == set()
@@ -664,7 +693,7 @@ def test_ahead_of_time_amid_a_capture(
     """What moves beside the lane is no part of a graph that the lane captures."""
     sleeper, prefetch, before = two
     captures = Captures()
-    monkeypatch.setattr(prefetch_module, "beside_captures", captures.beside)
+    monkeypatch.setattr(residency_module, "beside_captures", captures.beside)
     for name in ("write", "bring_back"):
         does = getattr(sleeper.offload, name)
 
@@ -673,7 +702,7 @@ def test_ahead_of_time_amid_a_capture(
             return does(*args, **options)
 
         monkeypatch.setattr(sleeper.offload, name, looks)
-    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS))
     assert prefetch.settle() == set()
     assert captures.seen == [True, True]
     assert equal(contents(worker.roles["two"].instance), before["two"])
@@ -701,7 +730,7 @@ def test_a_method_of_a_role_whose_memory_moves(
     residency = Residency(worker, sleeper, cast("Any", types.SimpleNamespace(budgets=BUDGETS, moved=lambda _: None)))
     residency.begin()
     residency._prefetch = prefetch
-    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS))
     role = worker.add("three", Model())
     residency.enter(1, role, attrs.evolve(role.spec("look"), awake=()))
     assert prefetch.is_under_way  # it is none of those
@@ -728,7 +757,7 @@ def test_nothing_moves_beside_a_call_of_its_role(
     residency.begin()
     residency._prefetch = prefetch
     turns: Any = residency._turns
-    turns.order = types.SimpleNamespace(ahead=lambda: (Use("three", False), Use("two", False)))
+    turns.order = types.SimpleNamespace(ahead=lambda: ("three", "two"))
     turns.choice, turns.over = lambda *_: frozenset({"one"}), lambda *_: -(10**9)
     residency._wanted["two"] = TAGS
     if runs is not None:
@@ -741,11 +770,11 @@ def test_nothing_moves_beside_a_call_of_its_role(
         assert prefetch.is_under_way
 
 
-@pytest.mark.parametrize("how", ["as usual", "on a stream", "with a driver", "beside a task"])
+@pytest.mark.parametrize("how", ["as usual", "on a stream", "beside a task"])
 def test_nothing_moves_beside_who_may_use_it(
     worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream of its own may be at work where something comes; a driver, or a task, may write into what goes."""
+    """A stream of its own may be at work where something comes; a task may write into what goes."""
     looked: list[None] = []
 
     def shares() -> None:
@@ -755,11 +784,9 @@ def test_nothing_moves_beside_who_may_use_it(
     residency = Residency(worker, two[0], cast("Any", types.SimpleNamespace(shares=shares, budgets=BUDGETS)))
     residency.begin()
     assert residency._turns is not None
-    residency._turns.order = cast("Any", types.SimpleNamespace(ahead=lambda: (Use("one", False), Use("two", False))))
+    residency._turns.order = cast("Any", types.SimpleNamespace(ahead=lambda: ("one", "two")))
     residency._wanted["two"] = TAGS
     worker.roles["one"].settings = Settings(stream="its own" if how == "on a stream" else None)
-    if how == "with a driver":  # in the same process, and with the host's memory
-        worker.in_process, worker.boot = True, attrs.evolve(worker.boot, device="cpu")
     left = types.SimpleNamespace(has_others=lambda: how == "beside a task")
     monkeypatch.setattr(worker, "lane", types.SimpleNamespace(tasks=left))
     with contextlib.suppress(ColocateError):
@@ -809,10 +836,10 @@ def test_a_turn_that_writes_nothing(
     net = worker.roles["two"].instance.net
     for writes in (False, True, False):
         if ahead:
-            prefetch.begin({}, "two", sleeper.asleep.coming("two", TAGS), writes=False)
+            prefetch.begin({}, "two", sleeper.asleep.coming("two", TAGS))
             prefetch.settle()
         else:
-            sleeper.wake_alone(worker.roles["two"], writes=False)
+            sleeper.wake_alone(worker.roles["two"])
         if writes:
             net.weight.data[3] += 1
         before["two"] = contents(worker.roles["two"].instance)
@@ -839,7 +866,7 @@ def test_ahead_of_time_without_room(
 
     with monkeypatch.context() as patch:
         patch.setattr(offload.Offload, "_copying", full)
-        prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
+        prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS))
         assert prefetch.settle() == (set() if turns else {"one"})
     assert sleeper.asleep.tags("one") == (TAGS if turns else ())
     assert sleeper.asleep.tags("two") == TAGS

@@ -304,12 +304,13 @@ def test_what_overlaps(tmp_path: Path) -> None:
 
 def test_memory_has_a_row(tmp_path: Path) -> None:
     """What moves while calls run is beside them, with its bytes, and with what stays and why."""
+    torch = pytest.importorskip("torch")
     path = tmp_path / "trace.json"
 
     class Holding(Role):
         def __init__(self) -> None:
-            self.memory = numpy.ones(1 << 20, numpy.uint8)
-            self.given = numpy.ones(1 << 16, numpy.uint8)
+            self.memory = torch.ones(1 << 20, dtype=torch.uint8)
+            self.given = torch.ones(1 << 16, dtype=torch.uint8)
 
         @method(awake=())
         def give(self) -> Any:
@@ -333,11 +334,12 @@ def test_memory_has_a_row(tmp_path: Path) -> None:
 
 def test_what_sleeps_after_a_restart(tmp_path: Path) -> None:
     """Nothing does: roles are made anew."""
+    torch = pytest.importorskip("torch")
     path = tmp_path / "trace.json"
 
     class Mortal(Role):
         def __init__(self) -> None:
-            self.memory = numpy.ones(1 << 20, numpy.uint8)
+            self.memory = torch.ones(1 << 20, dtype=torch.uint8)
 
         @method(awake=())
         def die(self) -> None:

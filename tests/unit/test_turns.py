@@ -1,156 +1,102 @@
-"""Turns: the thread that uses a lane's messages receives them itself while it idles, and the hub while it is busy."""
+"""Who makes room when a role's turn comes: in which order roles are called, and who of them is needed last."""
 
 from __future__ import annotations
 
-import queue
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import Any
+import random
 
 import pytest
 
-from colocate.wire import Hub, SocketLane, Turns
-
-WAIT_S = 20
+from colocate.worker.turns import Order, until_it_fits
 
 
-class Pair:
-    """A lane whose messages one thread uses, and the other end of its connection."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        here, there = socket.socketpair()
-        self.hub, far = Hub("near"), Hub("far")
-        self.got: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
-        self.closed: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.lane: SocketLane = self.hub.attach(here, self._received, self.closed.put)
-        self.far: SocketLane = far.attach(there, lambda head, body: None, lambda reason: None)
-        self.turns = Turns(self.lane)
-        stack.callback(self.turns.close)
-        stack.callback(self.hub.close)
-        stack.callback(far.close)
-
-    def _received(self, head: tuple[Any, ...], body: Any) -> None:
-        self.got.put((head[0], threading.current_thread().name))
-        self.turns.wake()
-
-    def has_news(self) -> bool:
-        return not self.got.empty()
+def told(order: Order, roles: str) -> None:
+    """Calls of roles."""
+    for role in roles:
+        order.begins(role)
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(stack)
+def ahead(order: Order) -> str | None:
+    """The turns from the one that is on."""
+    found = order.ahead()
+    return None if found is None else "".join(found)
 
 
-def test_the_waiting_thread_receives_itself(pair: Pair) -> None:
-    pair.far.send(("one",))
-    assert pair.turns.wait(pair.has_news)
-    first, _ = pair.got.get()  # may have come before the turn was taken
-    waiting = threading.Event()
-
-    def has_news() -> bool:
-        waiting.set()
-        return pair.has_news()
-
-    sender = threading.Thread(target=lambda: waiting.wait(WAIT_S) and pair.far.send(("two",)))
-    sender.start()
-    assert pair.turns.wait(has_news)
-    sender.join()
-    assert first == "one"
-    assert pair.got.get() == ("two", threading.current_thread().name)
+def test_an_order_that_is_found() -> None:
+    """What was gone through twice; calls of one role after each other are one turn."""
+    order = Order()
+    told(order, "abAcabA")  # "a" and "A" are two roles
+    assert ahead(order) is None
+    told(order, "c")
+    assert ahead(order) == "cabA"
+    assert not order.begins("c")
+    told(order, "abA")
+    assert ahead(order) == "Acab"
 
 
-def test_while_it_is_busy_the_hub_receives(pair: Pair) -> None:
-    pair.far.send(("one",))
-    pair.turns.wait(pair.has_news)
-    pair.got.get()
-    pair.far.send(("two",))
-    assert pair.got.get(timeout=WAIT_S) == ("two", "colocate-near")
+def test_an_order_within_another_one() -> None:
+    """What is done again and again inside of a step is no step, once the whole has been gone through twice."""
+    order = Order()
+    told(order, "rxacac")
+    assert ahead(order) == "ca"
+    told(order, "rxacac")
+    assert ahead(order) == "crxaca"
+    told(order, "rxacac" + "e" + "rxacac")  # what comes in between changes nothing
+    assert ahead(order) == "crxaca"
+    told(order, "acacac")  # it does, as this is more than what has come as it was known since
+    assert ahead(order) == "ca"
 
 
-def test_order_is_kept_whoever_receives(pair: Pair) -> None:
-    count = 2000
-    sender = threading.Thread(target=lambda: [pair.far.send((number,)) for number in range(count)])
-    sender.start()
-    received = []
-    while len(received) < count:
-        assert pair.turns.wait(pair.has_news)
-        received.append(pair.got.get())
-    sender.join()
-    assert [number for number, _ in received] == list(range(count))
+def test_an_order_with_a_gap() -> None:
+    """A call that is left out once is no other step: what comes after it is foreseen as before."""
+    order = Order()
+    told(order, "bac" * 10 + "ac")
+    for role, foreseen in zip("bacbacbac", "acbacbacb", strict=True):
+        told(order, role)
+        assert (found := ahead(order)) is not None
+        assert found[:2] == role + foreseen
 
 
-def test_another_thread_wakes_it(pair: Pair) -> None:
-    news = threading.Event()
-    waiting = threading.Event()
-
-    def look() -> bool:
-        waiting.set()
-        return news.is_set()
-
-    def bring() -> None:
-        waiting.wait(WAIT_S)
-        news.set()
-        pair.turns.wake()
-
-    bringer = threading.Thread(target=bring)
-    bringer.start()
-    assert pair.turns.wait(look)
-    bringer.join()
+def test_an_order_that_is_declared() -> None:
+    """It is there from the first call on, and is found again after what isn't in it."""
+    order = Order(["a", "a", "b", "c", "a"])
+    order.begins("a")
+    assert ahead(order) == "abc"
+    told(order, "bc")
+    assert ahead(order) == "cab"
+    order.begins("x")
+    assert ahead(order) is None
+    order.begins("b")
+    assert ahead(order) == "bca"
 
 
-def test_it_ends_with_the_lane(pair: Pair) -> None:
-    waiting = threading.Event()
-
-    def never() -> bool:
-        waiting.set()
-        return False
-
-    ender = threading.Thread(target=lambda: waiting.wait(WAIT_S) and pair.far.close())
-    ender.start()
-    assert not pair.turns.wait(never)
-    ender.join()
-    assert pair.closed.get(timeout=WAIT_S) == "the other side closed"
-    assert not pair.turns.wait(never)
+def test_an_order_that_changes() -> None:
+    """What is done instead from then on is found; what is done in between isn't lasting."""
+    order = Order()
+    told(order, "abcabcab")
+    assert ahead(order) == "bca"
+    told(order, "ca" + "dada")
+    assert ahead(order) == "ad"
 
 
-def test_it_ends_when_this_side_closes_from_another_thread(pair: Pair) -> None:
-    waiting = threading.Event()
-
-    def never() -> bool:
-        waiting.set()
-        return False
-
-    ender = threading.Thread(target=lambda: waiting.wait(WAIT_S) and pair.lane.close())
-    ender.start()
-    assert not pair.turns.wait(never)
-    ender.join()
+def test_who_is_needed_last() -> None:
+    """Goes first; where nothing is known, who was called longest ago."""
+    order = Order()
+    told(order, "dabc")
+    assert order.by_need("abcd", order.ahead()) == ["d", "a", "b", "c"]
+    told(order, "abcabc")
+    assert order.by_need("abd", order.ahead()) == ["d", "b", "a"]
 
 
-def test_what_the_socket_does_not_take_at_once_is_sent_while_the_turn_lasts(pair: Pair) -> None:
-    large = "x" * (8 << 20)
-    received: queue.SimpleQueue[int] = queue.SimpleQueue()
-    here, there = socket.socketpair()
-    with ExitStack() as stack:
-        hub = Hub("other")
-        stack.callback(hub.close)
-        mine = hub.attach(here, lambda head, body: None, lambda reason: None)
-        far = hub.attach(there, lambda head, body: received.put(len(head[0])), lambda reason: None)
-        turns = Turns(mine)
-        stack.callback(turns.close)
-        sent = threading.Event()
-
-        def send() -> bool:
-            if not sent.is_set():
-                sent.set()
-                mine.send((large,))
-                threading.Thread(target=lambda: (done.put(received.get(timeout=WAIT_S)), turns.wake())).start()
-            return not done.empty()
-
-        done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        assert turns.wait(send)
-        assert done.get() == len(large)
-        assert not far.closed
+@pytest.mark.parametrize("seed", range(50))
+def test_no_more_go_than_must(seed: int) -> None:
+    """Those that go make room, and none of them could stay; None where all together don't."""
+    draw = random.Random(seed)
+    sizes = {name: draw.randint(0, 9) for name in "abcdef"}
+    excess = draw.randint(-3, sum(sizes.values()) + 3)
+    going = until_it_fits("abcdef", sizes, excess)
+    if going is None:
+        assert sum(sizes.values()) < excess
+        return
+    left = excess - sum(sizes[each] for each in going)
+    assert left <= 0
+    assert all(left + sizes[each] > 0 for each in going)

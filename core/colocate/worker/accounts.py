@@ -14,7 +14,6 @@ from colocate.worker.holdings import Holdings
 from colocate.worker.ledger import LookError, Shares, look_at, shares_of
 from colocate.worker.memory_site import Worker
 from colocate.worker.sleeping import Sleeper
-from colocate.worker.storages import Versions
 
 
 class Accounts:
@@ -74,17 +73,13 @@ class Accounts:
             names = [each.name for each in list(self._site.roles.values()) if each.name is not None]
             changed = [name for name in names if name in self._changed or name not in self._held]
             for name in changed:
-                self._held[name], _ = look_at(self._site, name, Versions)
+                self._held[name], _ = look_at(self._site, name)
                 self._changed.discard(name)
             return shares_of(self._site, self._sleeper, self._held, more)
         except LookError as error:
             raise RoleError(
                 f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
             ) from error
-
-    def written(self, role: str) -> int:
-        """How often the tensors of a role had been written into when it was last looked at."""
-        return sum(each.written for each in self._held[role].values() if isinstance(each, Versions))
 
     def judge(self, role: str | None, what: str, shares: Shares) -> None:
         """Raise when the roles have more than they may.

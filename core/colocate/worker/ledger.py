@@ -70,14 +70,14 @@ def ledger(
     )
 
 
-def look_at(site: Worker, name: str, storages: Callable[[], Storages] = Storages) -> tuple[Holdings, bool]:
+def look_at(site: Worker, name: str) -> tuple[Holdings, bool]:
     """What a role holds, and whether that is all, on the lane; see `held_by`.
 
     Raises:
         LookError: It can't be looked at.
     """
     with _looking_at(name):
-        return held_by(*_of(site, name), storages)
+        return held_by(*_of(site, name))
 
 
 def _of(site: Worker, name: str) -> tuple[object, Iterable[Any], list[object]]:

@@ -3,32 +3,38 @@
 Each worker decides for itself, on the lane: where a role's memory is makes no difference to what it computes, so ranks
 needn't agree. Before a call, who isn't needed makes room, and the role is woken; after it, where it has come to hold
 more, others make room again.
+
+The next role's memory comes while the present one computes (`Prefetch`): what moves is found and noted on the lane, and
+a thread does the copying. Whoever needs to know that it is done waits for it (`settle`). What can't be done so is as it
+was, and is done, or fails, when its turn comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
+from colocate._definitions.cuda_driver import beside_captures
 from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS
 from colocate._role import torch_works
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.jobs import error_text
+from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
 from colocate.worker.accounts import Accounts
-from colocate.worker.asleep import Coming
+from colocate.worker.asleep import Coming, Going
 from colocate.worker.hosted import HostedRole
 from colocate.worker.ledger import Shares
 from colocate.worker.memory_site import Worker
-from colocate.worker.prefetch import Prefetch
 from colocate.worker.sleeping import Sleeper, lacks_room, reason
 from colocate.worker.turns import Turns
 
@@ -99,10 +105,9 @@ class Residency:
         if spec.awake == ():
             return
         tags = tuple(TAGS) if spec.awake is None else spec.awake
-        if begins := self._turns.begins(role.name):
+        if self._turns.begins(role.name):
             self._wanted[role.name] = tags
-        if begins or self._on_gpu:
-            self.settle()
+        self.settle()
         use.awake, why = use.reach, f"needed by {role.label(spec.name)}"
         if (role.name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
             self._known.add((role.name, spec.name))
@@ -150,9 +155,8 @@ class Residency:
     def settle(self) -> None:
         """What is moved ahead of time is where it is to be from now on."""
         if self._prefetch.is_under_way:
-            assert self._turns is not None
             moved = self._prefetch.moving
-            self._turns.copied -= self._prefetch.settle()
+            self._prefetch.settle()
             for name in moved:
                 self._accounts.moved(name)
 
@@ -225,24 +229,13 @@ class Residency:
         """
         if not self._accounts.budgets:
             return
-        if self._on_gpu:
-            self.settle()
+        self.settle()
         shares = self._accounts.look(role, more)
         if self._turns is not None:
             shares = self._settled(role, shares, more)
         self._accounts.judge(role, what, shares)
 
     # -- how
-
-    @property
-    def _on_gpu(self) -> bool:
-        """Whether what memory is used for shows when it has moved only. The host's is where it was."""
-        return self._site.boot.device != "cpu"
-
-    @property
-    def _is_drivers(self) -> bool:
-        """Whether the driver may have memory of roles, and write there between their calls; a GPU's stays."""
-        return self._site.in_process and not self._on_gpu
 
     @property
     def _is_in_call(self) -> bool:
@@ -324,12 +317,12 @@ class Residency:
             self.settle()
         self._make_room(name, self._sleeper.size(name, tags))
         if asleep:
-            self._wake(name, asleep, self._turns.writes(name), why)
+            self._wake(name, asleep, why)
 
-    def _wake(self, name: str, asleep: Sequence[str], writes: bool, why: str) -> None:
+    def _wake(self, name: str, asleep: Sequence[str], why: str) -> None:
         start = time.time()
         try:
-            nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, writes)
+            nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep)
         except Exception as error:  # of its own hook, too
             kind = MemoryBudgetError if lacks_room(error) else SleepingError
             why_not, trace = reason(error)
@@ -347,7 +340,7 @@ class Residency:
         coming = self._sleeper.asleep.coming(name, asleep)
         self._sleeper.refuse_more(name, coming.on_device, True, True)
         self._sleeper.refuse_more(name, coming.anew, False, True)
-        self._wake(name, asleep, False, why)
+        self._wake(name, asleep, why)
         return coming
 
     def _sleep_again(self, name: str, slept: Coming | None) -> None:
@@ -380,9 +373,7 @@ class Residency:
         turns = self._turns
         assert turns is not None
         ahead, runs = turns.order.ahead(), self._site.roles[name]
-        if self._prefetch.is_under_way or ahead is None or len(ahead) < 2 or ahead[0].role != name:
-            return
-        if self._is_drivers:
+        if self._prefetch.is_under_way or ahead is None or len(ahead) < 2 or ahead[0] != name:
             return
         # What a role has left there may write into its memory whenever something is awaited.
         if (tasks := self._site.lane.tasks) is not None and tasks.has_others():
@@ -391,15 +382,13 @@ class Residency:
         # made there: they wait for that stream, and not for its own.
         if runs.setting.is_aside(runs.settings) or torch_works.pending():
             return
-        follows = ahead[1].role
+        follows = ahead[1]
         wanted = self._wanted.get(follows, ())
         asleep = [tag for tag in self._sleeper.asleep.tags(follows) if tag in wanted]
         if not asleep:
             return
         coming, shares = self._sleeper.asleep.coming(follows, asleep), self._accounts.shares()
-        goers = turns.choice(
-            shares, follows, frozenset({follows}), coming.on_device, [*ahead[1:], ahead[0]], ahead[0].writes
-        )
+        goers = turns.choice(shares, follows, frozenset({follows}), coming.on_device, [*ahead[1:], ahead[0]])
         if goers is None or not all(turns.moves_ahead(each) for each in {follows, *goers}):
             return
         if {follows, *goers} & self._in_use().union(*(use.reach for use in self._uses.values())):
@@ -413,8 +402,7 @@ class Residency:
             return
         if not self._prefetch.can_begin():
             return
-        self._prefetch.begin(going, follows, coming, ahead[1].writes)
-        turns.copied |= goers
+        self._prefetch.begin(going, follows, coming)
         for each in {follows, *goers}:
             self._accounts.changed(each)
 
@@ -433,9 +421,119 @@ class Residency:
             raise MemoryBudgetError(f"role {name!r} {failing}: {why_not}", remote_traceback=trace) from error
         finally:
             self._accounts.moved(name)
-        if self._turns is not None:
-            self._turns.copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
             whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
             told = name, True, nbytes, start, time.time(), whole, why
             self._site.say(from_worker.Moved(*told, in_call=self._is_in_call, kept_awake=kept))
+
+
+@attrs.define(eq=False)
+class _Moves:
+    """What is under way.
+
+    Attributes:
+        going: By role.
+        name: Whose memory comes.
+        coming: That.
+        gone: Of those, the roles whose memory has gone.
+        has_come: Whether it has.
+        is_over: Whether nothing more is done.
+    """
+
+    going: Mapping[str, Going]
+    name: str
+    coming: Coming
+    gone: set[str] = attrs.field(factory=set)
+    has_come: bool = False
+    is_over: threading.Event = attrs.field(factory=threading.Event)
+
+
+class Prefetch:
+    """Moves memory of a worker's roles beside the lane."""
+
+    def __init__(self, site: Worker, sleeper: Sleeper) -> None:
+        self._site = site
+        self._sleeper = sleeper
+        self._thread = JobThread(f"colocate-prefetch-{site.boot.worker}", lambda error: report_exception())
+        self._moves: _Moves | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something moves, or has and isn't settled yet."""
+        return self._moves is not None
+
+    @property
+    def moving(self) -> set[str]:
+        """The roles of which memory moves."""
+        return set() if self._moves is None else {self._moves.name, *self._moves.going}
+
+    def can_begin(self) -> bool:
+        """Whether there is a thread for it. Where none can be started, memory moves when its turn comes."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def begin(self, going: Mapping[str, Going], name: str, coming: Coming) -> None:
+        """Begin to move memory, which `can_begin`: it counts as moved from now on.
+
+        Args:
+            going: What goes first, by role.
+            name: Whose comes then.
+            coming: What comes.
+        """
+        for each, its in going.items():
+            self._sleeper.asleep.add(each, its)
+        self._sleeper.asleep.remove(name, coming)
+        moves = self._moves = _Moves(going, name, coming)
+        self._thread.soon(partial(self._move, moves))
+
+    def settle(self) -> set[str]:
+        """Wait until it is done, on the lane: all is then where it is noted to be.
+
+        Returns:
+            The roles whose memory was to go and hasn't.
+        """
+        moves = self._moves
+        if moves is None:
+            return set()
+        moves.is_over.wait()
+        self._moves = None
+        stayed = moves.going.keys() - moves.gone
+        for each in stayed:
+            self._sleeper.asleep.remove(each, moves.going[each])
+        if moves.has_come:
+            self._sleeper.has_come(moves.coming)
+        else:
+            self._sleeper.asleep.add(moves.name, moves.coming)
+        return stayed
+
+    def close(self) -> None:
+        """The worker ends."""
+        if self._moves is not None:
+            self._moves.is_over.wait()
+        self._thread.close()
+
+    # -- on the thread
+
+    def _move(self, moves: _Moves) -> None:
+        room, turn = f"room for role {moves.name!r}", "its turn is next"
+        try:
+            with beside_captures(self._site.boot.device):
+                for name, going in moves.going.items():
+                    start = time.time()
+                    written = self._sleeper.offload.write(going.storages, going.emptied)
+                    written.put_away(gives_back=False)
+                    moves.gone.add(name)
+                    told = name, True, going.size, start, time.time(), True, room, True, False
+                    self._site.say(from_worker.Moved(*told, self._sleeper.asleep.kept_awake(name)))
+                start = time.time()
+                self._sleeper.offload.bring_back(moves.coming.pieces)
+                moves.has_come = True
+                size = moves.coming.size
+                self._site.say(from_worker.Moved(moves.name, False, size, start, time.time(), False, turn, True))
+        except (OSError, MemoryError, ValueError):
+            pass  # there is no room, or it can't be read: whoever needs it finds that, and tells it
+        finally:
+            moves.is_over.set()

@@ -216,7 +216,7 @@ class Sleeper:
 
         outcome = self._all_or_none(role, members, begin, undo)
         if outcome.refusal is None:
-            self._have_come(coming, writes=True)
+            self.has_come(coming, trains=True)
             self.asleep.remove(name, coming)
             self._tell_woken(role, asleep)
         else:
@@ -252,13 +252,12 @@ class Sleeper:
             trim()
         return found.size
 
-    def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS), writes: bool = True) -> int:
+    def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS)) -> int:
         """Have memory of a role be there again on this rank, whatever others do.
 
         Args:
             role: The role.
             tags: What of it.
-            writes: Whether it is about to train; else copies of all that comes are kept.
 
         Returns:
             The bytes that have come back.
@@ -270,10 +269,14 @@ class Sleeper:
         coming = self.asleep.coming(role.name, asleep)
         self._share(coming.on_host)
         self.offload.bring_back(coming.pieces)
-        self._have_come(coming, writes)
+        self.has_come(coming)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, asleep)
         return coming.size
+
+    def has_come(self, coming: Coming, trains: bool = False) -> None:
+        """It is in memory for good. Where the role trains from now on, copies of what changes by that aren't kept."""
+        self.offload.let_go({*coming.trained, *coming.emptied} if trains else coming.emptied)
 
     def size(self, name: str, tags: Sequence[str]) -> int:
         """The bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
@@ -363,15 +366,6 @@ class Sleeper:
         left = offloading.put_away()
         going.are_rewritten()
         return going.size - left
-
-    def _have_come(self, coming: Coming, writes: bool) -> None:
-        """It is in memory for good: copies that will be out of date the next time aren't kept.
-
-        Args:
-            coming: What has come.
-            writes: Whether the role is about to train.
-        """
-        self.offload.let_go({*coming.trained, *coming.emptied} if writes else coming.emptied)
 
     def _undo(self, role: HostedRole, tags: Sequence[str], error: BaseException | None = None) -> None:
         """Have a role take back what it has put away by its own means, as it doesn't sleep.

@@ -121,23 +121,6 @@ class Storages(dict[str, dict[int, int]]):
         self._put("cpu", dict([_reach(item)]))
 
 
-class Versions(Storages):
-    """Storages, and how often their tensors have been written into, as far as torch knows.
-
-    Attributes:
-        written: That.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = 0
-
-    def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
-        """Note pieces of a device's memory, and the tensors that have them."""
-        super().add_pieces(items, sizes, device)
-        self.written += sum(map(_version, items))
-
-
 class Objects(Storages):
     """Storages with the objects themselves: pieces are named by what torch has for these, which stays as memory goes.
 
@@ -257,13 +240,6 @@ def _storage_of(item: Any) -> Any:
     except (RuntimeError, ValueError):
         return None
     return storage
-
-
-def _version(item: Any) -> int:
-    try:
-        return int(item._version)
-    except RuntimeError:  # inference tensors have none
-        return 0
 
 
 def _whole(item: Any, numpy: Any) -> Any:
