@@ -528,81 +528,25 @@ print("told")
     )
 
 
-def test_values_that_need_each_other(program: Program) -> None:
-    """Each is bound as it comes. Of a lot that fails no name is left, and what the role has set is its own."""
-    program(
-        """
-class Wrong(Exception):
-    pass
-
-class Node:
-    def __init__(self, name):
-        self.name = name
-    def __setstate__(self, state):
-        self.__dict__.update(state, saw=other_of(state["name"]))
-
-def other_of(name):
-    return globals().get({"a": "B", "b": "A"}[name]) and BASE + (A if name == "b" else B).number
-
-BASE = 1
-A, B = Node("a"), Node("b")
-A.number = B.number = 10
-
-class Bad:
-    def __init__(self):
-        self.number = 1
-    def __setstate__(self, state):
-        raise Wrong(EARLY)
-
-EARLY, BAD = 7, Bad()
-
-def pair():
-    return A.saw, B.saw
-
-def bad():
-    return BAD
-
-class Actor(Role):
-    @method
-    def call(self, function):
-        return function()
-    @method
-    def echo(self, value):
-        return value
-    @method
-    def names(self):
-        import __main__
-        return sorted({"EARLY", "BAD", "Bad"} & vars(__main__).keys())
-
-with CONNECT as runtime, runtime.reserve(1) as pool:
-    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
-    ((first, second),) = actor.call(pair)
-    assert {first, second} == {None, 11}, (first, second)
-    try:
-        actor.call(bad)
-    except colocate.RoleError as error:
-        assert "'BAD' of __main__, which bad names, can't be rebuilt there: __main__.Wrong: 7" in str(error), error
-    else:
-        raise AssertionError
-    assert actor.names() == [[]]
-    assert actor.echo(1) == [1]
-"""
-    )
-
-
 def test_what_could_not_be_rebuilt_once(program: Program) -> None:
-    """It is sent again with what needs it: it comes when the reason is gone, or when the name is bound anew."""
+    """It is told as what it belongs to, with what its code used by then, and is sent again with what needs it: it comes
+    when the reason is gone."""
     program(
         """
 import os
+
+class Wrong(Exception):
+    pass
 
 class Config:
     def __init__(self):
         self.number = 1
     def __setstate__(self, state):
         if os.path.exists("flag"):
-            raise ValueError("not now")
+            raise Wrong(EARLY)
         self.__dict__.update(state)
+
+EARLY, CONFIG = 7, Config()
 
 class Uses:
     def number(self):
@@ -616,50 +560,61 @@ class Actor(Role):
     def echo(self, value):
         return value
     @method
-    def role_config(self):
-        return ROLE_CONFIG and ROLE_CONFIG.number
-
-class Other(Role):
-    @method
-    def echo(self, value):
-        return value
-
-CONFIG, ROLE_CONFIG = Config(), None
-
-def fails(function, *args):
-    try:
-        function(*args)
-    except colocate.RoleError as error:
-        assert "can't be rebuilt there: ValueError: not now" in str(error), error
-    else:
-        raise AssertionError
+    def number(self, uses):
+        return uses.number()
 
 with CONNECT as runtime, runtime.reserve(1) as pool:
-    group = pool.spawn({"actor": colocate.role(Actor), "other": colocate.role(Other)})
-    actor, other = group["actor"], group["other"]
-    for is_gone in True, False:
-        class Uses(Uses):
-            pass
-        CONFIG = Config()
-        open("flag", "w").close()
-        for _ in range(2):
-            fails(actor.echo, (Uses(), Plain()))
-            assert type(actor.echo(Plain())[0]) is Plain
-        if is_gone:
-            os.unlink("flag")
-        else:
-            CONFIG = None
-        for _ in range(2):
-            assert type(actor.echo(Uses())[0]) is Uses
-    ROLE_CONFIG = Config()
-    fails(actor.role_config)
+    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
+    open("flag", "w").close()
     for _ in range(2):
-        fails(actor.role_config)
-        assert other.echo(1) == [1]
+        try:
+            actor.echo((Uses(), Plain()))
+        except colocate.RoleError as error:
+            told = "the global 'CONFIG' of __main__, which Uses.number names, can't be rebuilt there: __main__.Wrong: 7"
+            assert told in str(error), error
+        else:
+            raise AssertionError
+        assert type(actor.echo(Plain())[0]) is Plain
     os.unlink("flag")
-    assert actor.role_config() == [1]
+    assert actor.number(Uses()) == [1]
 """
     )
+
+
+def test_globals_that_are_bound_anew(program: Program) -> None:
+    """Code that was sent goes on with what they were, which is told once; new code has what they are."""
+    told = program(
+        """
+import warnings
+
+LR, SAME, SEED = 1, 0.5, 3
+
+class Actor(Role):
+    @method
+    def lr(self):
+        return LR, SAME, SEED
+
+def told(function):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        return function(), [str(each.message) for each in found]
+
+with CONNECT as runtime, runtime.reserve(2) as pool:
+    group = pool.spawn({"actor": colocate.role(Actor)})
+    actor = group["actor"]
+    assert actor.lr() == [(1, 0.5, 3)] * 2
+    LR, SAME = 2, float("0.5")
+    found, (text,) = told(actor.lr)
+    assert found == [(1, 0.5, 3)] * 2
+    print(text)
+    for LR in range(3, 6):
+        assert told(actor.lr) == ([(1, 0.5, 3)] * 2, [])
+    SEED = 4
+    assert told(lambda: group.run(lambda ctx: (LR, SEED)))[0] == [(5, 4)] * 2
+    assert told(actor.lr) == ([(5, 0.5, 4)] * 2, [])
+"""
+    )
+    assert "the script has bound LR anew since the workers of group 'group-1' were sent code that names it." in told
 
 
 def test_lines_of_the_script_in_a_workers_traceback(program: Program) -> None:

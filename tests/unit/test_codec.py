@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor, NonTensorData, TensorDict, lazy_stack
 
 from colocate._definitions import codec as codec_module
-from colocate._definitions.known import Definition
+from colocate._definitions.ids import Definition
 from colocate.wire import Packed, pack, unpack
 
 LARGE = 1 << 14  # elements: always out of band
@@ -352,7 +352,7 @@ def test_code_of_a_script_is_named() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec("class Local:\n def double(self, x):\n  return helper(x)\ndef helper(x):\n return 2 * x", namespace)
     packed = pack(namespace["Local"]())
-    assert [need.object for need in packed.needs if isinstance(need, Definition)] == [namespace["Local"]]
+    assert [need.thing for need in packed.needs if isinstance(need, Definition)] == [namespace["Local"]]
     assert type(unpack(packed)) is namespace["Local"]
     assert len(packed.data) < 100
 

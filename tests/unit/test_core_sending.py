@@ -17,7 +17,6 @@ import colocate
 from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, SerializationError, WorkerDied, method
 from colocate._crew.taught import Taught
 from colocate._crew.workforce import Workforce
-from colocate._definitions.known import Global, Space
 from colocate._protocol.from_worker import Done
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
@@ -280,18 +279,17 @@ def test_encoding_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _given_modules(group: ColocatedGroup, count: int) -> None:
-    """Its workers have got so many of the driver's modules."""
+    """Its workers have got so many of the driver's modules, and it has imported none since a call has looked."""
     group._node.taught.given.add({name: (name, "as it is") for name in list(sys.modules)[:count]})
 
 
 def _given_globals(group: ColocatedGroup, count: int) -> None:
     """They have got so many globals of the script."""
-    space = Space("__main__", {f"name_{number}": number for number in range(count)})
-    names = [Global(space, name, "a test") for name in space.names]
-    group._node.taught._sent.update({name: name.value for name in names})
+    names = {f"name_{number}": number for number in range(count)}
+    vars(sys.modules["__main__"]).update(names)
+    group._node.taught._sent.update(names)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="each call looks at all that was sent")
 @pytest.mark.parametrize("give", [_given_modules, _given_globals])
 def test_what_was_sent_costs_calls_nothing(give: Callable[[ColocatedGroup, int], None]) -> None:
     """A call does as much whether workers have got 5 modules or globals of the script, or 300 of them."""

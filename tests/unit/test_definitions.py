@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 from colocate import SerializationError, connect, wire
-from colocate._definitions.inbox import Inbox
-from colocate._definitions.known import Definition, also, definition_of, find, known, new_id
-from colocate._definitions.lots import Lot, Receiver
+from colocate._definitions.bundles import Bundle, Inbox, Table, pack_whole, unpack_whole
+from colocate._definitions.ids import Definition, find, id_of, note, thing_of
 from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
-from colocate._definitions.whole import pack_whole, unpack_whole
 from colocate._protocol.message import Message
 from colocate._protocol.questions import HeardAll
 from colocate._protocol.to_worker import Define
@@ -51,7 +49,7 @@ class Script:
         return self.names[name]
 
 
-held: list[Lot] = []  # what a group does
+held: list[Bundle] = []  # what a group does
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +58,15 @@ def let_go() -> Iterator[None]:
     held.clear()
 
 
-def send(receiver: Receiver, value: Any) -> Lot | None:
+def send(table: Table, value: Any) -> Bundle | None:
     """What has to be sent before the value."""
-    body = wire.pack(value)
-    lacking = receiver.lacks(body.needs)
+    lacking = table.lacks(wire.pack(value).needs)
     if not lacking:
         return None
-    lot = receiver.lot(lacking)
-    receiver.has_got(lot)
-    held.append(lot)
-    return lot
+    bundle = table.bundle(lacking)
+    table.has_got(bundle)
+    held.append(bundle)
+    return bundle
 
 
 def came(body: wire.Packed) -> wire.Packed:
@@ -77,111 +74,64 @@ def came(body: wire.Packed) -> wire.Packed:
     return wire.Packed(bytes(body.data))
 
 
-def names(lot: Lot | None) -> set[str]:
-    assert lot is not None
-    return {name.name for name in lot.values}
-
-
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class goes with all that it leads to; after that it and those are only named."""
-    script, receiver = Script(monkeypatch), Receiver("is given it")
-    lot = send(receiver, script.Batch())
-    assert {"LIMIT", "Other", "Batch"} <= names(lot)
-    assert lot is not None
-    assert {script.Batch, script.Other} <= {each.object for each in lot.definitions.values()}
-    assert send(receiver, [script.Batch(), script.Other, script.Batch().over]) is None
-
-
-def test_change_is_found_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that has another object now is sent again, alone; what was changed in place isn't."""
-    script, receiver = Script(monkeypatch), Receiver("is given it")
-    old = script.Batch
-    send(receiver, old())
+    """A class goes with all that it leads to; after that it and those are only named, whatever globals are."""
+    script, table = Script(monkeypatch), Table("is given it")
+    bundle = send(table, script.Batch())
+    assert bundle is not None
+    assert {"LIMIT", "Other", "Batch"} <= {*bundle.names}
+    assert {script.Batch, script.Other} <= {*bundle.definitions.values()}
     script.names["LIMIT"] = 2
-    lot = send(receiver, old())
-    assert names(lot) == {"LIMIT"}
-    assert lot is not None
-    assert not lot.definitions
-    script.Other.extra = 3
-    assert send(receiver, old()) is None
+    assert send(table, [script.Batch(), script.Other, script.Batch().over]) is None
 
 
-def test_redefined_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that was defined anew is another one; the old one keeps its id."""
-    script, receiver = Script(monkeypatch), Receiver("is given it")
+def test_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that was defined anew is another one, and comes with what its globals are then; the old keeps its id."""
+    script, table = Script(monkeypatch), Table("is given it")
     old = script.Batch
-    send(receiver, old())
-    id_before = definition_of(old).id
-    exec(SCRIPT, script.names)
-    lot = send(receiver, old())
-    assert lot is not None
-    assert script.Batch in {each.object for each in lot.definitions.values()}
-    assert old not in {each.object for each in lot.definitions.values()}
-    assert definition_of(old).id == id_before != definition_of(script.Batch).id
-
-
-def test_send_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What wasn't sent after all is lacking still."""
-    script, receiver = Script(monkeypatch), Receiver("is given it")
-    needs = wire.pack(script.Batch()).needs
-    receiver.lot(receiver.lacks(needs))
-    assert receiver.lacks(needs)
+    send(table, old())
+    exec(SCRIPT.replace("LIMIT = 1", "LIMIT = 2"), script.names)
+    assert send(table, old()) is None
+    bundle = send(table, script.Batch())
+    assert bundle is not None
+    assert bundle.names["LIMIT"] == 2
+    assert script.Batch in bundle.definitions.values()
+    assert old not in bundle.definitions.values()
+    assert id_of(old) != id_of(script.Batch)
 
 
 def test_driver_is_told_no_names_of_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker sends its driver the class that was made in it, and no global of the script."""
     script = Script(monkeypatch)
     exec("def make():\n class Local:\n  def f(self): return LIMIT\n return Local", script.names)
-    lot = send(Receiver("runs it"), script.make()())
-    assert lot is not None
-    assert not lot.values
-    assert len(lot.definitions) == 1
+    bundle = send(Table("runs it"), script.make()())
+    assert bundle is not None
+    assert not bundle.names
+    assert len(bundle.definitions) == 1
 
 
 def test_ids_do_not_outlive_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a script defines keeps its ids while it exists, even if nobody holds the definition, and no longer."""
+    """What a script defines keeps its ids while it exists, and no longer."""
     script = Script(monkeypatch, "def look():\n    return 1\n")
-    body = wire.pack(script.look)
-    (need,) = body.needs
-    assert isinstance(need, Definition)
-    id, elsewhere = need.id, new_id()
-    assert known(id) is need
-    also(elsewhere, script.look)
-    del need, body
-    for each in id, elsewhere:
-        found = known(each)
-        assert found is not None
-        assert found.object is script.look
-    del found
-    assert definition_of(script.look).id == id
+    id = id_of(script.look)
+    assert note(7, script.look) == id
+    assert id_of(script.look) == id
+    assert thing_of(id) is thing_of(7) is script.look
     del script.names["look"]
-    assert known(id) is known(elsewhere) is None
+    assert thing_of(id) is thing_of(7) is None
 
 
 def test_id_of_what_is_known_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that two processes have named, each by an id of its own, is sent by both to whom asks for them."""
-    script, receiver = Script(monkeypatch), Receiver("is given it")
-    second = also(new_id(), script.Batch)
-    for need in second, definition_of(script.Batch), second:
-        if lacking := receiver.lacks([need]):
-            lot = receiver.lot(lacking)
-            assert {second.id, definition_of(script.Batch).id} <= {*lot.ids}
-            receiver.has_got(lot)
-            inbox = Inbox(binds=False)
-            inbox.put(lot.ids, lot.body, lot.names)
-            inbox.load(1)
-            assert find(second.id).object is script.Batch
-    assert {second.id, definition_of(script.Batch).id} <= receiver.knows
-
-
-def test_inner_function_is_the_very_one_while_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lambda goes by value each time, and comes back as itself."""
-    script = Script(monkeypatch, "def make(x):\n return lambda y: x + y\n")
-    function = script.make(1)
-    body = wire.pack(function)
-    assert wire.unpack(body.copy()) is function
-    del function
-    assert wire.unpack(body.copy())(2) == 3
+    """A class that two processes have named, each by an id of its own, is sent by both to whom asks for either."""
+    script, table = Script(monkeypatch), Table("is given it")
+    id_of(script.Batch)
+    note(7, script.Batch)
+    bundle = table.bundle([Definition(7, script.Batch)])
+    assert {7, id_of(script.Batch)} <= {*bundle.definitions}
+    inbox = Inbox()
+    inbox.put((*bundle.definitions,), (*bundle.names,), bundle.body)
+    inbox.load(1)
+    assert find(7) is script.Batch
 
 
 class Gate:
@@ -213,20 +163,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return gate  # type: ignore[no-any-return]
 
 
-def test_two_threads_load_a_lot_at_once(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    """A worker's lane and its transfer thread want a lot that neither has loaded: each gets the one class, whole."""
+def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """A worker's lane and its transfer thread want one that neither has loaded: each gets the one class, whole."""
     text = SLOW + "KEPT = Slow(); KEPT.x = 1\nclass Batch:\n kept = KEPT\n def over(self): return KEPT, Batch\n"
     script = Script(monkeypatch, text)
-    lot = send(Receiver("is given it"), script.Batch())
-    assert lot is not None
-    ids, names, lots, body = lot.ids, lot.names, lot.body.copy(), came(wire.pack(script.Batch()))
+    bundle = send(Table("is given it"), script.Batch())
+    assert bundle is not None
+    ids, names, packed = (*bundle.definitions,), (*bundle.names,), bundle.body.copy()
+    body = came(wire.pack(script.Batch()))
     held.clear()
     script.names.clear()
-    del lot
+    del bundle
     gc.collect()
     here = Script(monkeypatch, "")
-    inbox = Inbox(binds=True)
-    inbox.put(ids, lots, names)
+    inbox = Inbox()
+    inbox.put(ids, names, packed)
 
     def want() -> Any:
         inbox.load(1)
@@ -246,48 +197,13 @@ def test_two_threads_load_a_lot_at_once(monkeypatch: pytest.MonkeyPatch, gate: G
     assert seen == seen_there == (here.KEPT, here.Batch)
 
 
-def test_function_that_two_threads_make_at_once(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    """A lambda that comes to a process on two ways for the first time is whole on each of them."""
-    text = SLOW + "def make(x):\n slow = Slow(); slow.x = x\n return lambda y: (type(slow), x + y)\n"
-    script = Script(monkeypatch, text)
-    function = script.make(1)
-    body = came(wire.pack(function))
-    del function
-    gc.collect()
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(wire.unpack, body)
-        assert gate.reached.wait(60)
-        try:
-            assert threads.submit(wire.unpack, body).result(60)(2) == (script.Slow, 3)
-        finally:
-            gate.opened.set()
-        assert first.result(60)(3) == (script.Slow, 4)
-
-
-def test_function_of_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lambda that came with another driver's definitions refers to the objects that were here, as those do."""
-    text = "class Batch: pass\ndef make(cls): return lambda: cls\n"
-    script = Script(monkeypatch, text + "class Extra:\n own = staticmethod(make(Batch))\n")
-    lot, body = Receiver("another").lot(wire.pack(script.Extra()).needs), came(wire.pack(script.Extra()))
-    ids, names, lots = lot.ids, lot.names, lot.body.copy()
-    del lot
-    script.names.clear()
-    gc.collect()
-    monkeypatch.setattr("colocate._definitions.known._origin", new_id())  # of another process
-    here = Script(monkeypatch, text)
-    inbox = Inbox(binds=True, of_another=True)
-    inbox.put(ids, lots, names)
-    inbox.load(1)
-    assert wire.unpack(body).own() is here.Batch
-
-
 def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with what names it."""
     script = Script(monkeypatch, "import threading\nLOCK = threading.Lock()\nclass A:\n def f(self): return LOCK\n")
     body = wire.pack(script.A())
-    receiver = Receiver("is given it")
+    table = Table("is given it")
     with pytest.raises(SerializationError, match=r"the global 'LOCK' of __main__, which A\.f names, .*lock"):
-        receiver.lot(receiver.lacks(body.needs))
+        table.bundle(table.lacks(body.needs))
 
 
 def test_global_of_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +212,7 @@ def test_global_of_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
         script = Script(monkeypatch, "class A:\n    def f(self):\n        return RUNTIME\n")
         script.names["RUNTIME"] = runtime
         with pytest.raises(SerializationError, match=r"the global 'RUNTIME' of __main__, which A\.f names") as caught:
-            send(Receiver("is given it"), script.A())
+            send(Table("is given it"), script.A())
     assert "it is given as an argument: a value, or a resident" in str(caught.value)
     assert "Make it inside the role" not in str(caught.value)
 
@@ -321,10 +237,10 @@ def test_what_came_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     Script(monkeypatch, "")
     came = [unpack_whole(packed) for _ in range(2)]
     assert type(came[0][0]) is type(came[1][0])
-    id = definition_of(type(came[0][0])).id
+    id = id_of(type(came[0][0]))
     del came[0]
     gc.collect()
-    assert find(id).object is type(came[0][0])
+    assert find(id) is type(came[0][0])
 
 
 def test_what_leads_to_a_thing() -> None:

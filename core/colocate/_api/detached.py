@@ -212,7 +212,7 @@ def _taken(pool: Slots, record: GroupRecord) -> Crew:
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
-    group.taught.follows(record.modules)
+    group.taught.follows(record.script, record.modules)
     for role, tags in record.until_woken.items():
         group.sleepers.mark(role, tags, until_woken=True)
     executor = cast("Detachable", pool.connection.services.executor)

@@ -14,14 +14,14 @@ from colocate._api.slots import Slots
 from colocate._crew.crew import Crew
 from colocate._crew.saved import Checkpoint, Tag
 from colocate._crew.spawn import Declared
-from colocate._definitions.whole import pack_whole, unpack_whole
+from colocate._definitions.bundles import pack_whole, unpack_whole
 from colocate._role.budget import Budget
 from colocate._role.info import RoleInfo
 from colocate._role.role import check_role
 from colocate.errors import ColocateError
 from colocate.executor import Request
 
-_FORM = 6  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 7  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 
 
 @attrs.frozen
@@ -41,6 +41,7 @@ class GroupRecord:
         restarts: How often it is rebuilt at most.
         checkpoint: What it is rebuilt from, if there is something.
         restored: The tag of what its roles were restored from.
+        script: The process whose script the workers have, as ids have it.
         modules: The modules that its workers have got from a driver: file and digest, by name.
         until_woken: The tags of memory that calls leave asleep, by role.
     """
@@ -57,6 +58,7 @@ class GroupRecord:
     restarts: int
     checkpoint: Checkpoint | None
     restored: Tag
+    script: int
     modules: dict[str, tuple[str, str]]
     until_woken: dict[str, list[str]]
 
@@ -64,7 +66,7 @@ class GroupRecord:
         """Its roles.
 
         Raises:
-            ColocateError: They can't be imported here, or this driver's script has others of their names.
+            ColocateError: They can't be imported here.
         """
         try:
             (default_group, torchrun, distributions, budgets, roles), definitions = unpack_whole(self.roles)
@@ -163,6 +165,7 @@ def _group(pool: Slots, group: Crew) -> GroupRecord:
         group.restarts.limit,
         group.restarts.checkpoint,
         group.restarts.restored,
+        group.taught.script,
         dict(group.taught.given.contents),
         group.sleepers.until_woken,
     )

@@ -105,7 +105,7 @@ class Crew(Restartable):
         self.life.on_change = self._look_at_life
         self._look_at_life()
         self.cancellations = Cancellations(self.order)
-        self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers, self.roles)
+        self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers)
         self.restarts = Restarts(self, restarts)
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
         self._begin(places)

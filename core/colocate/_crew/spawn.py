@@ -24,7 +24,7 @@ from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, Role
 from colocate.worker.build import RoleBuild
 
 if TYPE_CHECKING:
-    from colocate._definitions.inbox import Inbox
+    from colocate._definitions.bundles import Inbox
     from colocate._values.codec import Codec
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import attrs
 
 from colocate._calls.services import Services
-from colocate._definitions.lots import Receiver
+from colocate._definitions.bundles import Table
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
@@ -66,7 +66,7 @@ class Worker:
         host: The driver's end.
         hello: What it said of itself first: pid, Python, colocate.
         exit: How it ended; None while it runs.
-        receiver: What it knows of the script.
+        table: What it knows of the script.
     """
 
     events: WorkerEvents
@@ -78,7 +78,7 @@ class Worker:
     hello: Mapping[str, Any] | None = None
     exit: Exit | None = None
     lane_ended: bool = False
-    receiver: Receiver = attrs.field(factory=lambda: Receiver("is given it"))
+    table: Table = attrs.field(factory=lambda: Table("is given it"))
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
     _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate._definitions import known, making
+from colocate._definitions import making
 from colocate._definitions.device_copies import Copies, exposed, flat, line_of
 from colocate._definitions.host_copies import on_host
+from colocate._definitions.ids import id_of
 from colocate._definitions.lending import handle_of
 from colocate._definitions.packed import Packed, Plain
-from colocate._definitions.pickler import Pickler, Whole, is_special
+from colocate._definitions.pickler import Content, Pickler, is_special
 from colocate._system.by_type import by_type
 
 if TYPE_CHECKING:
@@ -51,28 +52,19 @@ def pack(value: Any) -> Packed:
     """
     if _is_plain(value, _PLAIN_ITEMS) >= 0:
         return Packed(pickle.dumps(value, protocol=5))
-    packed, pickler = _pack(value)
-    if pickler.has_functions and pickler.has_trained:
-        # A function that is there from before has the parameters that came with it then, and not those of now.
-        packed, _ = _pack(value, makes_anew=True)
-    return packed
-
-
-def _pack(value: Any, makes_anew: bool = False) -> tuple[Packed, Pickler]:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = pickler_for(file, buffers.append)
-    pickler.makes_anew = makes_anew
     pickler.dump(value)
     raw, needs = tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values())
-    return Packed(file.getvalue(), raw, needs, pickler.has_trained), pickler
+    return Packed(file.getvalue(), raw, needs, pickler.has_trained)
 
 
-def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Whole | None = None) -> Pickler:
-    """A pickler for values as they are sent, or for a lot of definitions."""
+def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Content | None = None) -> Pickler:
+    """A pickler for values as they are sent, or for a bundle of definitions."""
     # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
     kind = TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
-    return kind(file, buffer_callback, lot)
+    return kind(file, buffer_callback, bundle)
 
 
 def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
@@ -133,10 +125,10 @@ class TensorPickler(Pickler):
                 return _reduce_tensor(obj)
             self.has_trained = True
             make, args, *rest = _reduce_leaf(obj)
-            if self.lot is None:
+            if self.bundle is None:
                 return make, args, *rest
             # What code of the script has of it may travel at different times: a model first, its optimizer later.
-            return making.make_shared, (known.shared_id(obj), make, args), *rest
+            return making.shared, (id_of(obj), make, args), *rest
         if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
             # Its tensors will be where the receiver wants them: the device it was made on must not come along.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,11 @@ from colocate.errors import ColocateError
 class Given:
     """What the workers of one group have got of the driver's modules.
 
-    The driver may import such a module later, or once more: either shows in the module's spec, which the import system
-    makes anew. So to look for that costs little, and only what shows is read and compared.
+    The driver may import such a module later, or once more: either makes it news, which calls look at once.
 
     Attributes:
         contents: File and digest of each, by name.
+        news: What the driver has begun to import since anybody looked: its own and others.
     """
 
     def __init__(self, group: str, of_another: Mapping[str, tuple[str, str]] | None = None) -> None:
@@ -34,7 +35,11 @@ class Given:
         self._group = group
         self._others = frozenset(of_another or ())
         self.contents: dict[str, tuple[str, str]] = {}
-        self._seen: dict[str, Any] = {}  # the specs; no lock: each is set at once, and all are copied at once
+        self._seen: dict[str, Any] = {}  # the specs
+        self.news: set[str] = set()
+        _all[id(self)] = self
+        if sys.meta_path[0] is not _IMPORTS:
+            sys.meta_path[:] = [_IMPORTS, *(each for each in sys.meta_path if each is not _IMPORTS)]
         if of_another:
             if (why := other_content(of_another)) is not None:
                 raise ColocateError(f"group {group!r} can't be taken up here: {why}")
@@ -56,10 +61,10 @@ class Given:
             ColocateError: As `refuse_late`.
         """
         self.refuse_late()
-        module = sys.modules.get  # as `_spec`, for there may be hundreds
-        seen = list(self._seen.items())
-        for name in [name for name, spec in seen if getattr(module(name), "__spec__", None) is not spec]:
-            if (file := self._other_file(name)) is not None:
+        while self.news:
+            name = self.news.pop()
+            is_new = name in self.contents and _spec(name) is not self._seen[name]
+            if is_new and (file := self._other_file(name)) is not None:
                 self._warn(name, file, line)
 
     def refuse_late(self) -> None:
@@ -68,7 +73,7 @@ class Given:
         Raises:
             ColocateError: One has other content there.
         """
-        for name in self._others:
+        for name in self.news & self._others:
             if self._seen[name] is None and _spec(name) is not None and (file := self._other_file(name)) is not None:
                 why = in_the_way(name, file, self.contents[name][0])
                 raise ColocateError(f"group {self._group!r} can't be used here: {why}")
@@ -89,6 +94,20 @@ class Given:
             f"{self._group!r} have of it. They keep theirs: spawn the group anew"
         )
         warnings.warn_explicit(text, RuntimeWarning, *line)
+
+
+class _Imports:
+    """Stands first among what finds modules, finds none, and tells all who have given some what is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Note a name."""
+        for reference in _all.valuerefs():
+            if (given := reference()) is not None:
+                given.news.add(name)
+
+
+_all: weakref.WeakValueDictionary[int, Given] = weakref.WeakValueDictionary()
+_IMPORTS: Any = _Imports()
 
 
 def _spec(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Classes and functions made from what travelled: first empty, so that others can refer to them, then filled.
+"""Definitions made from what has come: first empty, so that others can refer to them, then filled.
 
 What is known here by its id already is taken as it is and never filled again: a class that comes back is the class that
 was sent, with what became of it meanwhile.
@@ -7,35 +7,34 @@ was sent, with what became of it meanwhile.
 from __future__ import annotations
 
 import abc
+import builtins
 import contextlib
 import enum
 import functools
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from colocate._definitions import known, subclasses
-from colocate._definitions.names import is_main
+from colocate._definitions import ids, subclasses
+from colocate._definitions.names import MISSING, is_main, main_module, script_names
 
-_here = threading.local()  # .filling: by id(object), what this thread makes now; keeps it alive meanwhile
+_here = threading.local()  # .making: the bundle that this thread reads
 
 
 class Making:
     """A block in which definitions are made: they are known by their ids once all of them are whole.
 
     Attributes:
-        made: By their ids.
-        functions: Those that no name leads to, which refer to these.
-        found: What was here already.
+        found: By their ids: those that are made, and those that were here already.
     """
 
     def __init__(self) -> None:
-        self.made: dict[int, Any] = {}
-        self.functions: dict[int, FunctionType] = {}
-        self.found: list[known.Definition] = []
+        self.found: dict[int, Any] = {}
+        self.open: dict[int, Any] = {}  # by id(): what has still to be filled; globals on their way, in words
 
     def __enter__(self) -> Making:
         self._outer = getattr(_here, "making", None)
@@ -45,109 +44,133 @@ class Making:
     def __exit__(self, *_: object) -> None:
         _here.making = self._outer
 
+    def existing(self, id: int) -> Any:
+        """Return what has an id here or in the bundle; None where nothing has."""
+        found = self.found.get(id)
+        if found is None and (found := ids.thing_of(id)) is not None:
+            self.found[id] = found
+        return found
 
-def _made(id: int, thing: Any) -> Any:
-    """Something new, to be filled."""
-    making: Making | None = getattr(_here, "making", None)
-    filling: dict[int, Any] = _here.__dict__.setdefault("filling", {})
-    filling[builtins_id(thing)] = thing
-    if making is not None:
-        making.made[id] = thing
+    def make(self, id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Make a definition, unless it exists."""
+        thing = self.existing(id)
+        if thing is None:
+            thing = self.found[id] = maker(*args)
+            self.open[builtins.id(thing)] = thing
+        return thing
+
+    @property
+    def innermost(self) -> Any:
+        """What was being made when that failed."""
+        return next(reversed(self.open.values()), "what was sent with it")
+
+    def fill(self, thing: Any, filler: Callable[[Any, Any], None], state: Any) -> None:
+        """Fill a definition that was made here."""
+        if self.open.get(builtins.id(thing)) is thing:
+            filler(thing, state)
+            del self.open[builtins.id(thing)]
+
+
+def make(id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Make a definition of the bundle that is being read, or return the one that has its id here."""
+    return _here.making.make(id, maker, args)
+
+
+def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None], Any]) -> None:
+    """Give a definition what couldn't be there before it was, if it was made just now."""
+    _here.making.fill(thing, *state[1:])
+
+
+def nothing(thing: Any, state: None) -> None:
+    """Fill what is whole when it is made."""
+
+
+def first(thing: Any, bound: None) -> Any:
+    """Return a definition, with which the globals have come that its code names."""
     return thing
 
 
-builtins_id = id
-
-
-def _is_new(thing: Any) -> bool:
-    """Whether something was made just now, and hasn't been filled yet."""
-    filling: dict[int, Any] = _here.__dict__.setdefault("filling", {})
-    return filling.pop(builtins_id(thing), None) is thing
-
-
-def _existing(id: int) -> Any:
-    making: Making | None = getattr(_here, "making", None)
-    if making is not None and id in making.made:
-        return making.made[id]
-    found = known.known(id)
-    if found is not None and making is not None:
-        making.found.append(found)
-    return None if found is None else found.object
-
-
 def named(id: int) -> Any:
-    """A class or function by its id."""
-    existing = _existing(id)
-    return known.find(id).object if existing is None else existing
+    """Return a definition by its id."""
+    making: Making | None = getattr(_here, "making", None)
+    found = None if making is None else making.existing(id)
+    return ids.find(id) if found is None else found
 
 
-def make_shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What several globals or closures have: the object that came with the first of them, or else a new one."""
-    return known.shared(id, lambda: make(*args))
+def shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return what several globals or closures have: the object that came with the first of them, or a new one."""
+    found = ids.thing_of(id)
+    if found is None:
+        found = make(*args)
+        ids.note(id, found)
+    return found
 
 
 # -- functions
 
+_bound: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def about(words: str) -> str:
+    """Note what comes next."""
+    _here.making.open[id(words)] = words
+    return words
+
+
+def bind_named(words: str, here: dict[str, Any], names: Mapping[str, Any]) -> None:
+    """Set a global that has come with code."""
+    bind(here, names)
+    del _here.making.open[id(words)]
+
+
+def bind(here: dict[str, Any], names: Mapping[str, Any]) -> None:
+    """Set some globals; one of the script that role code has set itself meanwhile keeps its value."""
+    main = main_module()
+    if main is None or here is not main.__dict__:
+        here.update(names)
+        return
+    before = _bound.setdefault(main, {})
+    for name, value in names.items():
+        if name not in before or here.get(name, MISSING) is before[name]:
+            here[name] = value
+        before[name] = value
+
+
+def globals_of(module: str) -> dict[str, Any]:
+    """Return the globals of functions that came: the script's, or those of the module that they are of."""
+    return script_names() if is_main(module) else importlib.import_module(module).__dict__
+
 
 def make_function(
-    id: int | None,
-    is_defined: bool,
-    code: CodeType,
-    space: tuple[str | int, str],
-    name: str,
-    cells: tuple[CellType, ...] | None,
-) -> Any:
-    """A function, or the one that has its id here. Without an id it is a new one."""
-    if id is not None:
-        existing = _existing(id) if is_defined else known.function_known(id)
-        if existing is not None:
-            return existing
-    function = FunctionType(code, globals_of(*space), name, None, cells)
-    if id is not None and is_defined:
-        return _made(id, function)
-    _here.__dict__.setdefault("filling", {})[builtins_id(function)] = function
-    return function
+    code: CodeType, names: dict[str, Any], name: None, defaults: None, closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    """Make a function without its defaults, and with empty cells."""
+    names.setdefault("__builtins__", __builtins__)
+    return FunctionType(code, names, name, defaults, closure)
 
 
-def globals_of(key: str | int, module: str) -> dict[str, Any]:
-    """The globals of functions that came: the module's own, where it is one."""
-    if isinstance(key, str) and not is_main(key):
-        return importlib.import_module(key).__dict__
-    return known.whole_space_named(key, module).names
-
-
-def fill_function(
-    function: FunctionType, state: tuple[Mapping[str, Any], Mapping[str, Any], Sequence[Any], int | None]
-) -> None:
-    """What couldn't be there before the function was. One that no name leads to is known by its id then."""
-    if not _is_new(function):
-        return
-    names, slots, cells, id = state
-    function.__dict__.update(names)
-    for cell, contents in cells:
-        cell.cell_contents = contents
+def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], dict[str, Any], Mapping[str, Any]]) -> None:
+    """Give a function its attributes, what its cells have, and the globals that came with it."""
+    own, slots, names = state
+    del slots["_cloudpickle_submodules"]  # which are imported by now
+    bind(function.__globals__, names)
+    for its, came in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            its.cell_contents = came.cell_contents
+    function.__dict__.update(own)
     for name, value in slots.items():
         setattr(function, name, value)
-    if id is not None:
-        making: Making | None = getattr(_here, "making", None)
-        if making is None:
-            known.note_function(id, function)
-        else:  # what it refers to needn't be whole, and may be made once more
-            making.functions[id] = function
 
 
-def make_cache(id: int, function: Any, parameters: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
-    """A function under `functools.lru_cache`; its cache is this process's own."""
-    existing = _existing(id)
-    if existing is not None:
-        return existing
+def make_cache(function: Any, parameters: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """Make a function under `functools.lru_cache`; its cache is this process's own."""
     cached: Any = functools.lru_cache(**parameters)(function)
     cached.__dict__.update(names)
-    return _made(id, cached)
+    return cached
 
 
 def make_cached_property(function: Any, name: str | None, doc: str | None) -> Any:
-    """A `functools.cached_property`, which has a lock of its own before Python 3.12."""
+    """Make a `functools.cached_property`, which has a lock of its own before Python 3.12."""
     made: functools.cached_property[Any] = functools.cached_property(function)
     made.attrname, made.__doc__ = name, doc
     return made
@@ -156,38 +179,24 @@ def make_cached_property(function: Any, name: str | None, doc: str | None) -> An
 # -- classes
 
 
-def make_class(id: int, meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: dict[str, Any]) -> Any:
-    """A class without its methods, or the one that has its id here.
+def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: dict[str, Any]) -> Any:
+    """Make a class without its methods.
 
     Args:
-        id: Its id.
         meta: Its metaclass.
         maker: The first of the metaclass's own classes that isn't the user's: the others would want the whole class.
         name: Its name.
         bases: Its bases.
         names: What has to be there when it is made.
     """
-    existing = _existing(id)
-    if existing is not None:
-        return existing
     namespace = {sys.intern(key): value for key, value in names.items()}
     with _untold(bases):
-        made = maker.__new__(meta, name, bases, namespace)
-    return _made(id, made)
+        return maker.__new__(meta, name, bases, namespace)
 
 
-def make_parametrised(id: int, origin: Any, args: tuple[Any, ...]) -> Any:
-    """A class that a generic class makes for arguments, and makes once: the one that code here gets of it, too."""
-    existing = _existing(id)
-    return make_known(id, origin[args]) if existing is None else existing
-
-
-def make_known(id: int, thing: Any) -> Any:
-    """What is here without having been made now."""
-    making: Making | None = getattr(_here, "making", None)
-    if making is not None:
-        making.made[id] = thing
-    return thing
+def make_parametrised(origin: Any, args: tuple[Any, ...]) -> Any:
+    """Return the class that a generic class makes for arguments, and makes once."""
+    return origin[args]
 
 
 @contextlib.contextmanager
@@ -216,21 +225,16 @@ def _untold(bases: Sequence[type]) -> Iterator[None]:
         type.__setattr__(owner, "__init_subclass__", hook)
 
 
-def make_enum(id: int, meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members: Mapping[str, Any]) -> Any:
-    """An enum with its members, or the one that has its id here."""
-    existing = _existing(id)
-    if existing is not None:
-        return existing
+def make_enum(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members: Mapping[str, Any]) -> Any:
+    """Make an enum with its members."""
     names = meta.__prepare__(name, bases)
     for member, value in members.items():
         names[member] = value
-    return _made(id, maker.__new__(meta, name, bases, names))
+    return maker.__new__(meta, name, bases, names)
 
 
 def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping[str, Mapping[str, Any]]]) -> None:
-    """What couldn't be there before the class was: its methods and attributes."""
-    if not _is_new(cls):
-        return
+    """Give a class its methods and attributes, and the members of an enum theirs."""
     names, registered, members = state
     for name, value in names.items():
         type.__setattr__(cls, name, value)
@@ -244,27 +248,22 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         subclasses.tell(cls)
 
 
-# -- other things that have a name
+# -- what else has a name, and exceptions
 
 
-def make_thing(id: int, cls: Any) -> Any:
-    """An object without its attributes, or the one that has its id here."""
-    existing = _existing(id)
-    return _made(id, object.__new__(cls)) if existing is None else existing
+def make_thing(cls: Any) -> Any:
+    """Make an object without its attributes."""
+    return object.__new__(cls)
 
 
 def fill_thing(thing: Any, names: Mapping[str, Any]) -> None:
-    """What couldn't be there before the object was."""
-    if _is_new(thing):
-        for name, value in names.items():
-            object.__setattr__(thing, name, value)
-
-
-# -- exceptions
+    """Give an object its attributes."""
+    for name, value in names.items():
+        object.__setattr__(thing, name, value)
 
 
 def make_exception(cls: Any, base: Any, args: tuple[Any, ...]) -> BaseException:
-    """An exception with these `args`, whatever arguments the constructor of its class takes."""
+    """Make an exception with these `args`, whatever arguments the constructor of its class takes."""
     made: BaseException = base.__new__(cls, *args)
     base.__init__(made, *args)
     made.args = args

@@ -33,6 +33,12 @@ def main_module() -> ModuleType | None:
     return sys.modules.get("__main__")
 
 
+def script_names() -> dict[str, Any]:
+    """The globals of the script or notebook."""
+    main = main_module()
+    return {} if main is None else main.__dict__
+
+
 def path_of(thing: Any) -> tuple[str, str] | None:
     """Module and qualified name of a class or function, where they lead to it in any process that imports it.
 

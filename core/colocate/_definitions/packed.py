@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from colocate._definitions.known import Need
+from colocate._definitions.ids import Need
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

@@ -1,6 +1,7 @@
-"""The pickler of everything that colocate sends: classes and functions that can't be imported elsewhere get a name.
+"""cloudpickle for everything that colocate sends: classes and functions that can't be imported elsewhere have an id.
 
-What a value needs at its receiver is noted while it is pickled (`needs`); nobody's registry is changed for it.
+In a body they are only named, and what its receiver needs before it is noted (`needs`). In a bundle they are by value,
+as cloudpickle has them, but for what that would make another thing of.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -19,8 +20,8 @@ import cloudpickle
 from cloudpickle import cloudpickle as details
 
 from colocate._definitions import making
-from colocate._definitions.known import Definition, Need, Space, definition_of, function_id, global_of, space_of
-from colocate._definitions.names import can_be_imported, is_main, main_module, path_of
+from colocate._definitions.ids import Definition, Name, Need, id_of
+from colocate._definitions.names import can_be_imported, is_main, path_of, script_names
 from colocate._system.by_type import by_type
 
 _CACHED = type(functools.lru_cache(maxsize=1)(len))
@@ -38,6 +39,7 @@ _SPECIAL = (
 )
 _OF_ENUMS = {"_generate_next_value_", "_member_names_", "_member_map_", "_member_type_", "_value2member_map_"}
 _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
+_CODE = (type, FunctionType, types.BuiltinFunctionType, types.ModuleType, _CACHED)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -56,35 +58,33 @@ def _may_be_a_name(kind: type) -> bool:
     )
 
 
-class Whole(Protocol):
-    """What definitions are put into: a lot."""
+class Content(Protocol):
+    """What definitions are put into: a bundle."""
 
-    def has_to_have(self, definition: Definition) -> bool:
+    anonymous: bool  # the script's globals go with the functions that name them: its receiver has a script of its own
+
+    def has(self, definition: Definition) -> bool:
         """Whether a definition that is met goes into it; otherwise it is named."""
         ...
 
-    def key_of(self, space: Space) -> str | int:
-        """What a space is called at its receiver."""
+    def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
+        """The globals of the script that go into it for code which names these."""
         ...
-
-    def will_need(self, found: Need) -> None:
-        """Something that what is in it refers to."""
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, but for classes and functions: with a `lot` they are put into that, otherwise they are named."""
+    """cloudpickle, but for definitions: those that a `bundle` has are put into that, all others are named."""
 
     def __init__(
-        self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, lot: Whole | None = None
+        self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, bundle: Content | None = None
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
-        self.needs: dict[int, Need] = {}
-        self.lot = lot
-        self.has_functions = False  # such that no name leads to
-        self.makes_anew = False  # these where they arrive, though they may be there
+        self.needs: dict[int | str, Need] = {}
+        self.bundle = bundle
         self.has_trained = False  # tensors of which gradients are computed
-        self._shells: dict[int, _Shell] = {}
         self._begun: set[type] = set()  # classes whose contents are being pickled
+        self.named: list[list[_Bound]] = []  # the globals that code of open definitions names
+        self.unmade: list[int] = []  # open definitions which aren't even empty ones yet
 
     def reducer_override(self, obj: Any) -> Any:
         """How to pickle what has a way of its own."""
@@ -98,7 +98,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if issubclass(kind, type):
             return self._class(obj)
         if kind is _CACHED:
-            return NotImplemented if path_of(obj) is not None else self._defined(obj, self._cached_by_value)
+            return NotImplemented if path_of(obj) is not None else self._defined(obj, _cache)
         if kind is functools.cached_property:
             return making.make_cached_property, (obj.func, obj.attrname, obj.__doc__)
         if isinstance(obj, BaseException):
@@ -107,7 +107,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return _SENTINELS[id(obj)]
         return NotImplemented if kind in self.dispatch_table else self._named(obj)
 
-    # -- names
+    # -- by an id
+
+    def _defined(self, thing: Any, by_value: Callable[[Any], Any]) -> Any:
+        definition = Definition(id_of(thing), thing)
+        if self.bundle is None:
+            self.needs[definition.id] = definition
+        elif self.unmade.count(definition.id) == 1 or self.bundle.has(definition):  # its base may have led to it
+            return making.first, (_Made(self, definition, by_value), _Globals(self, isinstance(thing, type)))
+        return making.named, (definition.id,)
 
     def _named(self, obj: Any) -> Any:
         """As pickle would; what is only a name of the script (a `NewType`, a sentinel) has an id there as here."""
@@ -115,15 +123,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if not isinstance(reduced, str):
             return reduced
         module = getattr(obj, "__module__", None)
-        return self._defined(obj, self._thing_by_value) if is_main(module) else reduced
-
-    def _thing_by_value(self, thing: Any, id: int) -> Any:
-        slots = (name for each in type(thing).__mro__ for name, value in vars(each).items() if _is_slot_of(each, value))
-        state = {
-            **getattr(thing, "__dict__", {}),
-            **{name: getattr(thing, name) for name in slots if hasattr(thing, name)},
-        }
-        return making.make_thing, (id, type(thing)), state, None, None, making.fill_thing
+        return self._defined(obj, _thing) if is_main(module) else reduced
 
     def _class(self, cls: Any) -> Any:
         if type(cls) is type and (cls in _SINGLETONS or cls in details._BUILTIN_TYPE_NAMES):
@@ -136,64 +136,53 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if path_of(function) is not None:
             return NotImplemented
         if _leads_to(function):
-            return self._defined(function, self._defined_function)
-        self.has_functions = True
-        return self._function_by_value(function, None if self.makes_anew else function_id(function), False)
-
-    def _defined(self, thing: Any, by_value: Callable[[Any, int], Any]) -> Any:
-        definition = definition_of(thing)
-        lot = self.lot
-        if lot is None:
-            self.needs[definition.id] = definition
-        elif lot.has_to_have(definition):
-            return by_value(thing, definition.id)
-        return making.named, (definition.id,)
+            return self._defined(function, self._dynamic_function_reduce)
+        return self._dynamic_function_reduce(function)
 
     # -- by value
 
-    def _defined_function(self, function: FunctionType, id: int) -> Any:
-        return self._function_by_value(function, id, True)
+    def _dynamic_function_reduce(self, func: FunctionType) -> Any:
+        """As cloudpickle, but for globals: where they arrive, functions of a module have that module's.
 
-    def _function_by_value(self, function: FunctionType, id: int | None, is_defined: bool) -> Any:
-        code, names = function.__code__, function.__globals__
-        module = names.get("__name__") or function.__module__ or ""
-        if is_main(module) or not _is_module(module, names):
-            space = space_of(names)
-            for name in details._extract_code_globals(code):  # those of functions inside it, too
-                self._need(global_of(space, name, function.__qualname__))
-            where = space.key if self.lot is None else self.lot.key_of(space), module
+        What a definition names comes when that is whole: a global may be a value of the very class.
+        """
+        names: dict[str, Any] = func.__globals__
+        module, is_script = str(names.get("__name__")), names is script_names()
+        is_there = not (self.bundle is not None and self.bundle.anonymous) if is_script else _is_module(module, names)
+        if is_there:
+            self.globals_ref.setdefault(id(names), _Module("__main__" if is_script else module))
+        _, args, (own, slots), *_ = super()._dynamic_function_reduce(func)
+        found: dict[str, Any] = slots.pop("__globals__")
+        used, came = list(found) if is_script or not is_there else [], {}
+        if self.bundle is None and is_there:
+            self.needs.update({name: Name(name, func.__qualname__) for name in used})
+        elif self.named:
+            self.named[-1] += [_Bound(self, names, name, func.__qualname__) for name in used]
         else:
-            where = module, module
-        cells = None if function.__closure__ is None else tuple(self._shell(cell) for cell in function.__closure__)
-        own, slots = details._function_getstate(function)
-        slots = dict(slots)
-        for name in ("__globals__", "__closure__", "__name__"):
-            del slots[name]
-        filled = [(self._shell(cell), cell.cell_contents) for cell in function.__closure__ or () if _is_full(cell)]
-        made = making.make_function, (id, is_defined, code, where, function.__name__, cells)
-        return *made, (own, slots, filled, None if is_defined else id), None, None, making.fill_function
+            came = self.names_for(names, used, func.__qualname__)
+        return making.make_function, args, (own, slots, came), None, None, making.fill_function
 
-    def _shell(self, cell: Any) -> _Shell:
-        """A cell without its contents; functions that share it still do where they arrive."""
-        return self._shells.setdefault(id(cell), _Shell(cell))
+    def globals_to_bind(self, names: Sequence[Name]) -> Any:
+        """Return what sets some globals of the script where it arrives."""
+        script = script_names()
+        if names:
+            self.globals_ref[id(script)] = _Module("__main__")
+        return _code_first([_Bound(self, script, *each) for each in names])
 
-    def _cached_by_value(self, cached: Any, id: int) -> Any:
-        parameters = dict(cached.cache_parameters())
-        names = {name: value for name, value in cached.__dict__.items() if name != "__wrapped__"}
-        return making.make_cache, (id, cached.__wrapped__, parameters, names)
+    def names_for(self, names: dict[str, Any], used: Iterable[str], user: str) -> dict[str, Any]:
+        """Return some of the globals of a function, as far as they go along."""
+        if names is script_names() and self.bundle is not None and not self.bundle.anonymous:
+            return self.bundle.names_for(used, user)
+        return {name: names[name] for name in used}
 
-    def _class_by_arguments(self, cls: Any, id: int) -> Any:
+    def _class_by_arguments(self, cls: Any) -> Any:
         origin, args = _parametrised(cls) or (cls, ())
         if self._begun.isdisjoint((*origin.__mro__, *_classes_in(args))):
-            return making.make_parametrised, (id, origin, args)
-        return self._class_by_value(cls, id)  # what it would be made of isn't whole at the receiver yet
+            return making.make_parametrised, (origin, args)
+        return self._class_by_value(cls)  # what it would be made of isn't whole at the receiver yet
 
-    def _class_by_value(self, cls: Any, id: int) -> Any:
-        main = main_module()
-        path: str = cls.__qualname__
-        if is_main(cls.__module__) and main is not None and main.__dict__.get(path) is cls:
-            # Under its name, too: then plain pickle finds it there.
-            self._need(global_of(space_of(main.__dict__), path, path))
+    def _class_by_value(self, cls: Any) -> Any:
+        """As cloudpickle, but no code of the user's runs for a class that isn't whole, and enums are as they were."""
         names, _ = details._class_getstate(cls)
         registered = names.pop("_abc_impl", ())
         meta = type(cls)
@@ -202,36 +191,128 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             maker = type
         if issubclass(cls, enum.Enum):
             members = {name: member._value_ for name, member in cls.__members__.items()}
-            state = {name: value for name, value in names.items() if name not in members and name not in _OF_ENUMS}
+            names = {name: value for name, value in names.items() if name not in members and name not in _OF_ENUMS}
             given = {name: _of_member(member) for name, member in cls.__members__.items() if _of_member(member)}
-            enumerated = making.make_enum, (id, meta, maker, cls.__name__, cls.__bases__, members)
-            state["__qualname__"] = path
-            return *enumerated, (state, registered, given), None, None, making.fill_class
+            names["__qualname__"] = cls.__qualname__
+            made: Any = making.make_enum, (meta, maker, cls.__name__, cls.__bases__, members)
+            return *made, (names, registered, given), None, None, making.fill_class
         names = {name: value for name, value in names.items() if not _is_slot_of(cls, value)}
         first = {name: names.pop(name) for name in list(names) if _comes_first(name, names[name])}
-        first |= {"__module__": cls.__module__, "__qualname__": path}
-        made = making.make_class, (id, meta, maker, cls.__name__, cls.__bases__, first)
+        first |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         self._begun.add(cls)
+        made = making.make_class, (meta, maker, cls.__name__, cls.__bases__, first)
         return *made, (names, registered, _Whole(self._begun, cls)), None, None, making.fill_class
 
-    def _need(self, found: Need) -> None:
-        if self.lot is None:
-            self.needs[id(found)] = found
-        else:
-            self.lot.will_need(found)
+
+class _Made:
+    """A definition by value, whole, but for the globals that its code names."""
+
+    def __init__(self, pickler: Pickler, definition: Definition, by_value: Callable[[Any], Any]) -> None:
+        self._pickler = pickler
+        self._definition = definition
+        self._by_value = by_value
+
+    def __reduce__(self) -> Any:
+        self._pickler.named.append([])
+        self._pickler.unmade.append(self._definition.id)
+        maker, args, *more = self._by_value(self._definition.thing)
+        state = (more[3], more[0]) if more else (making.nothing, None)
+        made = making.make, (self._definition.id, maker, args)
+        return *made, (_Empty(self._pickler, self._definition.id), *state), None, None, making.fill
+
+
+class _Empty:
+    """Stands before the contents of a definition: there is an empty one now, to which others can refer."""
+
+    def __init__(self, pickler: Pickler, id: int) -> None:
+        self._pickler = pickler
+        self._id = id
+
+    def __reduce__(self) -> Any:
+        self._pickler.unmade.remove(self._id)
+        return dict, ()
+
+
+class _Globals:
+    """Stands behind a definition: the globals that its code names.
+
+    Those of a method come behind the class: they may be values of that. And none comes where it may lead to a class
+    that isn't made yet.
+    """
+
+    def __init__(self, pickler: Pickler, is_class: bool) -> None:
+        self._pickler = pickler
+        self._is_class = is_class
+
+    def __reduce__(self) -> Any:
+        named = self._pickler.named.pop()
+        if self._pickler.unmade or (self._pickler.named and not self._is_class):
+            self._pickler.named[-1] += named
+            named = []
+        return list, (_code_first(named),)
+
+
+class _Bound:
+    """A global that code names, as it is when this is pickled; what its value is rebuilt with has come by then."""
+
+    def __init__(self, pickler: Pickler, names: dict[str, Any], name: str, user: str) -> None:
+        self._pickler = pickler
+        self._names = names
+        self._name = name
+        self._user = user
+
+    def __reduce__(self) -> Any:
+        home = self._pickler.globals_ref[id(self._names)]
+        came = self._pickler.names_for(self._names, (self._name,), self._user)
+        words = f"the global {self._name!r} of {self._names.get('__name__')}, which {self._user} names,"
+        return (making.bind_named, (_About(words), home, came)) if came else (dict, ())
+
+    @property
+    def is_code(self) -> bool:
+        """Whether nothing of the user's runs when it is rebuilt."""
+        value = self._names.get(self._name)
+        return isinstance(value, _CODE) or type(value) in _ATOMS
+
+
+class _About:
+    """Stands before a value: what that is, should it fail to be rebuilt."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __reduce__(self) -> Any:
+        return making.about, (self._words,)
+
+
+def _code_first(named: list[_Bound]) -> list[_Bound]:
+    return sorted(named, key=lambda each: not each.is_code)
+
+
+class _Module:
+    """Stands for the globals of a module, which are there where it arrives."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> Any:
+        return making.globals_of, (self._module,)
+
+
+def _cache(cached: Any) -> Any:
+    names = {name: value for name, value in cached.__dict__.items() if name != "__wrapped__"}
+    return making.make_cache, (cached.__wrapped__, dict(cached.cache_parameters()), names)
+
+
+def _thing(thing: Any) -> Any:
+    slots = (name for each in type(thing).__mro__ for name, value in vars(each).items() if _is_slot_of(each, value))
+    state = {
+        **getattr(thing, "__dict__", {}),
+        **{name: getattr(thing, name) for name in slots if hasattr(thing, name)},
+    }
+    return making.make_thing, (type(thing),), state, None, None, making.fill_thing
 
 
 _SINGLETONS = (type(None), type(Ellipsis), type(NotImplemented))
-
-
-class _Shell:
-    """A cell that will be filled when the function that has it is there."""
-
-    def __init__(self, cell: Any) -> None:
-        self.cell = cell  # keeps its id its own
-
-    def __reduce__(self) -> Any:
-        return details._make_empty_cell, ()
 
 
 class _Whole:
@@ -268,14 +349,6 @@ def _classes_in(args: Iterable[Any]) -> Iterator[type]:
         if isinstance(each, type):
             yield each
         yield from _classes_in(typing.get_args(each))
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _is_module(name: str, names: Mapping[str, Any]) -> bool:

@@ -315,15 +315,15 @@ class Moved(Message):
 
 @message
 class Undefined(Message):
-    """A lot that the driver had sent couldn't be rebuilt; nothing of it is there.
+    """A bundle that the driver had sent couldn't be rebuilt; nothing of it is there.
 
     Attributes:
         ids: Those of the definitions in it.
-        names: The globals in it, as `Define` names them.
+        names: The globals of the script in it.
     """
 
     ids: Sequence[int]
-    names: Sequence[tuple[str | int, str]]
+    names: Sequence[str]
 
 
 @message

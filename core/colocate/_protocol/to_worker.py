@@ -39,15 +39,15 @@ class Boot(Message):
 
 @message
 class Define(Message):
-    """Definitions, before the first message that names them; the worker, too, says this of its own. Body: a lot.
+    """Definitions, before the first message that names them; the worker, too, says this of its own. Body: a bundle.
 
     Attributes:
         ids: Those of the classes and functions.
-        names: The globals that it sets: what their space is called there, and their name.
+        names: The globals of the script that it sets.
     """
 
     ids: Sequence[int]
-    names: Sequence[tuple[str | int, str]]
+    names: Sequence[str]
 
 
 @message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from traceback import walk_tb
 from types import CodeType
 from typing import Any
@@ -23,7 +23,7 @@ class NotRebuilt(ColocateError):
 
 
 @contextlib.contextmanager
-def rebuilding(what: str) -> Iterator[None]:
+def rebuilding(what: str | Callable[[], str]) -> Iterator[None]:
     """A block that unpacks something. An error of colocate's own is raised as it is.
 
     Raises:
@@ -39,6 +39,7 @@ def rebuilding(what: str) -> Iterator[None]:
         trace = why.__traceback__
         while trace is not None and is_own_code(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
+        what = what if isinstance(what, str) else what()
         error = NotRebuilt(f"{what} can't be rebuilt: {error_text(why)}")
         error.what, error.why = what, why.with_traceback(trace)
         raise error from why

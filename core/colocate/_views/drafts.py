@@ -116,7 +116,7 @@ class Messages:
         crew = self._crew
         order, passes = crew.order, crew.order.gate.passes  # before the workers: a restart has others, and another list
         workers = crew.workforce.workers
-        if self._needs or not passes or crew.sleepers or crew.taught.has_news():
+        if self._needs or not passes or crew.sleepers:
             return False
         if self._told is None and crew.declared.budgets and crew.residents.news:  # the calls may need the room
             return False
@@ -154,8 +154,7 @@ class Messages:
         order.gate.shut("a message")  # what is posted amid it would come before it at some workers, behind it at others
         try:
             slots = [slot for _, slots in self._frames for slot in slots]
-            roles = [draft.role.key for draft in drafts]
-            crew.taught.before(slots, (body for draft in drafts for body in draft.bodies), roles)
+            crew.taught.before(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:
                 order.enter(draft.call)
             for call, put in self._numbers:

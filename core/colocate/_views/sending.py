@@ -69,8 +69,7 @@ def ready(
             if getattr(body, "has_trained", False):
                 refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
     call.at = place(3)
-    if crew.taught.given.contents:
-        crew.taught.given.compare(call.line)
+    crew.taught.look(call, bodies.values())
     call.link = crew
     call._joiner = joiner or Joiner(crew, role, spec)
     pipeline = recording(crew)

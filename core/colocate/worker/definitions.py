@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from colocate._definitions import known
-from colocate._definitions.inbox import Inbox
-from colocate._definitions.lots import Receiver
+from colocate._definitions import ids
+from colocate._definitions.bundles import Inbox, Table
+from colocate._definitions.ids import Need
 from colocate._definitions.sources import Refused, Source
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
@@ -24,31 +24,31 @@ class Definitions:
         self._ask = ask
         self._send = send
         self._in_process = in_process
-        self._inbox = Inbox(binds=True, lost=self._lost)
-        self._driver = Receiver("runs it")
+        self._inbox = Inbox(self._lost)
+        self._driver = Table("runs it")
         self._lock = threading.Lock()
         self._early: dict[str, tuple[str, str]] = {}
         self._modules = DriversModules(self._ask_for_module)
-        self._held: dict[int, known.Definition] = {}  # what was made here; the driver may name it at any time
-        self._told = self._heard = 0  # lots that were sent to the driver, and how many of them it has for certain
+        self._held: dict[int, Any] = {}  # what was made here; the driver may name it at any time
+        self._told = self._heard = 0  # bundles that were sent to the driver, and how many of them it has for certain
 
     # -- from the driver
 
     def arrived(self, message: to_worker.Define, body: Any) -> None:
-        """The driver has sent a lot. On the receiving thread, where nothing is loaded."""
-        self._inbox.put(message.ids, body, message.names)
+        """Take a bundle of the driver's. On the receiving thread, where nothing is loaded."""
+        self._inbox.put(message.ids, message.names, body)
         self._driver.knows.update(message.ids)
 
-    def _lost(self, ids: Sequence[int], names: Sequence[tuple[str | int, str]]) -> None:
+    def _lost(self, ids: Sequence[int], names: Sequence[str]) -> None:
         self._send(from_worker.Undefined(tuple(ids), tuple(names)), None)
 
     @property
     def count(self) -> int:
-        """How many lots have come."""
+        """How many bundles have come."""
         return self._inbox.count
 
     def load(self, count: int) -> None:
-        """Have the first `count` lots loaded: those that were sent before what is read next."""
+        """Have the first `count` bundles loaded: those that were sent before what is read next."""
         self._inbox.load(count)
 
     def find(self, id: int) -> None:
@@ -64,7 +64,7 @@ class Definitions:
         """
         self._early = imported_already()
         self._modules.receiver = threading.get_ident()
-        known.find_missing = self.find
+        ids.find_missing = self.find
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
@@ -96,16 +96,16 @@ class Definitions:
         """
         if self._in_process:  # the body may be the value itself, whose attributes are its own
             return
-        needs: Sequence[known.Need] = getattr(body, "needs", ())
+        needs: Sequence[Need] = getattr(body, "needs", ())
         if not needs:
             return
         with self._lock:
             lacking = self._driver.lacks(needs)
             if lacking:
-                lot = self._driver.lot(lacking)
-                self._send(to_worker.Define(lot.ids, lot.names), lot.body)
-                self._driver.has_got(lot)
-                self._held.update(lot.definitions)
+                bundle = self._driver.bundle(lacking)
+                self._send(to_worker.Define(tuple(bundle.definitions), tuple(bundle.names)), bundle.body)
+                self._driver.has_got(bundle)
+                self._held.update(bundle.definitions)
                 self._told += 1
             told = self._told
         if wait and self._heard < told:  # it may be on its way, whoever has sent it
@@ -115,6 +115,5 @@ class Definitions:
     def renew(self) -> None:
         """Another driver follows, which has been told nothing and has a script of its own."""
         with self._lock:
-            self._driver = Receiver("another")
-        self._inbox.another_follows()
+            self._driver = Table("another")
         self._modules.forget()

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from colocate._definitions import known
+from colocate._definitions import ids
 from colocate._definitions.sources import Refused, Source, digest, in_the_way, is_shipped_with_python
 from colocate._system.jobs import message_of
 from colocate.errors import ColocateError
@@ -29,7 +29,7 @@ def refuse_while_importing(what: str) -> None:
     Raises:
         ColocateError: A module that is being imported in this worker wants to.
     """
-    frame = sys._getframe() if known.find_missing is not None else None  # this process has a driver
+    frame = sys._getframe() if ids.find_missing is not None else None  # this process has a driver
     while frame is not None:
         if _imports(frame):
             raise ColocateError(

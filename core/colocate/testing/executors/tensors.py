@@ -318,14 +318,15 @@ class Optimizers(TensorCase):
             assert group.run(trains.load, net.state_dict()) == ["<All keys matched successfully>"]
 
     def test_both_are_globals(self, torch: Any, runtime: Runtime, trains: Any) -> None:
-        """They are one's model and optimizer also where the model was sent before, and a new optimizer comes later."""
+        """They are one's model and optimizer also where the model was sent before, and the optimizer comes later."""
         with runtime.reserve(1, cpus=0) as pool:
             group = pool.spawn({"trainer": colocate.role(trains.User)}, name="training")
             assert group.run(trains.step) == [True]
             (before,) = group.run(trains.look)
-            trains.optimizer = torch.optim.SGD(trains.net.parameters(), lr=1.0)
+            trains.later_one = torch.optim.SGD(trains.net.parameters(), lr=1.0)
+            exec("def step_later(ctx):\n    return takes_a_step(net, later_one)\n", trains.__dict__)
             assert group.run(trains.look) == [before]
-            assert group.run(trains.step) == [True]
+            assert group.run(trains.step_later) == [True]
             assert group.run(trains.look) != [before]
 
 

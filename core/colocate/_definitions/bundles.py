@@ -1,0 +1,382 @@
+"""Bundles: definitions that travel together, and the table of what the other end of each connection knows.
+
+A body only names definitions. Before it goes, its receiver is sent those that the table lacks, in one pickle, with all
+that they lead to and the globals of the script that their code names, as these are then. What was sent is named from
+then on: a global that is bound anew later goes only with a definition that is new itself.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from colocate._definitions import ids
+from colocate._definitions.codec import pack, pickler_for, unpack
+from colocate._definitions.explain import advice, deepest, kind_and_cause
+from colocate._definitions.ids import Definition, Name, Need, id_of
+from colocate._definitions.making import Making, bind
+from colocate._definitions.names import MISSING, is_main, script_names
+from colocate._definitions.packed import Packed
+from colocate._system.off_main import off_main
+from colocate._system.rebuilding import rebuilding
+from colocate._system.tracebacks import without_own_frames
+from colocate.errors import SerializationError
+
+# What the receiver of definitions is to the script: a worker, whose `__main__` is the script's; the driver that runs
+# it, whose names nobody but the script sets; a driver that has one of its own; a worker that has another driver's.
+Script: TypeAlias = Literal["is given it", "runs it", "another", "has another's"]
+
+
+class Table:
+    """What the other end of a connection knows.
+
+    Attributes:
+        script: What that end is to the script.
+        knows: The ids.
+        names: The globals of the script that it was sent, as they were then.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.knows: set[int] = set()
+        self.names: dict[str, Any] = {}
+
+    def lacks(self, needs: Iterable[Need]) -> list[Need]:
+        """Return what has to be sent before a message that needs this.
+
+        Raises:
+            SerializationError: It names a global of this process's script, and its receiver has another one.
+        """
+        found: list[Need] = []
+        for need in needs:
+            if isinstance(need, Definition):
+                if need.id not in self.knows:
+                    found.append(need)
+            elif self.script == "has another's":
+                raise _refused(f"{need.user}, which names the global {need.name!r},")
+            elif self.script == "is given it" and self.lacks_value(need.name):
+                found.append(need)
+        return found
+
+    def lacks_value(self, name: str) -> bool:
+        """Whether a global of the script is something else than what was sent, or wasn't sent."""
+        value = script_names().get(name, MISSING)
+        return value is not MISSING and self.names.get(name, MISSING) is not value
+
+    def bundle(self, lacking: Sequence[Need]) -> Bundle:
+        """Return what it lacks, to be sent to it."""
+        bundle = Bundle(self)
+        bundle.pack(lacking)
+        return bundle
+
+    def takes(self, bundle: Bundle) -> bool:
+        """Whether a bundle that was made for another one, which lacked the same, suits this one too."""
+        return (
+            self.knows.issuperset(bundle.others)
+            and self.knows.isdisjoint(bundle.definitions)
+            and all(self.names.get(name, MISSING) is value for name, value in bundle.had.items())
+        )
+
+    def has_got(self, bundle: Bundle) -> None:
+        """Note that the bundle has been sent to it."""
+        self.knows.update(bundle.definitions)
+        self.names.update(bundle.names)
+
+    def lost(self, ids: Iterable[int], names: Iterable[str]) -> None:
+        """Note that a bundle couldn't be rebuilt there: what needs something of it has it sent again."""
+        self.knows.difference_update(ids)
+        for name in names:
+            self.names.pop(name, None)
+
+
+class Bundle:
+    """What is sent to a receiver that lacks something.
+
+    Attributes:
+        body: The pickle.
+        definitions: What is in it, by id.
+        names: The globals of the script in it, with their values.
+        users: The globals that code in it names, each with some of that code.
+        others: The ids of what it only names, for its receiver has been sent that before.
+        had: The globals that its receiver has been sent before, with their values.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self.anonymous = table.script in ("another", "has another's")
+        self.definitions: dict[int, Any] = {}
+        self.names: dict[str, Any] = {}
+        self.users: dict[str, str] = {}
+        self.others: set[int] = set()
+        self.had: dict[str, Any] = {}
+        self.body = Packed(b"")
+        self.met: list[tuple[str, str, Any]] = []  # what is in it, the innermost last: in words, by name, and itself
+
+    def has(self, definition: Definition) -> bool:
+        """Whether a definition that is met goes into it; otherwise it is named."""
+        id, thing = definition
+        if id in self.definitions:
+            return False
+        if id in self._table.knows:
+            self.others.add(id)
+            return False
+        name = getattr(thing, "__qualname__", str(thing))
+        if self._table.script == "has another's" and ids.is_of_this_process(id) and is_main(_module(thing)):
+            raise _refused(name)
+        self.definitions[id] = thing
+        self.met.append((f"{name} of {_module(thing)}", getattr(thing, "__name__", "it"), thing))
+        return True
+
+    def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
+        """Return the globals of the script that go into it for code which names these, with their values."""
+        found: dict[str, Any] = {}
+        script = script_names() if self._table.script == "is given it" else {}
+        for name in names:
+            value = script.get(name, MISSING)
+            if value is MISSING:
+                continue
+            self.users.setdefault(name, user)
+            if not self._table.lacks_value(name):
+                self.had[name] = value
+            elif self.names.get(name, MISSING) is not value:
+                found[name] = self.names[name] = value
+                self.met.append((f"the global {name!r} of __main__, which {user} names,", name, value))
+        return found
+
+    def pack(self, needs: Iterable[Need]) -> None:
+        """Make the body.
+
+        Raises:
+            SerializationError: Something in it can't be pickled.
+        """
+        file, things, names, also = io.BytesIO(), [], list[Name](), dict[int, Any]()
+        buffers: list[pickle.PickleBuffer] = []
+        pickler = pickler_for(file, buffers.append, self)
+        for need in needs:
+            if isinstance(need, Name):
+                names.append(need)
+                continue
+            things.append(need.thing)
+            if id_of(need.thing) != need.id:  # a class that several processes get of a generic one, each for itself
+                also[need.id] = need.thing
+        try:
+            pickler.dump((things, pickler.globals_to_bind(names)))
+            self.definitions.update(also)
+            pickler.dump((also, self._own_names()))
+        except SerializationError:
+            raise
+        except Exception as error:
+            raise self._explained(error) from without_own_frames(error)
+        self.body = Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
+
+    def _own_names(self) -> dict[str, Any]:
+        """Return those definitions in it that the script's names lead to: then plain pickle finds them there."""
+        if self._table.script != "is given it":
+            return {}
+        script = script_names()
+        named = {getattr(thing, "__qualname__", ""): thing for thing in self.definitions.values()}
+        own = {name: thing for name, thing in named.items() if script.get(name, MISSING) is thing}
+        self.names.update(own)
+        return own
+
+    def _explained(self, error: Exception) -> SerializationError:
+        what, name, value = next((each for each in reversed(self.met) if _fails(each[2])), ("it", "it", None))
+        path, culprit, cause = deepest(value, name, error, _dump_alone)
+        why = f"{type(error).__name__}: {error}"
+        if culprit is not value:
+            why = f"{path} is {kind_and_cause(culprit, cause)}"
+        instead = advice(
+            culprit, "Make it inside the role, or have it in a module beside the script, which the workers import"
+        )
+        if hasattr(value, "_torchdynamo_orig_callable"):
+            why = f"it is what torch.compile makes of a function ({why})"
+        return SerializationError(
+            f"{what} goes to the workers with the script's code, and can't be pickled: {why}. {instead}",
+            argument=what,
+            path=path,
+        )
+
+
+def _module(thing: Any) -> Any:
+    return getattr(thing, "__module__", None)
+
+
+def _refused(what: str) -> SerializationError:
+    return SerializationError(
+        f"{what} is of this driver's script, and can't go to workers that another driver has spawned: their script is "
+        "that one's. Have it in a module beside the script, which the workers import",
+        argument=what,
+    )
+
+
+class Alone(Bundle):
+    """A bundle of definitions without the globals that they name."""
+
+    def __init__(self) -> None:
+        super().__init__(Table("is given it"))
+
+    def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
+        """Return none."""
+        return {}
+
+
+def _dump_alone(thing: Any) -> None:
+    pickler_for(io.BytesIO(), lambda buffer: None, Alone()).dump(thing)
+
+
+def _fails(thing: Any) -> bool:
+    try:
+        _dump_alone(thing)
+    except Exception:
+        return True
+    return False
+
+
+# -- what has come
+
+_lock = threading.RLock()  # never taken on the main thread: nobody finds a definition that isn't whole
+_arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionary()
+
+
+def _find_arrived(id: int) -> Any:
+    found = _arrived.get(id)
+    if found is None:
+        return None
+    found.load()
+    return ids.thing_of(id)
+
+
+ids.find_arrived = _find_arrived
+
+
+class Arrived:
+    """A bundle that has come; it is loaded when something of it is wanted.
+
+    Attributes:
+        error: Why it couldn't be loaded.
+    """
+
+    def __init__(self, ids: Sequence[int], names: Sequence[str], body: Packed, lost: Callable[..., None]) -> None:
+        self._ids = ids
+        self._names = names
+        self._body: Packed | None = body
+        self._lost = lost
+        self._held: dict[int, Any] = {}
+        self._is_loading = False
+        self.error: BaseException | None = None
+
+    def load(self) -> None:
+        """Make its definitions, once; who wants something of one that failed is told why."""
+        if self.error is not None:
+            raise self.error
+        if self._body is not None:
+            off_main(self._load)
+
+    def _load(self) -> None:
+        with _lock:
+            if (body := self._body) is None or self._is_loading:  # what is in it needs itself
+                return
+            self._is_loading = True
+            try:
+                self._held = _read(body)
+                for id, thing in self._held.items():
+                    ids.note(id, thing)
+            except BaseException as error:
+                self.error = error
+                self._lost(self._ids, self._names)
+                raise
+            finally:
+                self._is_loading, self._body = False, None
+
+
+def _read(body: Packed) -> dict[int, Any]:
+    """Return the definitions of a bundle by their ids, and set the globals in it."""
+    unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
+    with Making() as making, rebuilding(lambda: _words(making.innermost)):
+        unpickler.load()
+        also, own = unpickler.load()
+    bind(script_names(), own)
+    return {**making.found, **also}
+
+
+def _words(thing: Any) -> str:
+    """Return what a definition is called that can't be rebuilt; a global is its words."""
+    if isinstance(thing, str):
+        return thing
+    kind = "class" if isinstance(thing, type) else "function" if callable(thing) else "object"
+    return f"the {kind} {getattr(thing, '__qualname__', type(thing).__qualname__)} of {_module(thing)}"
+
+
+class Inbox:
+    """The bundles that have come from one process, held as long as it may name what is in them."""
+
+    def __init__(self, lost: Callable[..., None] = lambda *_: None) -> None:
+        """Args: lost: Told of a bundle that couldn't be rebuilt: the ids in it, and the globals."""
+        self._lost = lost
+        self._bundles: list[Arrived] = []
+        self._before: set[Arrived] = set()  # by which another process, or the same one, has sent some of it before
+        self._loaded = self._whole = 0
+        self.count = 0
+
+    def put(self, ids: Sequence[int], names: Sequence[str], body: Packed) -> None:
+        """Take a bundle that has come."""
+        bundle = Arrived(ids, names, body, self._lost)
+        self._bundles.append(bundle)
+        for id in ids:
+            first = _arrived.get(id)
+            if first is None or first.error is not None:
+                _arrived[id] = bundle
+            else:  # that is where it is found, for as long as this one may name it
+                self._before.add(first)
+        self.count += 1
+
+    def load(self, count: int) -> None:
+        """Load the first `count` bundles: what was sent before a message is there when that is read.
+
+        Raises:
+            Exception: One of them can't be loaded; what needs it later is told again, and nothing else is.
+        """
+        if count > self._whole:
+            off_main(lambda: self._load(count))
+
+    def _load(self, count: int) -> None:
+        with _lock:
+            while self._loaded < count:
+                self._loaded += 1
+                self._bundles[self._loaded - 1].load()
+            self._whole = max(self._whole, count)
+
+
+# -- for those who can ask nobody: a record that another driver reads
+
+
+def pack_whole(value: Any, what: str) -> bytes:
+    """Return a value with all definitions that it names, for another script.
+
+    Raises:
+        SerializationError: It can't be pickled.
+    """
+    try:
+        body = pack(value)
+    except Exception as error:
+        raise SerializationError(f"{what} can't be pickled: {type(error).__name__}: {error}", argument=what) from error
+    table = Table("another")
+    bundle = table.bundle(table.lacks(body.needs))
+    return pickle.dumps((tuple(bundle.definitions), *_flat(bundle.body), *_flat(body)), protocol=5)
+
+
+def _flat(body: Packed) -> tuple[bytes, list[bytes]]:
+    return bytes(body.data), [bytes(buffer) for buffer in body.buffers]
+
+
+def unpack_whole(packed: bytes) -> tuple[Any, Inbox]:
+    """Return the value, and what holds its definitions."""
+    ids, data, buffers, value, its_buffers = pickle.loads(packed)
+    inbox = Inbox()
+    inbox.put(ids, (), Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
+    inbox.load(1)
+    return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers))), inbox
