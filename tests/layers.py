@@ -22,6 +22,7 @@ LAYERS = {
     "errors": "every error",
     "_system": "files, processes, threads, clocks, lines of code",
     "gpus": "the GPUs that a process may use",
+    "_devices": "memory of devices: copies, and what workers lend each other",
     "_definitions": "classes and functions on their way; values as bytes",
     "wire": "messages on sockets",
     "_values": "rows of values: split, join, reduce, walk",

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from colocate._definitions import codec, device_copies, lending
-from colocate._definitions.cuda_driver import DriverError
+from colocate._definitions import codec
+from colocate._devices import device_copies, lending
+from colocate._devices.cuda_driver import DriverError
 from colocate.worker import store
 
 _to = torch.Tensor.to

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 
 from tests.unit.played import Cuda  # noqa: E402
 
-from colocate._definitions.device_copies import WORTH_BYTES  # noqa: E402
-from colocate._definitions.host_copies import HostCopies  # noqa: E402
+from colocate._devices.device_copies import WORTH_BYTES  # noqa: E402
+from colocate._devices.host_copies import HostCopies  # noqa: E402
 from colocate._values.leaving import tensors  # noqa: E402
 from colocate.wire import pack, unpack  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
@@ -80,7 +80,7 @@ def test_at_the_same_time(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
         assert go.wait(30)
         begin(target, source)
 
-    monkeypatch.setattr("colocate._definitions.device_copies._begin", gated)
+    monkeypatch.setattr("colocate._devices.device_copies._begin", gated)
     with ThreadPoolExecutor(6) as pool:
         first = pool.submit(read, copies, x)
         assert begun.wait(30)

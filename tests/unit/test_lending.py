@@ -12,8 +12,8 @@ import attrs
 import pytest
 
 from colocate import First, wire
-from colocate._definitions import cuda_driver, lending
-from colocate._definitions.cuda_driver import HANDLE_BYTES, Driver, DriverError, driver
+from colocate._devices import cuda_driver, lending
+from colocate._devices.cuda_driver import HANDLE_BYTES, Driver, DriverError, driver
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.taken import Taken
 from colocate._protocol.uses import Origin, Source

@@ -26,7 +26,7 @@ EXECUTORS = layers.CORE.parents[1] / "executors"
 # The first one waits for answers; of the others those do whose reason says why it can't be there.
 KNOWN = {
     "_protocol.requests": "answers",
-    "_definitions.device_copies": "a device, for copies that it was given",
+    "_devices.device_copies": "a device, for copies that it was given",
     "_role.call": "calls, by whoever has made them",
     "_system.off_main": "what is done off the main thread, and the flag that is waited for",
     "_system.by_threads": "other threads, for what they have begun",

@@ -9,7 +9,7 @@ from typing import TypeAlias
 Taken: TypeAlias = tuple[int, int, int, float, float, int, str]
 """A resident's key, the rank whose part that is of, its bytes, and from when to when it was on its way, in seconds of
 `time.time()`. Both are 0 where it lay in the very worker; bytes are those of tensors and arrays then. At last, how many
-of the bytes went from device to device (`_definitions/lending.py`), and why others didn't that might have."""
+of the bytes went from device to device (`_devices/lending.py`), and why others didn't that might have."""
 
 MANY = -1
 """In place of a rank: it came from many."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from colocate._definitions.codec import is_trained
-from colocate._definitions.device_copies import Copies
+from colocate._devices.device_copies import Copies
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from colocate._definitions.device_copies import exposed, flat
+from colocate._devices.device_copies import exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection

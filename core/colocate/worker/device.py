@@ -16,8 +16,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from colocate._definitions.cuda_driver import beside_captures
-from colocate._definitions.device_copies import SideStream
+from colocate._devices.cuda_driver import beside_captures
+from colocate._devices.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate.gpus import in_use
 from colocate.worker.storages import Storages

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from colocate._definitions.cuda_driver import beside_captures
+from colocate._devices.cuda_driver import beside_captures
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate._role import torch_books
 from colocate.gpus import in_use

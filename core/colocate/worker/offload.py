@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 
-from colocate._definitions.cuda_driver import DriverError, driver
-from colocate._definitions.device_copies import SideStream
+from colocate._devices.cuda_driver import DriverError, driver
+from colocate._devices.device_copies import SideStream
 from colocate._system.by_threads import by_threads
 from colocate._system.imported import imported
 from colocate._system.libc import libc

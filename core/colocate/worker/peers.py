@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from colocate import wire
-from colocate._definitions.lending import Borrower, Lender, NotLentError, place
+from colocate._devices.lending import Borrower, Lender, NotLentError, place
 from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read

@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from colocate._definitions.cuda_driver import beside_captures
+from colocate._devices.cuda_driver import beside_captures
 from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS

@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from colocate._definitions.device_copies import WORTH_BYTES
-from colocate._definitions.host_copies import HostCopies
+from colocate._devices.device_copies import WORTH_BYTES
+from colocate._devices.host_copies import HostCopies
 from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
 from colocate._protocol.uses import Written
 from colocate._values import batch

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from colocate._definitions.cuda_driver import Driver, DriverError, driver
-from colocate._definitions.device_copies import SideStream, is_plain
+from colocate._devices.cuda_driver import Driver, DriverError, driver
+from colocate._devices.device_copies import SideStream, is_plain
 from colocate._system.imported import imported
 from colocate.gpus import in_use
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from colocate._definitions.device_copies import WORTH_BYTES, flat, is_plain, to_host
+from colocate._devices.device_copies import WORTH_BYTES, flat, is_plain, to_host
 
 _here = threading.local()  # .copies: those that are shared by what this thread packs
 
