@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate._system.pip import same_line
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Goes up with every change to a message, or to what bodies contain."""
 
 _COMPARED = {"colocate": "colocate", "protocol": "protocol", "python": "Python"}
