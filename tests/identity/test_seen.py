@@ -390,6 +390,33 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
     )
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_no_global_is_reset_by_what_another_rank_lacks(program: Program, first: int) -> None:
+    """A rank keeps what its code has made of a global, though another one gets that only now."""
+    program(
+        f"""
+CACHE = {{"n": 0}}
+
+def count(ctx):
+    CACHE["n"] += 1
+
+def look(ctx):
+    return CACHE["n"]
+
+class Actor(Role):
+    @method
+    def call(self, code):
+        return code(self.ctx)
+
+with CONNECT as runtime, runtime.reserve(2) as pool:
+    call = pool.spawn({{"actor": colocate.role(Actor)}})["actor"].call
+    for _ in range(3):
+        call.options(ranks=[{first}])(count)
+    assert call(look) == ([3, 0] if {first} == 0 else [0, 3])
+"""
+    )
+
+
 def test_no_global_is_reset(program: Program) -> None:
     """What a role has set stays when the script's other names change; what the script rebinds is followed."""
     program(

@@ -58,6 +58,13 @@ class Large:
     pass
 
 
+class AsksAtItsEnd:
+    """Has the worker ask its driver for a module, just when a call has told its end."""
+
+    def __del__(self) -> None:
+        import tests.unit.counted  # noqa: F401
+
+
 @pytest.fixture(params=[False, True], ids=["threads", "processes"])
 def group(request: pytest.FixtureRequest) -> Iterator[ColocatedGroup]:
     with colocate.connect("local", processes=request.param) as runtime, runtime.reserve(2) as pool:
@@ -70,6 +77,14 @@ def test_exit_in_task(group: ColocatedGroup) -> None:
     with pytest.raises(RoleError, match="SystemExit"):
         strange.leave_in_task.submit().result(PATIENCE_S)
     assert strange.fine.submit().result(PATIENCE_S) == [0, 1]
+
+
+def test_an_argument_that_asks_at_its_end(group: ColocatedGroup) -> None:
+    """What it is answered is heard, and so are later calls."""
+    strange = group.role("strange", Strange)
+    for _ in range(2):
+        strange.take.submit(AsksAtItsEnd()).result(PATIENCE_S)
+        assert strange.fine() == [0, 1]
 
 
 def test_arguments_are_let_go() -> None:

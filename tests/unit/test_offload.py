@@ -206,6 +206,20 @@ def test_no_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(other, before[1])
 
 
+@pytest.mark.parametrize("restores", [False, True])
+def test_what_somebody_else_has_at_the_end(restores: bool) -> None:
+    """On threads it has its memory again, as nobody could give that back later."""
+    tensor = torch.randn(1000)
+    before = tensor.clone()
+    offload, chosen = Offload("cpu"), storages(tensor)
+    offload.write(chosen).put_away()
+    del chosen
+    offload.close(restores)
+    assert tensor.untyped_storage().nbytes() == (before.nbytes if restores else 0)
+    if restores:
+        assert torch.equal(tensor, before)
+
+
 def test_undone() -> None:
     """Another rank has no room: it is away as before."""
     tensor = torch.randn(1000)

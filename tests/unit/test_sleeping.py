@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from tests.unit.played import Captures  # noqa: E402
 
+import colocate  # noqa: E402
 from colocate import method  # noqa: E402
 from colocate._calls.pending import PendingCall  # noqa: E402
 from colocate._crew.sleepers import Sleepers  # noqa: E402
@@ -886,3 +887,30 @@ def test_ranks_of_a_machine_share_its_memory(worker: Worker) -> None:
     assert refused.refusal is not None
     assert re.search("2 MiB of the host's memory are needed, to be pinned: 1.8 MiB are free", refused.refusal)
     assert sleeper.sleep("model", TAGS, (), 1, {node: 3}).refusal is None
+
+
+class Fills(colocate.Role):
+    """Has a tensor that grows while the role sleeps."""
+
+    def __init__(self) -> None:
+        self.seen, self.weights = torch.empty(0), torch.ones(5000)
+
+    @method(awake=())
+    def fill(self) -> None:
+        """Have it grow."""
+        self.seen.resize_(1000).fill_(7)
+
+    @method
+    def sums(self) -> tuple[float, float]:
+        """Of both."""
+        return float(self.seen.sum()), float(self.weights.sum())
+
+
+def test_what_was_empty_and_grows_while_the_role_sleeps() -> None:
+    """It never slept, so a wake leaves it as it is."""
+    with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"fills": colocate.role(Fills)})
+        fills = group.role("fills", Fills)
+        group.sleep("fills")
+        fills.fill()
+        assert fills.sums() == [(7000.0, 5000.0)]

@@ -7,6 +7,7 @@ import hashlib
 import queue
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -210,6 +211,24 @@ def test_without_certificates(server: Server) -> None:
 def test_the_key_counts_too(server: Server, cluster: Tls) -> None:
     with pytest.raises(ConnectionRefusedError, match="keys differ"):
         connect(server.address, new_key(), tls=cluster)
+
+
+def test_who_has_gone_before_being_greeted(server: Server, cluster: Tls) -> None:
+    """A port scan, say: nobody else notices."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        busy.set()
+        go_on.wait(WAIT_S)
+
+    server.hub.later(0.0, wait)
+    assert busy.wait(WAIT_S)
+    for _ in range(5):
+        scan = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
+        scan.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        scan.close()  # by a reset
+    go_on.set()
+    connect(server.address, KEY, tls=cluster).close()
 
 
 def test_nobody_listens(cluster: Tls) -> None:

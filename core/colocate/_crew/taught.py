@@ -94,10 +94,11 @@ class Taught:
         sent = self._sent.copy()
         other = compress(sent, map(operator.is_not, map(script.get, sent), sent.values()))
         changed = [name for name in other if not _are_equal(script.get(name), sent[name])]
-        if not changed or any(need[0] not in self._held for body in bodies for need in getattr(body, "needs", ())):
+        needs = (need for body in bodies for need in getattr(body, "needs", ()) if isinstance(need, Definition))
+        if not changed or any(need.id not in self._held for need in needs):
             return  # what is sent with the call may need these names anew
         for name in changed:
-            del self._sent[name]
+            self._sent.pop(name, None)  # several threads may look at once
         self._warned.update(changed)
         text = (
             f"the script has bound {', '.join(changed)} anew since the workers of group {self._link.name!r} were sent "

@@ -79,6 +79,8 @@ class Table:
             self.knows.issuperset(bundle.others)
             and self.knows.isdisjoint(bundle.definitions)
             and all(self.names.get(name, MISSING) is value for name, value in bundle.had.items())
+            # Bound once more, a value that the role has changed in place would be as it was.
+            and not any(self.names.get(name, MISSING) is value for name, value in bundle.names.items())
         )
 
     def has_got(self, bundle: Bundle) -> None:
@@ -194,8 +196,10 @@ class Bundle:
         )
         if hasattr(value, "_torchdynamo_orig_callable"):
             why = f"it is what torch.compile makes of a function ({why})"
+        to_driver = self._table.script in ("runs it", "another")
+        goes = "goes to the driver" if to_driver else "goes to the workers with the script's code"
         return SerializationError(
-            f"{what} goes to the workers with the script's code, and can't be pickled: {why}. {instead}",
+            f"{what} {goes}, and can't be pickled: {why}. {instead}",
             argument=what,
             path=path,
         )
@@ -347,7 +351,9 @@ class Inbox:
         with _lock:
             while self._loaded < count:
                 self._loaded += 1
-                self._bundles[self._loaded - 1].load()
+                bundle = self._bundles[self._loaded - 1]
+                if bundle.error is None:  # otherwise it was told to who has asked for it
+                    bundle.load()
             self._whole = max(self._whole, count)
 
 

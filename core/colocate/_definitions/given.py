@@ -61,8 +61,8 @@ class Given:
             ColocateError: As `refuse_late`.
         """
         self.refuse_late()
-        while self.news:
-            name = self.news.pop()
+        for name in list(self.news):  # several threads may look at once
+            self.news.discard(name)
             is_new = name in self.contents and _spec(name) is not self._seen[name]
             if is_new and (file := self._other_file(name)) is not None:
                 self._warn(name, file, line)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from colocate.errors import ColocateError
 
-_ORIGIN_BITS, _NUMBER_BITS = 30, 32
+_ORIGIN_BITS, _NUMBER_BITS = 64, 32
 
 
 class Definition(NamedTuple):

@@ -69,6 +69,8 @@ class SpillFile:
             why = f"{error.strerror}"
             if error.errno == errno.EFBIG:
                 why += ", as the limit of this process has it (ulimit -f)"
+            if error.errno == errno.EMFILE:
+                why += " (ulimit -n)"
             why += f": {size_text(nbytes)} are to sleep in {self.directory} (spill_dir)"
             with suppress(OSError):  # the folder isn't there any more, of which the file has no need
                 disk = os.statvfs(self.directory)

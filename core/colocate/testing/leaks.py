@@ -36,7 +36,7 @@ _FIRST = "left behind: "
 _MORE = " " * len(_FIRST)
 _OF_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 # Threads that are the process's, and stay. Dask's is of a pool that its module has: a GPU uses it from the start.
-_LASTING = (COURIER, forks.THREAD, "Dask-Offload")
+_LASTING = (COURIER, forks.THREAD, "Dask-Offload", "tqdm_monitor")
 _watches: list[Watch] = []
 
 
@@ -309,7 +309,7 @@ def _descriptors() -> Iterator[tuple[str, Thing]]:
 def _memory() -> Iterator[tuple[str, Thing]]:
     """Yield memory that is shared with other processes: what is mapped here, and what has a name of this process."""
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        if "/memfd:" in line or "/dev/shm/" in line:
+        if "/memfd:" in line or ("/dev/shm/" in line and "/dev/shm/sem." not in line):  # locks stay for the process
             address, *_, path = line.split(maxsplit=5)
             yield f"mapping {address.partition('-')[0]} {path}", Thing(f"shared memory {path} is still mapped")
     for entry in Path("/dev/shm").glob(f"*_{os.getpid()}_*"):

@@ -65,6 +65,12 @@ class Secured(ssl.SSLSocket):
         """See `socket`. With flags: of what is there encrypted."""
         if flags:
             return socket.socket.recv(self, buflen, flags)
+        if getattr(self, "_sslobj", None) is None:  # `ssl` looks itself whether the peer has gone, before there is TLS
+            try:
+                return socket.socket.recv(self, buflen)
+            except ConnectionError:
+                self.close()  # nobody else has it yet
+                raise
         data = bytearray(buflen)
         return bytes(data[: self.recv_into(data)])
 

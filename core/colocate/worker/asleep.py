@@ -23,6 +23,7 @@ from colocate.worker.memory_site import Worker
 from colocate.worker.offload import HOST, Offload, place_of
 from colocate.worker.storages import Objects, Storages, WeakStorage
 
+_SMALL = 4096  # bytes of the host's memory, of a role on a GPU
 _PINNED = "pinned: the device uses it by itself"
 _FOREIGN = "of an array, a file or another library"
 _SHARED = "shared with other processes"
@@ -291,7 +292,9 @@ class Asleep:
             for place, sizes in found.items():
                 for key, size in sizes.items():
                     storage = found.storages.get(key)
-                    if key in self.away or key in pieces:
+                    if key in self.away or key in pieces or not size:
+                        continue
+                    if place == HOST != device and size < _SMALL:  # an optimizer's step, say: no file is worth that
                         continue
                     if key in used or key in immovable or storage is None or place not in {HOST, device}:
                         reference = None if storage is None else WeakStorage(storage)

@@ -15,10 +15,11 @@ from typing import Any
 
 from colocate._system.imported import imported
 from colocate._values.tree import PLAIN
-from colocate.worker.holdings import lie_in
+from colocate.worker.holdings import lie_near
 from colocate.worker.storages import Objects, WeakStorage
 
 _FEW = 1024
+_LOOKS = 1024  # a call's arguments may be millions of things, and on threads sending them costs nothing
 
 
 class Handed:
@@ -34,7 +35,7 @@ class Handed:
         """A value is handed over, from one slot or the driver to another one of them. `device`: a slot's of these."""
         if PLAIN.issuperset(map(type, value.values() if type(value) is dict else (value,))):  # as nearly always
             return
-        holdings, _ = lie_in([value], (), partial(Objects, device))
+        holdings = lie_near(value, partial(Objects, device), _LOOKS)
         with self._lock:
             for pieces in holdings.values():
                 assert isinstance(pieces, Objects)

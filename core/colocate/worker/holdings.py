@@ -13,7 +13,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Any, TypeAlias
 
 from colocate._protocol.ledger import Purpose
@@ -88,6 +88,13 @@ def lie_in(
     return search.found(storages), search.leaves
 
 
+def lie_near(value: object, storages: Callable[[], Storages], looks: int) -> Holdings:
+    """What lies in a value, among the things that are nearest in it; so many are looked at."""
+    search = _Search((), looks)
+    search.through(value)
+    return search.found(storages)
+
+
 def leaves_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
     """The tensors of an object that may have gradients; see `held_by`."""
     search = _Search(apart)
@@ -121,7 +128,9 @@ class _Search:
     time is spent on what is done for each of them.
     """
 
-    def __init__(self, apart: Iterable[object]) -> None:
+    def __init__(self, apart: Iterable[object], most: int | None = None) -> None:
+        """Begin. Args: apart: What isn't looked into. most: So many things of a container, and in all."""
+        self._most = most
         self._noted: dict[Purpose, list[Any]] = {purpose: [] for purpose in Purpose}
         self._apart = list(apart)
         self._apart_ids = frozenset(map(id, self._apart))
@@ -136,10 +145,10 @@ class _Search:
 
     def through(self, *roots: object) -> bool:
         """Look at objects and all that they lead to; whether it came to an end."""
-        left = _LOOKS
+        left = self._most or _LOOKS
         self._next += roots
         while self._next:
-            near, self._next = self._next, []
+            near, self._next = self._next[: self._most], []
             for kind, items in self._new(near).items():
                 if left <= 0:
                     return False
@@ -183,7 +192,7 @@ class _Search:
         return _by_kind(by_id.values())
 
     def _all(self, items: Iterable[Any]) -> None:
-        copied = list(items)  # in one step: other threads go on with theirs
+        copied = list(islice(items, self._most))  # in one step: other threads go on with theirs
         if PLAIN.issuperset(map(type, copied)):
             return
         tracked = [*filter(gc.is_tracked, copied)]

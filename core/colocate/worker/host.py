@@ -288,7 +288,6 @@ class WorkerHost(Site):
         self.lane.join()
         self.groups.close()
         self.residency.close()
-        self.sleeper.offload.close()
         for thread in (self._transfer, self._ledgers, self._glimpses):
             thread.close(0.0)
         self.peers.close()
@@ -296,6 +295,7 @@ class WorkerHost(Site):
         self.ended = True
         self.roles.clear()  # on threads the driver may hold the group for long
         self.instances.clear()  # by which the roles' contexts know each other
+        self.sleeper.offload.close(restores=self.in_process)
         self.say(from_worker.Closed())
         self._on_end()
 

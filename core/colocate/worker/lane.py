@@ -204,6 +204,11 @@ class Lane:
         if self._turns is not None and not (self._order.waiting or self.tasks):  # else what runs next is here already
             self._turns.soon()
 
+    def waits(self) -> None:
+        """Hear that something is about to wait here, perhaps after `ends_soon`: the other thread receives meanwhile."""
+        if self._turns is not None and threading.current_thread() is self.thread:
+            self._turns.over()
+
     def join(self) -> None:
         """Wait until it has ended."""
         self._over.wait()

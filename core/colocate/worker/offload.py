@@ -256,8 +256,19 @@ class Offload:
         self._take(copies)
         self._give_back()
 
-    def close(self) -> None:
-        """Nothing sleeps any more, nor will."""
+    def close(self, restores: bool = False) -> None:
+        """Nothing sleeps any more, nor will.
+
+        Args:
+            restores: Storages that somebody else has get their memory back: on threads, what a module has, say.
+        """
+        if restores:
+            asleep = {key: copy for key, copy in self._copies.items() if copy.storage is not None}
+            for copy in asleep.values():
+                copy.storage = None  # now only others have it, if anybody
+            for copy in asleep.values():
+                copy.storage = copy.reference.storage()
+            self.bring_back([key for key, copy in asleep.items() if copy.storage is not None])
         self._copies.clear()
         for arena in (self._pinned, self._spilled):
             arena.close()
@@ -301,8 +312,14 @@ class Offload:
             raise MemoryError(f"{what}: {str(error).partition(chr(10))[0]}") from error
 
     def _spill(self, nbytes: int) -> list[Any]:
-        torch = imported("torch")
-        self._mapped.append(self.file().more(nbytes))
+        torch, file = imported("torch"), self.file()
+        ahead = self._spilled.size // 4  # each piece takes a descriptor, and there aren't many
+        try:
+            self._mapped.append(file.more(max(nbytes, -(-ahead // _REGION_BYTES) * _REGION_BYTES)))
+        except OSError:
+            if ahead <= nbytes:
+                raise
+            self._mapped.append(file.more(nbytes))
         return [torch.frombuffer(self._mapped[-1], dtype=torch.uint8)]
 
     def _copy(self, storage: Any, room: Room | None, digest: int | None) -> _Copy:

@@ -294,18 +294,17 @@ class Runner:
             body = None if result is None or call.keep is not None else site.packed(result, label)
             if put_off and not is_of_worker:  # of which each has done all that it does, or nothing
                 raise_put_off()
+            kept = None
+            if call.keep is not None:
+                rows = rows_to_join(result, spec, role.ctx)
+                kept = site.store.put(call.keep, result, label, valid, rows), rows
+            done = from_worker.Done(call.seq, valid, start, time.time(), kept, halves, taken)
             if not spec.is_async:
                 site.lane.ends_soon()
-            if call.keep is None:
-                done = from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken)
-                if body is None:
-                    site.say(done)
-                else:
-                    site.say_result(done, body, label)
+            if body is None:
+                site.say(done)
             else:
-                rows = rows_to_join(result, spec, role.ctx)
-                nbytes = site.store.put(call.keep, result, label, valid, rows)
-                site.say(from_worker.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves, taken))
+                site.say_result(done, body, label)
         except RecursionError:
             if (error := no_end({"result": result}, f"the result of {work.label}")) is not None:
                 raise error from None
@@ -346,6 +345,7 @@ class Runner:
         if failure.is_out_of_memory(error):
             with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look
                 failure.note(error, site.accounts.told())
+        site.lane.waits()
         begun, operations = site.groups.count(), site.groups.operations()
         halves = _updates(work, begun) if work is not None else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.

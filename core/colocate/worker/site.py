@@ -143,6 +143,7 @@ class Site:
         if reason is not None:
             self._questions.drop(request)
             raise Consequence(reason)
+        self.lane.waits()  # a `__del__` may ask, at any time
         self.say(from_worker.Ask(request.token, question))
         return request.result()[0]
 
