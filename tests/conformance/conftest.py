@@ -1,15 +1,20 @@
 """How much of the suite runs where: core's laws once, on processes, and what an executor does itself on each.
 
 `make test` asks engines of others, and what stands for them, for the tests to begin with; Dask stands for all that is
-kept by keepers. `make suites` runs all that the test files ask for.
+kept by keepers, and what lies on two machines has tests of its own. `make suites` runs all that the test files ask for.
 """
 
 from __future__ import annotations
 
 import pytest
 
-LEVELS = ("smoke", "executor", "core")
-IN_MAKE_TEST = {"test_processes": "core", "test_threads": "executor", "test_dask": "executor"}
+LEVELS = ("none", "smoke", "executor", "core")
+IN_MAKE_TEST = {
+    "test_processes": "core",
+    "test_threads": "executor",
+    "test_dask": "executor",
+    "test_two_machines": "none",
+}
 # Pools without a driver: each test takes several drivers of their own. `make test` has what holds of one that leaves.
 DETACHED = ("attaching", "successors", "watching")
 
