@@ -206,6 +206,16 @@ def test_no_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(other, before[1])
 
 
+def test_an_array_of_what_sleeps() -> None:
+    """It keeps the memory from coming back, which is said."""
+    tensor = torch.randn(1000)
+    offload, chosen = Offload("cpu"), storages(tensor)
+    offload.write(chosen).put_away()
+    assert tensor.numpy().shape == (1000,)
+    with pytest.raises(MemoryError, match="an array was made of a tensor while that slept"):
+        offload.bring_back(chosen)
+
+
 @pytest.mark.parametrize("restores", [False, True])
 def test_what_somebody_else_has_at_the_end(restores: bool) -> None:
     """On threads it has its memory again, as nobody could give that back later."""

@@ -70,6 +70,11 @@ class Resized:
         try:
             for storage, nbytes in storages:
                 if storage.nbytes() != nbytes:
+                    if not storage.resizable():
+                        raise RuntimeError(
+                            "an array was made of a tensor while that slept (`tensor.numpy()`), so torch can't give it "
+                            "its memory again; restart the group from its checkpoint"
+                        )
                     storage.resize_(nbytes)
                     there.append(storage)
         except RuntimeError:
