@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable
+from contextlib import suppress
 
 from colocate.wire._forks import track
 from colocate.wire.framing import SCRATCH_BYTES
@@ -34,11 +35,13 @@ class Turns:
 
         Else the hub would often be the one that receives the answer, and two threads would want to go on.
         """
-        self._lane.lend()
+        with suppress(OSError):  # a role has closed the descriptor, which whoever sends next finds
+            self._lane.lend()
 
     def over(self) -> None:
         """End a turn that `soon` has begun, and after which nothing is waited for."""
-        self._lane.take_back()
+        with suppress(OSError):
+            self._lane.take_back()
 
     def wait(self, until: Callable[[], bool]) -> bool:
         """Receive messages until something is so, or the lane has ended; always on the same thread.
