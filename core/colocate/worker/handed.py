@@ -1,8 +1,8 @@
 """Memory that is handed over by reference: between slots that are threads, and their driver.
 
 Whoever got it may use it for as long as they like, so it doesn't sleep as long as they may have it: a use after that
-would end the process. Nobody can ask them; but who has a tensor of their own shows in
-how many the memory has.
+would end the process. Nobody can ask them; but who has a tensor of their own shows in how many the memory has. What is
+so far inside a value that many other things are nearer isn't noted: the page says so.
 """
 
 from __future__ import annotations
