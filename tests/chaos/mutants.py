@@ -84,14 +84,14 @@ def uncounted_updates() -> None:
 
 def unwritten_changes() -> None:
     """Memory that was away before goes again as it was then."""
-    from colocate.worker import offload
+    from colocate.worker.memory import offload
 
     vars(offload)["_is_same"] = lambda known, storage, digest: known.room is not None
 
 
 def lost_byte() -> None:
     """What goes lacks its last byte when it comes back."""
-    from colocate.worker.offload import Offload
+    from colocate.worker.memory.offload import Offload
 
     put = Offload._put
 
@@ -106,7 +106,7 @@ def lost_byte() -> None:
 
 def unkept_budget() -> None:
     """Roles that take turns are woken, and none makes room."""
-    from colocate.worker.residency import Residency
+    from colocate.worker.memory.residency import Residency
 
     _replace(Residency, "_make_room", lambda self, name, coming: None)
     _replace(Residency, "_clear", lambda self, name: None)

@@ -17,7 +17,7 @@ import colocate  # noqa: E402
 from colocate import Role, method  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
-from colocate.worker.vmm import Vmm  # noqa: E402
+from colocate.worker.memory.vmm import Vmm  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import pytest
 
 from colocate import GroupMemory, RoleMemory, SlotMemory
 from colocate._role import torch_books
-from colocate.worker import ledger
+from colocate.worker.memory import ledger
 
 _MIB = 1 << 20
 

@@ -20,9 +20,9 @@ from colocate.testing.executors.turns import STEP
 from colocate.testing.probes.sleepers import Dozing
 from colocate.worker import device as devices
 from colocate.worker.device import Device
-from colocate.worker.residency import Residency
+from colocate.worker.memory.residency import Residency
+from colocate.worker.memory.sleeping import Sleeper
 from colocate.worker.settings import Setting, Settings
-from colocate.worker.sleeping import Sleeper
 
 torch = pytest.importorskip("torch")
 

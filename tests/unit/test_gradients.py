@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from colocate.worker.gradients import Gradients
+from colocate.worker.memory.gradients import Gradients
 
 
 def trained(size: int) -> torch.Tensor:

@@ -24,10 +24,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from colocate._protocol.ledger import Purpose
-from colocate.worker import holdings
-from colocate.worker.holdings import held_by
-from colocate.worker.ledger import _shares
-from colocate.worker.storages import Objects, Storages
+from colocate.worker.memory import holdings
+from colocate.worker.memory.holdings import held_by
+from colocate.worker.memory.ledger import _shares
+from colocate.worker.memory.storages import Objects, Storages
 
 FLOAT = 4
 

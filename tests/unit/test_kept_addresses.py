@@ -23,9 +23,9 @@ from colocate import Role, gpus, method
 from colocate._plugins import needs
 from colocate.errors import CapabilityError, RoleStartError
 from colocate.worker import build
-from colocate.worker import vmm as vmm_module
-from colocate.worker.storages import Objects
-from colocate.worker.vmm import Vmm, VmmError, compiled, kept_addresses
+from colocate.worker.memory import vmm as vmm_module
+from colocate.worker.memory.storages import Objects
+from colocate.worker.memory.vmm import Vmm, VmmError, compiled, kept_addresses
 
 
 @pytest.fixture

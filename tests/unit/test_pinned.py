@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 torch = pytest.importorskip("torch")
 
 from colocate._devices.cuda_driver import DriverError  # noqa: E402
-from colocate.worker import offload as offload_module  # noqa: E402
-from colocate.worker.offload import Arena, Offload, Room, pinned  # noqa: E402
+from colocate.worker.memory import offload as offload_module  # noqa: E402
+from colocate.worker.memory.offload import Arena, Offload, Room, pinned  # noqa: E402
 
 MIB = 1 << 20
 

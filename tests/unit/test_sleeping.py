@@ -27,18 +27,18 @@ from colocate._role.role import methods_of  # noqa: E402
 from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
-from colocate.worker import asleep as asleep_module  # noqa: E402
-from colocate.worker import holdings, offload, storages  # noqa: E402
-from colocate.worker import residency as residency_module  # noqa: E402
-from colocate.worker.asleep import _HANDED  # noqa: E402
 from colocate.worker.handed import Handed  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
-from colocate.worker.residency import Prefetch, Residency  # noqa: E402
+from colocate.worker.memory import asleep as asleep_module  # noqa: E402
+from colocate.worker.memory import holdings, offload, storages  # noqa: E402
+from colocate.worker.memory import residency as residency_module  # noqa: E402
+from colocate.worker.memory.asleep import _HANDED  # noqa: E402
+from colocate.worker.memory.residency import Prefetch, Residency  # noqa: E402
+from colocate.worker.memory.sleeping import Outcome, Sleeper  # noqa: E402
+from colocate.worker.memory.turns import Turns  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting, Settings  # noqa: E402
-from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
-from colocate.worker.turns import Turns  # noqa: E402
 
 DEVICE = "other:0"
 BUDGETS = Budgets((Limit("they", None, device=True, nbytes=1 << 20),), swap=True)

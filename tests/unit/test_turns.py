@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from colocate.worker.turns import Order, until_it_fits
+from colocate.worker.memory.turns import Order, until_it_fits
 
 
 def told(order: Order, roles: str) -> None:

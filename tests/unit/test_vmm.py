@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tests.unit.played_vmm import GRAIN, PlayedVmm, fill, holds
 
-from colocate.worker.vmm import Chunk, Segment, VmmError
+from colocate.worker.memory.vmm import Chunk, Segment, VmmError
 
 
 @pytest.fixture

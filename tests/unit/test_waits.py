@@ -47,7 +47,7 @@ KNOWN = {
     "keeper.started": "the end of a keeper's worker",
     "worker.lane": "work",
     "worker.main": "the host, which is made beside the main thread; and its end",
-    "worker.gradients": "the lane, for a moment, by who looks at a worker's memory",
+    "worker.memory.gradients": "the lane, for a moment, by who looks at a worker's memory",
     "worker.tasks": "async calls, while nothing else comes",
     "worker.store": "residents that are being made here",
     "worker.process_groups": "the end of whoever looks for groups to cut",

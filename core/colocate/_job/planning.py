@@ -28,8 +28,8 @@ from colocate._values.mesh import parse_meshes
 from colocate.config.check import budgets_of
 from colocate.config.schema import Config, GroupConfig
 from colocate.errors import ColocateError, ConfigError
-from colocate.worker.holdings import held_by, optimizers_of
-from colocate.worker.storages import Storages
+from colocate.worker.memory.holdings import held_by, optimizers_of
+from colocate.worker.memory.storages import Storages
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,7 +17,7 @@ from colocate._values.dispatch import plan
 from colocate._values.mesh import Mesh
 from colocate._views.drafts import Draft, Messages, settled
 from colocate.worker.functions import SPECS, WAKE, Functions
-from colocate.worker.sleeping import Outcome
+from colocate.worker.memory.sleeping import Outcome
 
 
 def everyone(crew: Crew) -> RoleInfo:

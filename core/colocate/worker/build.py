@@ -22,11 +22,11 @@ from colocate._values.arguments import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
 from colocate.worker.handlers import calls_role_code
-from colocate.worker.holdings import held_by
 from colocate.worker.hosted import HostedRole
+from colocate.worker.memory.holdings import held_by
+from colocate.worker.memory.storages import Objects
+from colocate.worker.memory.vmm import Elsewhere, kept_addresses
 from colocate.worker.site import Site
-from colocate.worker.storages import Objects
-from colocate.worker.vmm import Elsewhere, kept_addresses
 
 
 @attrs.frozen

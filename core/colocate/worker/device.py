@@ -20,7 +20,7 @@ from colocate._devices.cuda_driver import beside_captures
 from colocate._devices.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate.gpus import in_use
-from colocate.worker.storages import Storages
+from colocate.worker.memory.storages import Storages
 
 
 class Device:

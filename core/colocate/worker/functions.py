@@ -20,8 +20,8 @@ from colocate.worker import checkpoint
 from colocate.worker.build import Shipped
 from colocate.worker.handlers import calls_role_code
 from colocate.worker.hosted import HostedRole
+from colocate.worker.memory.sleeping import Outcome
 from colocate.worker.site import Site
-from colocate.worker.sleeping import Outcome
 
 
 class Functions:

@@ -9,7 +9,7 @@ from typing import Any
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.to_worker import Call
 from colocate._system.jobs import error_text
-from colocate.worker.ledger import LookError, ledger
+from colocate.worker.memory.ledger import LookError, ledger
 from colocate.worker.site import Site
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from colocate._system.imported import imported
 from colocate._values.tree import PLAIN
-from colocate.worker.holdings import lie_near
-from colocate.worker.storages import Objects, WeakStorage
+from colocate.worker.memory.holdings import lie_near
+from colocate.worker.memory.storages import Objects, WeakStorage
 
 _FEW = 1024
 _LOOKS = 1024  # a call's arguments may be millions of things, and on threads sending them costs nothing

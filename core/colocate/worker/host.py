@@ -28,7 +28,7 @@ from colocate.worker.functions import hosted_functions
 from colocate.worker.glimpse import glimpse
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
-from colocate.worker.ledger import LookError, ledger
+from colocate.worker.memory.ledger import LookError, ledger
 from colocate.worker.runner import Runner
 from colocate.worker.site import Send, Site
 from colocate.worker.store import Entry

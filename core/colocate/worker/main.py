@@ -26,9 +26,9 @@ from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.handlers import guard, leave
 from colocate.worker.host import WorkerHost
+from colocate.worker.memory.process_memory import ProcessMemory
 from colocate.worker.output import label_output, show_logs
 from colocate.worker.peers import ChannelPeers
-from colocate.worker.process_memory import ProcessMemory
 from colocate.worker.service import Service, given
 from colocate.worker.template import renew
 from colocate.worker.thread_counts import raise_thread_counts

@@ -9,7 +9,7 @@ from colocate.executor import Boot
 from colocate.worker.device import Device
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
-from colocate.worker.process_memory import ProcessMemory
+from colocate.worker.memory.process_memory import ProcessMemory
 from colocate.worker.settings import Setting
 from colocate.worker.store import Store
 

@@ -24,7 +24,7 @@ from colocate._values.leaves import is_collection
 from colocate._values.leaving import has_memory, memories
 from colocate._values.records import slots
 from colocate._values.tree import PLAIN
-from colocate.worker.storages import Storages
+from colocate.worker.memory.storages import Storages
 
 # A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.
 _LOOKS = 200_000

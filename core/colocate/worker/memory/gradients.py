@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from colocate.worker.holdings import gradients_of, leaves_of
-from colocate.worker.memory_site import Worker
-from colocate.worker.storages import Storages
+from colocate.worker.memory.holdings import gradients_of, leaves_of
+from colocate.worker.memory.site import Worker
+from colocate.worker.memory.storages import Storages
 
 # So long a look waits for the lane, where a call may take longer. Whoever looks wants to know within a second.
 _WITHIN_S = 0.2

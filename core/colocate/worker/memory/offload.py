@@ -31,9 +31,9 @@ from colocate._system.room import free_memory
 from colocate._system.sizes import size_text
 from colocate._system.spill_files import SpillFile
 from colocate.gpus import in_use
-from colocate.worker.digests import digests
-from colocate.worker.storages import WeakStorage, name_of
-from colocate.worker.vmm import Mapped
+from colocate.worker.memory.digests import digests
+from colocate.worker.memory.storages import WeakStorage, name_of
+from colocate.worker.memory.vmm import Mapped
 
 GRAIN = 512  # bytes: where pieces may begin
 _REGION_BYTES = 2 << 20  # a huge page

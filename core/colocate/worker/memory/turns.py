@@ -11,10 +11,10 @@ from itertools import chain, islice, repeat
 
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._role.budget import Limit
-from colocate.worker.accounts import Accounts
-from colocate.worker.ledger import Shares
-from colocate.worker.memory_site import Worker
-from colocate.worker.sleeping import Sleeper
+from colocate.worker.memory.accounts import Accounts
+from colocate.worker.memory.ledger import Shares
+from colocate.worker.memory.site import Worker
+from colocate.worker.memory.sleeping import Sleeper
 
 _SHORTEST = 2
 _LONGEST = 64

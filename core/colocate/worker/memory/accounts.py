@@ -9,11 +9,11 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.sizes import size_text
 from colocate.errors import MemoryBudgetError, RoleError
-from colocate.worker.gradients import Gradients
-from colocate.worker.holdings import Holdings
-from colocate.worker.ledger import LookError, Shares, look_at, shares_of
-from colocate.worker.memory_site import Worker
-from colocate.worker.sleeping import Sleeper
+from colocate.worker.memory.gradients import Gradients
+from colocate.worker.memory.holdings import Holdings
+from colocate.worker.memory.ledger import LookError, Shares, look_at, shares_of
+from colocate.worker.memory.site import Worker
+from colocate.worker.memory.sleeping import Sleeper
 
 
 class Accounts:

@@ -30,13 +30,13 @@ from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
-from colocate.worker.accounts import Accounts
-from colocate.worker.asleep import Coming, Going
 from colocate.worker.hosted import HostedRole
-from colocate.worker.ledger import Shares
-from colocate.worker.memory_site import Worker
-from colocate.worker.sleeping import Sleeper, lacks_room, reason
-from colocate.worker.turns import Turns
+from colocate.worker.memory.accounts import Accounts
+from colocate.worker.memory.asleep import Coming, Going
+from colocate.worker.memory.ledger import Shares
+from colocate.worker.memory.site import Worker
+from colocate.worker.memory.sleeping import Sleeper, lacks_room, reason
+from colocate.worker.memory.turns import Turns
 
 _TOLD_BY_THEMSELVES = ("sleep", "wake")
 """Functions that tell what has moved, and are no calls of anybody's."""
