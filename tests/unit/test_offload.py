@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from tests.unit.played import Cuda  # noqa: E402
 
-from colocate.worker import digests as digests_module  # noqa: E402
+from colocate.worker.memory import digests as digests_module  # noqa: E402
 from colocate.worker.memory import offload as offload_module  # noqa: E402
 from colocate.worker.memory.digests import digests  # noqa: E402
 from colocate.worker.memory.offload import Offload, Resized, _view  # noqa: E402
