@@ -20,7 +20,9 @@ CORE = Path(__file__).parents[1] / "core" / "colocate"
 # From the top of the house to its ground: each package or module of core, and what it is.
 LAYERS = {
     "errors": "every error",
+    "_signals": "the law of signals: where users' code may run between two lines of ours",
     "_system": "files, processes, threads, clocks, lines of code",
+    "_display": "things as text in columns, and as html",
     "gpus": "the GPUs that a process may use",
     "_devices": "memory of devices: copies, and what workers lend each other",
     "_definitions": "classes and functions on their way; values as bytes",

@@ -17,8 +17,8 @@ from tests.chaos.programs import FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
-from colocate._system.at_work import waited_for
-from colocate._system.off_main import off_main
+from colocate._signals.at_work import waited_for
+from colocate._signals.off_main import off_main
 from colocate._views.functions import run as run_later
 from colocate._views.sleeping import start_sleep, start_wake
 

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from colocate._plugins.plugins import FoundRole, PluginInfo, find_executor, find_job, find_role, plugins, plugins_named
-from colocate._system import pip
+from colocate._system import installed
 from colocate.errors import PluginError
 
 Put = Callable[..., list[Path]]
@@ -366,6 +366,6 @@ def test_no_line_installs_what_is_called_colocate_elsewhere() -> None:
     said = [path for top in ("core", "executors", "plugins", "docs") for path in (root / top).rglob("*")]
     texts = {path: path.read_text() for path in [*said, root / "README.md"] if path.suffix in (".py", ".md")}
     assert [path for path, text in texts.items() if re.search(r"pip install ['\"]?colocate\b", text)] == []
-    assert pip.version_line("colocate", "1.0") == pip.same_line()
-    assert pip.distribution_line("colocate", "ppo") == pip.pip_line("ppo")
-    assert pip.distribution_line("acme", None) == "pip install acme"
+    assert installed.version_line("colocate", "1.0") == installed.same_line()
+    assert installed.distribution_line("colocate", "ppo") == installed.pip_line("ppo")
+    assert installed.distribution_line("acme", None) == "pip install acme"

@@ -27,8 +27,8 @@ import psutil
 import colocate
 from colocate import ColocatedGroup, Role, Runtime, method
 from colocate._api.connection import live
+from colocate._signals.off_main import COURIER
 from colocate._system.lines import is_own_code
-from colocate._system.off_main import COURIER
 
 HANGS_AFTER_S = 30.0
 ENDS_WITHIN_S = 10.0

@@ -12,7 +12,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident, Role, method
-from colocate._system.at_work import at_work
+from colocate._signals.at_work import at_work
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from colocate._system import atomic
-from colocate._system.atomic import atomic_folder, places
+from colocate._system import files as atomic
+from colocate._system.files import atomic_folder, places
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -155,7 +155,7 @@ def test_what_a_killed_writer_left(final: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from colocate._system.atomic import atomic_folder
+from colocate._system.files import atomic_folder
 
 for _ in range(200):
     with atomic_folder(Path(sys.argv[1])) as part:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colocate._system import by_threads as module
-from colocate._system.by_threads import by_threads
+from colocate._system import jobs as module
+from colocate._system.jobs import by_threads
 
 
 def refuse(*_: Any) -> None:

@@ -14,7 +14,7 @@ from colocate import ColocatedGroup, Pool, Runtime
 from colocate._api import slots
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._system.at_work import waited_for
+from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation

@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from colocate._system.growing import GrowingFile
+from colocate._system.files import GrowingFile
 
 # No file may be longer than so: past that, writing fails as on a full disk, in the middle of a piece.
 LIMITED = """
@@ -18,7 +18,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
 """
 GROWING = """
 from pathlib import Path
-from colocate._system.growing import GrowingFile
+from colocate._system.files import GrowingFile
 file = GrowingFile(Path("file"))
 file.add("a" * 2990)
 try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from colocate._system.off_main import _Couriers, _Job, off_main
+from colocate._signals.off_main import _Couriers, _Job, off_main
 
 PATIENCE_S = 10.0
 
@@ -62,7 +62,7 @@ def test_interpreter_exit_waits_for_what_nobody_waits_for() -> None:
     code = """
         import time
         import colocate._api.runtime
-        from colocate._system.off_main import hand_over
+        from colocate._signals.off_main import hand_over
 
         def late():
             time.sleep(0.3)

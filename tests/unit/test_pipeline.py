@@ -20,7 +20,7 @@ from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Residen
 from colocate._crew.crew import Crew
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import Memory, take_apart, together
-from colocate._system import off_main
+from colocate._signals import off_main
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo

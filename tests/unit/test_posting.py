@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
 
-from colocate._system import at_once
-from colocate._system.at_once import Gate
+from colocate._signals import at_once
+from colocate._signals.at_once import Gate
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import wait_until
 from colocate.wire import HOLE, Hub, SocketLane, numbered, pack, posting

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from colocate._system.off_main import off_main
-from colocate._system.rebuilding import NotRebuilt, rebuilding
+from colocate._signals.off_main import off_main
+from colocate._system.tracebacks import NotRebuilt, rebuilding
 
 
 class Ended(Exception):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colocate._system.sizes import parse_bytes, size_text
+from colocate._system.numbers import parse_bytes, size_text
 from colocate.errors import ConfigError
 
 

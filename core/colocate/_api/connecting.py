@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._plugins.plugins import find_executor
+from colocate._signals.off_main import off_main
 from colocate._system.nearest import nearest
-from colocate._system.off_main import off_main
 from colocate.errors import ConfigError
 from colocate.worker.imports import refuse_while_importing
 

@@ -19,8 +19,8 @@ from colocate._crew.crew import Crew
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import Owned, raise_together
 from colocate._plugins.plugins import abouts
-from colocate._system import off_main
-from colocate._system.at_work import DISPATCHER
+from colocate._signals import off_main
+from colocate._signals.at_work import DISPATCHER
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.limits import SETTLES_AT_EXIT_S
 from colocate._system.lines import at

@@ -26,9 +26,9 @@ from colocate._crew.attachment import Attachment
 from colocate._crew.crew import Crew
 from colocate._owned.lifecycle import State
 from colocate._owned.owned import raise_together
+from colocate._signals.off_main import off_main
 from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
-from colocate._system.off_main import off_main
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Detachable, Lease, Reservation
 

@@ -6,17 +6,17 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from colocate import _display as html
 from colocate._api.memory import GroupMemory, RoleMemory
 from colocate._api.memory import memory as memory_of
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
-from colocate._system import html
+from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.lines import at
-from colocate._system.off_main import off_main
-from colocate._system.sizes import size_text
+from colocate._system.numbers import size_text
 from colocate.errors import ColocateError, ConfigError
 
 FORMATS = ("tree", "mermaid", "dot", "json")

@@ -12,16 +12,16 @@ from colocate._api.graph import shown
 from colocate._api.held import Held
 from colocate._api.memory import GroupMemory, memory
 from colocate._crew.crew import Crew
+from colocate._display import table
 from colocate._role.context import Context
 from colocate._role.info import RoleInfo
 from colocate._role.method import Discardable, Tag
 from colocate._role.role import written_class
-from colocate._system.at_work import refuse_to_wait
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
-from colocate._system.html import table
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit, seconds
-from colocate._system.off_main import off_main
 from colocate._views import checkpoint, functions, sleeping
 from colocate._views.pipeline import pipeline, recording
 from colocate._views.view import RoleView

@@ -8,12 +8,12 @@ from typing import Any
 
 import attrs
 
+from colocate import _display as html
 from colocate._crew.crew import Crew
+from colocate._display import columns
 from colocate._protocol.ledger import Ledger, Purpose
-from colocate._system import html
-from colocate._system.columns import columns
 from colocate._system.deadline import Deadline
-from colocate._system.sizes import size_text
+from colocate._system.numbers import size_text
 
 KINDS = tuple(purpose.word for purpose in Purpose)
 _SOMETIMES = ("asleep", "activations")

@@ -19,9 +19,9 @@ from colocate._owned.owned import Making
 from colocate._plugins.needs import check_needs
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
-from colocate._system.at_work import refuse_to_wait
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
 from colocate._system.numbers import amount_problem, limit, name_problem, seconds
-from colocate._system.off_main import off_main
 from colocate._system.tracebacks import without_own_frames
 from colocate.errors import ColocateError, ConfigError
 

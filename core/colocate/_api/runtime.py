@@ -20,9 +20,10 @@ from colocate._api.trace import Trace
 from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
 from colocate._role.budget import Budget
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
 from colocate._signatures.annotations import path_text
 from colocate._signatures.arguments import options_of
-from colocate._system.at_work import refuse_to_wait
 from colocate._system.lines import at, caller
 from colocate._system.numbers import (
     amount_problem,
@@ -35,7 +36,6 @@ from colocate._system.numbers import (
     shown,
     variable_problem,
 )
-from colocate._system.off_main import off_main
 from colocate._system.printer import told_when_slow
 from colocate._system.room import spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout

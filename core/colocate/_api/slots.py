@@ -12,10 +12,10 @@ from colocate._crew.attachment import Attachment
 from colocate._crew.crew import Crew, Home
 from colocate._crew.spawn import Declared
 from colocate._owned.owned import raise_together
+from colocate._protocol.versions import base_of
 from colocate._role.budget import Budget
-from colocate._system.at_work import Section
+from colocate._signals.at_work import Section
 from colocate._system.deadline import Deadline
-from colocate._system.epochs import base_of
 from colocate._system.limits import REPLACED_EVERY_S
 from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.executor import Place, Request, Reservation
@@ -51,7 +51,7 @@ class Slots(Home):
 
     @property
     def base(self) -> int:
-        """Numbers of calls, holds and residents of this driver's are above this (see `_system/epochs.py`)."""
+        """Numbers of calls, holds and residents of this driver's are above this (see `_protocol/versions.py`)."""
         return base_of(self.epoch)
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from colocate._api.connecting import connect, suggesting
 from colocate._owned.owned import Making
 from colocate._plugins.plugins import find_executor
-from colocate._system.at_work import waited_for
+from colocate._signals.at_work import waited_for
 from colocate._system.tracebacks import without_own_frames
 from colocate.errors import ColocateError
 from colocate.worker.imports import refuse_while_importing

@@ -17,8 +17,8 @@ from typing import Any
 
 from colocate._api.connection import Connection
 from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
-from colocate._system.growing import GrowingFile
-from colocate._system.off_main import off_main
+from colocate._signals.off_main import off_main
+from colocate._system.files import GrowingFile
 from colocate.errors import ColocateError
 
 _DRIVER = 1  # viewers take a process or a thread 0 for the kernel's

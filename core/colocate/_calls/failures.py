@@ -10,11 +10,11 @@ from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
 from colocate._protocol.consequence import Consequence, Poisoned, Unmade
 from colocate._protocol.from_worker import Failure
+from colocate._signals.off_main import off_main
 from colocate._system.jobs import OUR_FAULT, error_text
 from colocate._system.limits import RENEWED_WITHIN_S
 from colocate._system.lines import at, with_cells
-from colocate._system.off_main import off_main
-from colocate._system.rebuilding import NotRebuilt, rebuilding
+from colocate._system.tracebacks import NotRebuilt, rebuilding
 from colocate.errors import (
     CallTimeout,
     CapabilityError,

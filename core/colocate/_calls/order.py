@@ -32,12 +32,12 @@ from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
-from colocate._system import at_once
-from colocate._system.at_once import Gate
-from colocate._system.at_work import Section
+from colocate._signals import at_once
+from colocate._signals.at_once import Gate
+from colocate._signals.at_work import Section
+from colocate._signals.off_main import hand_over
 from colocate._system.jobs import Timer
 from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
-from colocate._system.off_main import hand_over
 from colocate.errors import ColocateError
 from colocate.executor import Posting
 

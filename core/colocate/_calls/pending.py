@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeAlias
 from colocate._owned.dispatcher import Dispatcher
 from colocate._protocol.taken import Taken
 from colocate._role.call import Underway
+from colocate._signals.off_main import off_main
 from colocate._system.jobs import JobThread, Timer
 from colocate._system.lines import shown
-from colocate._system.off_main import off_main
 from colocate.errors import ColocateError, ForkedError
 
 OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]

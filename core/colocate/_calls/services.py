@@ -16,9 +16,9 @@ import attrs
 
 from colocate._calls.records import CALL_FINISHED, Observers
 from colocate._owned.dispatcher import Dispatcher
+from colocate._signals.off_main import Flag, off_main
 from colocate._system.jobs import JobThread
 from colocate._system.limits import TOLD_WITHIN_S
-from colocate._system.off_main import Flag, off_main
 from colocate._system.printer import Printer
 from colocate.executor import Executor
 

@@ -22,7 +22,7 @@ from colocate._definitions.ids import Definition, Need
 from colocate._definitions.names import script_names
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
-from colocate._system.at_work import Section
+from colocate._signals.at_work import Section
 from colocate._system.jobs import error_text
 from colocate.errors import ColocateError
 

@@ -12,7 +12,7 @@ from colocate._definitions.bundles import Table
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
-from colocate._system.at_work import Section
+from colocate._signals.at_work import Section
 from colocate.errors import EngineError
 from colocate.executor import Boot, Exit, Host
 from colocate.worker.output import Tail, split_label

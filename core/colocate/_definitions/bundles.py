@@ -21,9 +21,8 @@ from colocate._definitions.ids import Definition, Name, Need, id_of
 from colocate._definitions.making import Making, bind
 from colocate._definitions.names import MISSING, is_main, script_names
 from colocate._definitions.packed import Packed
-from colocate._system.off_main import off_main
-from colocate._system.rebuilding import rebuilding
-from colocate._system.tracebacks import without_own_frames
+from colocate._signals.off_main import off_main
+from colocate._system.tracebacks import rebuilding, without_own_frames
 from colocate.errors import SerializationError
 
 # What the receiver of definitions is to the script: a worker, whose `__main__` is the script's; the driver that runs

@@ -16,9 +16,9 @@ from colocate import wire
 from colocate._protocol.commands import Seen
 from colocate._protocol.message import read
 from colocate._protocol.requests import Requests
+from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import JobThread, report_exception
-from colocate._system.off_main import off_main
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Watchable, Window
 

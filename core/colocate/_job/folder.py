@@ -14,8 +14,7 @@ from typing import Any
 
 import attrs
 
-from colocate._system.atomic import atomic_folder, write_whole
-from colocate._system.growing import GrowingFile
+from colocate._system.files import GrowingFile, atomic_folder, write_whole
 from colocate.errors import ConfigError
 
 _STEP = re.compile(r"step-(\d+)")

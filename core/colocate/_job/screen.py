@@ -20,10 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from colocate._display import columns, keys_of
 from colocate._runs.contention import waits
 from colocate._runs.record import RunRecord, scalars_of, timed_phases, told_restarts
 from colocate._runs.saved import saved
-from colocate._system.columns import columns, keys_of
 
 if TYPE_CHECKING:
     from colocate._job.log import RunLog

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from colocate._api.glance import Recent, glance
 from colocate._job.cluster_window import PATIENCE_S, ClusterWindow
+from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
-from colocate._system.off_main import off_main
 from colocate.errors import ColocateError
 from colocate.executor import Watchable
 

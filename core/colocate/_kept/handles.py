@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import attrs
 
+from colocate import _display as html
 from colocate._calls.pending import PendingCall
 from colocate._kept.kept import Kept
 from colocate._kept.residents import Residents
 from colocate._protocol.uses import Item, Origin, Own, Part, Rows, Use
 from colocate._role.on_driver import OnDriver
 from colocate._role.resident import INSTEAD_OF_RESIDENT, Resident, ResidentSpec
-from colocate._system import html
-from colocate._system.at_work import refuse_to_wait
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
 from colocate._system.lines import at
-from colocate._system.numbers import limit
-from colocate._system.off_main import off_main
-from colocate._system.sizes import size_text
+from colocate._system.numbers import limit, size_text
 from colocate._values.batch import Deferred, even_sizes
 from colocate._values.collect import Concat, Gather
 from colocate._values.dispatch import check_items

@@ -26,13 +26,13 @@ from colocate._owned.owned import Owned
 from colocate._protocol.from_worker import Fetched
 from colocate._protocol.to_worker import Free
 from colocate._role.resident import ResidentSpec
+from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.here import Here
 from colocate._system.jobs import error_text
 from colocate._system.limits import RELEASED_AFTER_S
 from colocate._system.lines import caller
 from colocate._system.numbers import FOREVER_S
-from colocate._system.off_main import off_main
 from colocate._values import batch
 from colocate._values.collect import Concat
 from colocate._values.mesh import Ranks

@@ -13,11 +13,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from colocate._owned.lifecycle import Lifecycle, State
 from colocate._role.on_driver import OnDriver
-from colocate._system.at_work import refuse_to_wait
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
 from colocate._system.lines import at, caller, origin
-from colocate._system.off_main import off_main
 from colocate.errors import BorrowedError, ClosedError, ForkedError
 
 N = TypeVar("N", bound="Owned")

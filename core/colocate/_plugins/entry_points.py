@@ -18,10 +18,9 @@ from typing import Any
 import attrs
 import pluggy
 
-from colocate._system.distributions import name_and_version, version_of, without_metadata
+from colocate._system.installed import distribution_line, name_and_version, pip_line, version_of, without_metadata
 from colocate._system.lines import is_own_code
 from colocate._system.nearest import did_you_mean, nearest
-from colocate._system.pip import distribution_line, pip_line
 from colocate.errors import PluginError
 
 hookspec = pluggy.HookspecMarker("colocate")

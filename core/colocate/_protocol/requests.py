@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from colocate._signals.off_main import Flag
 from colocate._system.deadline import NEVER, Deadline
-from colocate._system.off_main import Flag
 from colocate.errors import ColocateError
 
 Party = TypeVar("Party")

@@ -7,11 +7,12 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from colocate._system.pip import same_line
+from colocate._system.installed import same_line
 
 PROTOCOL = 10
 """Goes up with every change to a message, or to what bodies contain."""
 
+_EPOCH_BITS = 40  # more calls than a driver can make
 _COMPARED = {"colocate": "colocate", "protocol": "protocol", "python": "Python"}
 
 
@@ -39,3 +40,11 @@ def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
                 cure = f"both are colocate {here['colocate']}; {cure}"
             return f"has {name} {there.get(key)}, the driver {here[key]}: {cure}"
     return None
+
+
+def base_of(epoch: int) -> int:
+    """Return what is below the numbers of all calls, holds and residents of the driver of an epoch.
+
+    Each driver that commands a pool has an epoch, higher than that of any before it.
+    """
+    return (epoch - 1) << _EPOCH_BITS

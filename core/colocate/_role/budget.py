@@ -8,8 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import shown
-from colocate._system.sizes import parse_bytes, size_text
+from colocate._system.numbers import parse_bytes, shown, size_text
 from colocate.errors import ConfigError
 
 

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from colocate._role.on_driver import OnDriver
-from colocate._system.at_work import refuse_to_wait
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import SLICE_S, Flag, on_main
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import limit
-from colocate._system.off_main import SLICE_S, Flag, on_main
 from colocate.errors import ColocateError
 
 C = TypeVar("C")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import attrs
 
-from colocate._system.pip import pip_line
+from colocate._system.installed import pip_line
 from colocate._values.mesh import Mesh
 from colocate.errors import ColocateError, ConfigError
 

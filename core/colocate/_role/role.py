@@ -13,7 +13,7 @@ from colocate._role.context import Context, current, standalone_context
 from colocate._role.method import RoleMethod
 from colocate._role.method_spec import MethodSpec
 from colocate._system.nearest import did_you_mean
-from colocate._system.sizes import parse_bytes
+from colocate._system.numbers import parse_bytes
 from colocate.errors import ConfigError
 
 P = ParamSpec("P")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import attrs
 
-from colocate._system.intervals import Interval, length, merged
-from colocate._system.sizes import size_text
+from colocate._system.numbers import size_text
+from colocate._system.recent import Interval, length, merged
 
 
 class Move(enum.Enum):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from colocate._runs.record import RunRecord
-from colocate._system.numbers import plural
-from colocate._system.sizes import size_text
+from colocate._system.numbers import plural, size_text
 
 
 def saved(record: RunRecord) -> str:

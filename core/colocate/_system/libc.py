@@ -1,9 +1,12 @@
-"""The C library's `malloc`: what this process asks of it."""
+"""What this process asks of the C library: of its `malloc`, and to end with the process that started it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import signal
+import sys
 
 _LARGEST_LEFT_FOR_LATER = 1  # `M_MXFAST`, of malloc.h
 
@@ -31,3 +34,14 @@ def merge_at_once() -> None:
     function = getattr(libc(), "mallopt", None)
     if function is not None:
         function(_LARGEST_LEFT_FOR_LATER, 0)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent's launching thread ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it was gone before the kernel had been told
+        os._exit(0)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from types import CodeType
 
-from colocate._system.off_main import frames
+from colocate._signals.off_main import frames
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = os.path.join(_HERE, "testing", "")  # its suites are users of colocate

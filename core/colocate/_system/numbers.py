@@ -1,4 +1,4 @@
-"""Numbers that users give, durations, amounts and ports, and variables: checked alike wherever one is taken.
+"""Numbers that users give, durations, amounts, sizes and ports, and variables: checked alike wherever one is taken.
 
 Every duration is a finite number from here on, small enough for any call of the system. What nobody will live to see
 the end of is for ever, and a comparison with `FOREVER_S` tells it.
@@ -6,9 +6,11 @@ the end of is for ever, and a comparison with `FOREVER_S` tells it.
 
 from __future__ import annotations
 
+import contextlib
 import numbers
+import operator
 import re
-from typing import Any
+from typing import Any, SupportsIndex
 
 from colocate.errors import ConfigError
 
@@ -119,3 +121,43 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of more digits than Python prints
         return "a number of thousands of digits"
     return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MOST_BYTES = 1 << 60  # an exbibyte: more isn't in one machine
+_LEAST_WITHOUT_UNIT = 1024
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: str | SupportsIndex, what: str) -> int:
+    """A number of bytes from "20GiB", "512MB" or a whole number, of NumPy's kinds, too.
+
+    Raises:
+        ConfigError: It isn't a size, or one so small that its unit was forgotten.
+    """
+    unit, size = "", -1.0
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if found is not None and found[2].upper() in _UNITS:
+            unit = found[2]
+            size = float(found[1]) * _UNITS[unit.upper()]
+    elif not isinstance(value, bool):
+        with contextlib.suppress(TypeError):  # it is no whole number
+            size = operator.index(value)
+    if not 0 <= size <= _MOST_BYTES:
+        raise ConfigError(f"{what}={shown(value)} is no size; write it like '20GiB', '512MB' or a number of bytes")
+    if not unit and 0 < size < _LEAST_WITHOUT_UNIT:
+        raise ConfigError(
+            f"{what}={shown(value)} has no unit, and would be bytes; write '{value}GiB', '{value}MB' or, if it is so "
+            f"little, '{value}B'"
+        )
+    return int(size)
+
+
+def size_text(count: float) -> str:
+    """A number of bytes as people read it."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(count) >= 1024 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    return f"{count:.1f}".removesuffix(".0") + f" {units[0]}"

@@ -1,13 +1,30 @@
-"""Which part of the last seconds something was busy."""
+"""Intervals of time, and which part of the last seconds something was busy."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-from colocate._system.intervals import Interval, length
+Interval: TypeAlias = tuple[float, float]
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time in intervals that don't overlap, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How long they are together; what is in several of them counts once."""
+    return sum(end - start for start, end in merged(intervals))
+
 
 RECENT_S = 10.0
 """Of so much time the busy share is told."""

@@ -1,17 +1,21 @@
-"""Tracebacks as users read them: with their own frames, and the framework's as a number."""
+"""Tracebacks as users read them: with their own frames, and the framework's as a number; and what can't be rebuilt."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
+import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from traceback import walk_tb
+from types import CodeType, TracebackType
 from typing import Any
 
 from colocate._system.jobs import error_text
 from colocate._system.lines import is_own_code
-from colocate.errors import RoleError, RoleStartError
+from colocate.errors import ColocateError, RoleError, RoleStartError
 
 _executors: set[str] = set()  # where the code of executors lies that are in use
 _BETWEEN = tuple(  # what the framework is called through, or calls users' code through
@@ -148,3 +152,50 @@ class _Folded(traceback.StackSummary):
         if isinstance(frame_summary, _Fold):
             return f"  ... {frame_summary.count} frame{'s' if frame_summary.count > 1 else ''} of colocate\n"
         return super().format_frame_summary(frame_summary, **options)
+
+
+class NotRebuilt(ColocateError):
+    """Something that has come can't be rebuilt; `what` it is, and `why`, which a class of the user's has raised."""
+
+    what: str = ""
+    why: BaseException
+
+
+@contextlib.contextmanager
+def rebuilding(what: str | Callable[[], str]) -> Iterator[None]:
+    """A block that unpacks something. An error of colocate's own is raised as it is.
+
+    Raises:
+        NotRebuilt: Something in it can't be rebuilt.
+    """
+    try:
+        yield
+    except ColocateError:
+        raise
+    except (Exception, SystemExit) as why:
+        if _is_of_handler(why):
+            raise
+        trace = why.__traceback__
+        while trace is not None and is_own_code(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        what = what if isinstance(what, str) else what()
+        error = NotRebuilt(f"{what} can't be rebuilt: {error_text(why)}")
+        error.what, error.why = what, why.with_traceback(trace)
+        raise error from why
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    """Whether a handler of a signal has raised it, which can be anywhere on the main thread: it isn't the value's."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
+
+
+def _code(handler: Any) -> CodeType | None:
+    """What runs when a handler is called: that of a function, of a method, or of an object's `__call__`."""
+    if not callable(handler):  # the default, or none
+        return None
+    handler = getattr(handler, "func", handler)  # of a partial
+    code: CodeType | None = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return code

@@ -12,7 +12,7 @@ import colocate
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._crew.saved import Checkpoint, Tag, refuse_others, savable
-from colocate._system.atomic import atomic_folder, nobody_renames
+from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.numbers import FOREVER_S, shown
 from colocate._values.dispatch import plan
 from colocate._views.sending import ready, refuse_inside, start

@@ -18,9 +18,9 @@ from colocate._kept.handles import Reference
 from colocate._kept.kept import Kept
 from colocate._owned.owned import forks
 from colocate._protocol.bundle import Memory
+from colocate._signals.off_main import off_main
 from colocate._system.here import Here
 from colocate._system.lines import caller
-from colocate._system.off_main import off_main
 from colocate._views.drafts import Draft, Messages, watch
 from colocate._views.waking import send
 from colocate.errors import ColocateError, PipelineError

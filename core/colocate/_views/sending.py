@@ -19,10 +19,10 @@ from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._role.on_driver import lives_on_driver
 from colocate._role.resident import Resident
-from colocate._system.at_work import at_work
+from colocate._signals.at_work import at_work
+from colocate._signals.off_main import hand_over, off_main, on_main
 from colocate._system.by_type import by_type
 from colocate._system.lines import place
-from colocate._system.off_main import hand_over, off_main, on_main
 from colocate._values.dispatch import Plan
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate._values.tree import PLAIN, map_leaves

@@ -9,7 +9,7 @@ from typing import Any
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._role.method import DISCARDABLE, TAGS
-from colocate._system.at_work import refuse_to_wait
+from colocate._signals.at_work import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan

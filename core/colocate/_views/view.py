@@ -18,7 +18,7 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.on_driver import OnDriver
 from colocate._role.resident import Resident
 from colocate._role.role import no_such_method
-from colocate._system.at_work import at_work, refuse_to_wait
+from colocate._signals.at_work import at_work, refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, Plan, chosen_ranks, plan
 from colocate._values.nesting import no_end

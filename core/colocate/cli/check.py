@@ -11,7 +11,7 @@ from rich.text import Text
 
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import find_job, find_role, plugins
-from colocate._system.sizes import parse_bytes, size_text
+from colocate._system.numbers import parse_bytes, size_text
 from colocate.cli.output import guarded, load, print_json
 from colocate.config import Config, GroupConfig, PoolConfig, RoleConfig
 

@@ -18,10 +18,9 @@ from colocate._job.launch import reserve_pool
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import PluginInfo, plugins
 from colocate._runs.environment import environment
-from colocate._system.pip import pip_line
-from colocate._system.room import free_memory
-from colocate._system.sizes import size_text
-from colocate._system.spill_files import SpillFile
+from colocate._system.installed import pip_line
+from colocate._system.numbers import size_text
+from colocate._system.room import SpillFile, free_memory
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
 from colocate.errors import ColocateError, ConfigError, PluginError

@@ -14,8 +14,7 @@ from rich.text import Text
 from colocate._job.planning import KINDS, Fit, GroupPlan, plan
 from colocate._job.screen import console, show_table
 from colocate._plugins.entry_points import listed
-from colocate._system.numbers import plural
-from colocate._system.sizes import size_text
+from colocate._system.numbers import plural, size_text
 from colocate.cli.output import guarded, load, print_json
 
 

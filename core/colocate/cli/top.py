@@ -15,11 +15,10 @@ from rich.text import Text
 from colocate._job.cluster_window import look_at
 from colocate._job.screen import console, show_table, table_that_fits
 from colocate._job.window import Job, jobs, look, short
+from colocate._signals.off_main import off_main
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import plural
-from colocate._system.off_main import off_main
+from colocate._system.numbers import plural, size_text
 from colocate._system.recent import RECENT_S
-from colocate._system.sizes import size_text
 from colocate.cli.cluster import Cluster
 from colocate.cli.output import guarded, print_json
 from colocate.errors import ConfigError, EngineError

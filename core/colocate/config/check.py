@@ -15,8 +15,7 @@ from colocate._role.role import RoleSpec, torchrun_problem
 from colocate._signatures.annotations import Arguments, Place, arguments_of, path_text
 from colocate._signatures.arguments import options_of
 from colocate._system.nearest import nearest
-from colocate._system.numbers import amount_problem, variable_problem
-from colocate._system.sizes import parse_bytes
+from colocate._system.numbers import amount_problem, parse_bytes, variable_problem
 from colocate._values.mesh import parse_meshes
 from colocate.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
 from colocate.config.source import Document

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from colocate._protocol.proxying import Failure
     from colocate._protocol.requests import Request, Requests
     from colocate._protocol.versions import difference
-    from colocate._system.parent import die_with
+    from colocate._system.libc import die_with
     from colocate.executor import Lease
     from colocate.keeper import forks
     from colocate.keeper.adoption import (
@@ -43,7 +43,7 @@ _HOMES = {
     "colocate._protocol.proxying": ("Failure",),
     "colocate._protocol.requests": ("Request", "Requests"),
     "colocate._protocol.versions": ("difference",),
-    "colocate._system.parent": ("die_with",),
+    "colocate._system.libc": ("die_with",),
     "colocate.executor": ("Lease",),
     "colocate.keeper.adoption": (
         "AdoptedSlot",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colocate._system.atomic import write_whole
+from colocate._system.files import write_whole
 
 if TYPE_CHECKING:
     from colocate._runs.record import RunRecord

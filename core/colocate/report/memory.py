@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from colocate._system.numbers import plural
-from colocate._system.sizes import size_text
+from colocate._system.numbers import plural, size_text
 from colocate.report.tables import ROWS, Cell, Table
 from colocate.report.times import Bar, role_label, share_bar
 

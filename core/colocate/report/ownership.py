@@ -10,8 +10,7 @@ from typing import Any
 
 import attrs
 
-from colocate._system.numbers import plural
-from colocate._system.sizes import size_text
+from colocate._system.numbers import plural, size_text
 from colocate.report.scale import duration
 
 PER_OWNER = 24  # nodes of one kind under one owner

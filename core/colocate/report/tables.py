@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from colocate._system.columns import keys_of
+from colocate._display import keys_of
 from colocate._system.numbers import plural
 from colocate.report.scale import number, share_out, shorten, words
 

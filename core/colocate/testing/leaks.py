@@ -19,8 +19,8 @@ import psutil
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
 from colocate._role import torch_groups
+from colocate._signals.off_main import COURIER
 from colocate._system.lines import at
-from colocate._system.off_main import COURIER
 from colocate.keeper import forks
 from colocate.testing.waiting import becomes_true
 from colocate.wire._forks import is_tracked

@@ -14,7 +14,7 @@ from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from colocate._definitions.packed import Packed
-from colocate._system import at_once
+from colocate._signals import at_once
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
 from colocate.wire.framing import Frame, Head, Posted, Reader, Sending, encode

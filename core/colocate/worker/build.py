@@ -15,9 +15,9 @@ from colocate import wire
 from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
-from colocate._system.pip import version_line
-from colocate._system.rebuilding import rebuilding
-from colocate._system.sizes import size_text
+from colocate._system.installed import version_line
+from colocate._system.numbers import size_text
+from colocate._system.tracebacks import rebuilding
 from colocate._values.arguments import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
@@ -67,7 +67,7 @@ class Shipped:
     def _compare_versions(self) -> None:
         if self.distribution is None:
             return
-        from colocate._system.distributions import (
+        from colocate._system.installed import (
             version_of,  # takes a while, and only roles from distributions need it
         )
 

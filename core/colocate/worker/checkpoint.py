@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any
 
 from colocate._role.method import RoleMethod
-from colocate._system.atomic import places
+from colocate._system.files import places
 from colocate.errors import ColocateError
 from colocate.worker.failure import note
 from colocate.worker.hosted import HostedRole

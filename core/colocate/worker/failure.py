@@ -19,8 +19,7 @@ from colocate._protocol.from_worker import Failure
 from colocate._role import torch_groups
 from colocate._system.imported import imported
 from colocate._system.jobs import message_of
-from colocate._system.rebuilding import NotRebuilt
-from colocate._system.tracebacks import frames_of_users, told
+from colocate._system.tracebacks import NotRebuilt, frames_of_users, told
 from colocate._values.codec import Codec
 from colocate.errors import (
     CapabilityError,

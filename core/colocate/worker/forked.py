@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from colocate._system.at_work import begin_users, end_users
+from colocate._signals.at_work import begin_users, end_users
 from colocate.wire import track
 from colocate.worker.ending import end
 

@@ -16,7 +16,7 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.uses import Peers
-from colocate._system import at_once
+from colocate._signals import at_once
 from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
 from colocate._values.codec import Codec
 from colocate._values.leaving import describe

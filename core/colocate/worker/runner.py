@@ -17,7 +17,7 @@ from colocate._protocol.uses import Resolver
 from colocate._role import torch_books
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method_spec import MethodSpec
-from colocate._system.rebuilding import rebuilding
+from colocate._system.tracebacks import rebuilding
 from colocate._values import batch
 from colocate._values.arguments import placed
 from colocate._values.dispatch import Scatter

@@ -18,7 +18,7 @@ from typing import Any
 from colocate import wire
 from colocate._protocol import from_worker, to_worker, versions
 from colocate._protocol.message import Head, is_a, kind_of, read
-from colocate._system.epochs import base_of
+from colocate._protocol.versions import base_of
 from colocate._system.limits import STEP_ENDS_WITHIN_S
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost

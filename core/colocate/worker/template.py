@@ -35,7 +35,7 @@ from typing import Any
 
 import attrs
 
-from colocate._system.parent import die_with
+from colocate._system.libc import die_with
 from colocate.worker.imports import imported_already
 
 MODE = "forks"

@@ -13,7 +13,7 @@ import colocate
 from colocate import RoleSpec, Runtime
 from colocate._api import detached
 from colocate._crew.crew import Crew
-from colocate._system.at_work import waited_for
+from colocate._signals.at_work import waited_for
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs, of_executor

@@ -16,7 +16,7 @@ import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._api.memory import memory_of_each
 from colocate._system.deadline import Deadline
-from colocate._system.sizes import size_text
+from colocate._system.numbers import size_text
 from colocate.errors import ClosedError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs

@@ -7,7 +7,7 @@ from typing import Any
 
 from colocate._protocol.ledger import Purpose
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
-from colocate._system.sizes import size_text
+from colocate._system.numbers import size_text
 from colocate.errors import MemoryBudgetError, RoleError
 from colocate.worker.memory.gradients import Gradients
 from colocate.worker.memory.holdings import Holdings

@@ -24,12 +24,11 @@ import attrs
 
 from colocate._devices.cuda_driver import DriverError, driver
 from colocate._devices.device_copies import SideStream
-from colocate._system.by_threads import by_threads
 from colocate._system.imported import imported
+from colocate._system.jobs import by_threads
 from colocate._system.libc import libc
-from colocate._system.room import free_memory
-from colocate._system.sizes import size_text
-from colocate._system.spill_files import SpillFile
+from colocate._system.numbers import size_text
+from colocate._system.room import SpillFile, free_memory
 from colocate.gpus import in_use
 from colocate.worker.memory.digests import digests
 from colocate.worker.memory.storages import WeakStorage, name_of

@@ -28,7 +28,7 @@ from colocate._role import torch_works
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import JobThread, error_text, report_exception
-from colocate._system.sizes import size_text
+from colocate._system.numbers import size_text
 from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory.accounts import Accounts

@@ -20,8 +20,8 @@ from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text, message_of
 from colocate._system.libc import trim
+from colocate._system.numbers import size_text
 from colocate._system.room import free_memory
-from colocate._system.sizes import size_text
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.worker.collective_waits import finish_works

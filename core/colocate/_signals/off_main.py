@@ -29,8 +29,6 @@ from contextvars import copy_context
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from colocate._system.deadline import Deadline
-
 T = TypeVar("T")
 # A signal that comes just before a lock is waited for is seen only when that ends: so it is waited for in slices.
 SLICE_S = 1.0
@@ -156,8 +154,8 @@ class _Couriers:
 
     def settle(self, timeout: float) -> bool:
         """Wait until all jobs that have been put are done; whether they are."""
-        deadline = Deadline(timeout)
-        return all(job.done.wait(deadline.left) for job in list(self._unfinished))
+        until = time.monotonic() + timeout
+        return all(job.done.wait(until - time.monotonic()) for job in list(self._unfinished))
 
     def _main(self) -> None:
         with self._lock:
@@ -250,10 +248,10 @@ def off_main(
         if in_any_case:
             _couriers.put(job)  # once more, perhaps: only one of them counts
         if in_any_case or not _couriers.withdraw(job):
-            deadline = Deadline(waits_s)
+            until = None if waits_s is None else time.monotonic() + waits_s
             for done in (None if interrupted is None else hand_over(interrupted), job.done):
                 if done is not None:
-                    done.wait(deadline.left)
+                    done.wait(None if until is None else until - time.monotonic())
         raise
     error, job.error = job.error, None
     try:
