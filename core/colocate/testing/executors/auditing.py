@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +14,13 @@ import attrs
 import pytest
 
 import colocate
-from colocate import Audit, ColocatedGroup, Context, RoleSpec, Runtime
+from colocate import Audit, ColocatedGroup, RoleSpec, Runtime
 from colocate._api.slots import Slots
 from colocate._crew.worker import Worker
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
 from colocate.errors import RoleStartError
-from colocate.executor import Detachable, Exit, OwnProcess, Reservation
+from colocate.executor import Exit, OwnProcess, Reservation
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
@@ -54,15 +52,6 @@ def found(differences: Any, kind: str) -> set[str]:
     return {each.id for each in differences if each.kind == kind}
 
 
-def retitle(ctx: Context) -> str:
-    """Write over this process's command line; what is to be read there now."""
-    with open("/proc/self/stat") as stat:
-        start, end = (int(field) for field in stat.read().rpartition(")")[2].split()[45:47])
-    ctypes.memmove(start, b"another title".ljust(end - start, b"\0"), end - start)
-    with open("/proc/self/cmdline") as words:
-        return words.read().rstrip("\0")
-
-
 class Auditing(ExecutorCase):
     """`runtime.audit()`: false when the graph and the engine agree."""
 
@@ -89,16 +78,6 @@ class Auditing(ExecutorCase):
         assert (audit.leaked, audit.missing) == ((), ())
         assert str(audit) == "clean: nothing is leaked, nothing is missing"
 
-    @needs(OwnProcess)
-    def test_clean_after_a_death(self, spawn: Spawn) -> None:
-        """A worker that has died is neither leaked nor missing: the graph knows."""
-        group = spawn(ROLES)
-        pid = group._node.workforce.workers[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: all(worker.exit for worker in group._node.workforce.workers), "all workers have gone")
-        assert not group.owner.owner.audit()
-
     def test_clean_while_things_come_and_go(self, runtime: Runtime) -> None:
         """What is just starting or closing is no difference."""
         audits: list[Audit] = []
@@ -122,55 +101,6 @@ class Auditing(ExecutorCase):
         assert audits
         assert [str(audit) for audit in audits if audit] == []
 
-    @needs(OwnProcess)
-    def test_clean_with_another_title(self, spawn: Spawn) -> None:
-        """A worker whose role has changed its command line, as some libraries do, is still the worker that it was."""
-        group = spawn(ROLES)
-        titles = group.run(retitle)
-        assert titles == ["another title"] * 2
-        assert not group.owner.owner.audit()
-
-    @needs(OwnProcess)
-    def test_clean_while_restarting(self, spawn: Spawn) -> None:
-        """A group that is being rebuilt has its old workers until they are gone, and its new ones from their hello."""
-        group = spawn(ROLES, on_failure="restart")
-        pid = group._node.workforce.workers[0].pid
-        assert pid is not None
-        audits: list[Audit] = []
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: group._node.failure is not None or group.generation, "the group has failed")
-
-        def is_back() -> bool:
-            audits.append(group.owner.owner.audit())
-            return group.generation == 1 and group.state == "ready"
-
-        wait_until(is_back, "the group has been rebuilt")
-        audits.append(group.owner.owner.audit())
-        group.wait_ready()
-        assert [str(audit) for audit in audits if audit] == []
-        assert group.role("echo", Echo).noop() == [None, None]
-
-    @needs(Detachable)
-    def test_detached_pool(self, runtime: Runtime) -> None:
-        """A pool that was given to the cluster is nobody's leak; who attaches it has it in its graph, as its own."""
-        name = f"audited-{uuid.uuid4().hex[:8]}"
-        given = runtime.reserve(2, cpus=0, detachable=True)
-        given.spawn(ROLES, name="given")
-        assert not runtime.audit()
-        given.detach(name, ttl=5 * PATIENCE_S)
-        assert not runtime.audit()
-        with self.connect() as other:
-            assert not other.audit()
-            for own in (False, True):
-                with other.attach(name, own=own) as pool:
-                    assert not other.audit()
-                    assert not runtime.audit()
-                    group = pool.groups["given"]
-                    with forgotten(group._node):
-                        assert found(other.audit().leaked, "worker") == ids(group)
-                assert not other.audit()
-        assert not runtime.audit()
-
     @of_executor
     def test_forgotten_group(self, spawn: Spawn) -> None:
         """Workers that run although no group has them are leaked, with what is known of them."""
@@ -190,27 +120,6 @@ class Auditing(ExecutorCase):
         assert json.loads(audit.json()) == json.loads(json.dumps(audit.data()))
         assert audit.data()["clean"] is False
         assert not group.owner.owner.audit()
-
-    def test_forgotten_pool(self, runtime: Runtime) -> None:
-        """Slots that are held although no pool has them are leaked, and so is what runs in them."""
-        with runtime.reserve(2, cpus=0, name="forgotten") as pool:
-            group = pool.spawn(ROLES)
-            with forgotten(pool._node):
-                audit = runtime.audit()
-            assert audit.missing == ()
-            assert found(audit.leaked, "reservation") == {pool._node.request.id}
-            assert found(audit.leaked, "worker") == ids(group)
-            assert pool._node.request.id == f"{runtime._node.services.id}/forgotten"
-        assert not runtime.audit()
-
-    def test_pools_of_one_name(self, runtime: Runtime) -> None:
-        """Two pools of one name are told apart."""
-        with runtime.reserve(1, cpus=0, name="same") as one, runtime.reserve(1, cpus=0, name="same") as other:
-            assert not runtime.audit()
-            with forgotten(one._node):
-                assert found(runtime.audit().leaked, "reservation") == {one._node.request.id}
-            with forgotten(other._node):
-                assert found(runtime.audit().leaked, "reservation") == {other._node.request.id}
 
     @of_executor
     def test_claimed_worker(self, spawn: Spawn) -> None:

@@ -59,39 +59,6 @@ class Borrows(ExecutorCase):
         assert "owner" in str(error)
         assert pair.role("echo", Echo).first(1) == 1
 
-    def test_use_within_a_group(self, spawn: Spawn) -> None:
-        """A group's use of its own residents is no borrow."""
-        group = spawn({"rows": colocate.role(Rows), "faulty": colocate.role(Faulty)}, slots=1)
-        kept = group.role("rows", Rows).produce.keep(2)
-        group.role("rows", Rows).double.submit(kept.ref)
-        group.close()
-
-    def test_every_borrower_is_named(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """All of several borrowers are named; broken, each gets an error that says by what, and its group goes on."""
-        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
-        other = spawn(USER, slots=1, name="other")
-        kept = owner.role("rows", Rows).produce.keep(2)
-        kept.fetch()
-        with Gate() as gate:
-            users = [pair, other]
-            waiting = [user.role("faulty", Faulty).wait.submit(gate.address) for user in users]
-            uses = [user.role("echo", Echo).first.submit(kept.ref) for user in users]
-            with pytest.raises(BorrowedError) as caught:
-                owner.close()
-            assert len(caught.value.borrowers) == 2
-            for user, borrower in zip(users, caught.value.borrowers, strict=True):
-                assert f"echo.first of group {user.name!r} uses the resident of rows.produce" in borrower
-                assert borrower in str(caught.value)
-            owner.close(force=True)
-            for user, use in zip(users, uses, strict=True):
-                error = use.exception(PATIENCE_S)
-                assert isinstance(error, ClosedError)
-                assert user.name in str(error)
-                assert "'owner' was closed by group.close() at " in str(error)
-        for call in waiting:
-            call.result(PATIENCE_S)
-        assert [user.role("echo", Echo).first(1) for user in users] == [1, 1]
-
     def test_leaving_a_block_is_forced(self, runtime: Runtime, pair: ColocatedGroup) -> None:
         """Leaving a with block breaks borrows, of the group or of its pool."""
         for leave_pool in (False, True):
@@ -148,22 +115,6 @@ class Borrows(ExecutorCase):
                     maker.write_returned(how)
             assert user.untouched() == [1.0]
 
-    def test_writes_into_copies_are_found(self) -> None:
-        """Those of another group too, which gets a copy: with `strict=True` it is told, and the value is as it was."""
-        with self.connect(strict=True) as runtime, runtime.reserve(2, cpus=0) as pool:
-            maker, user = (
-                pool[index].spawn({name: colocate.role(Writer)}).role(name, Writer)
-                for index, name in enumerate(("maker", "user"))
-            )
-            with maker.nested.keep() as kept:
-                for how in WRITES:
-                    words = r"user\.write changed in place a value that maker\.nested had returned"
-                    with pytest.raises(RoleError, match=words) as caught:
-                        user.write(kept.ref, how)
-                    assert caught.value.method == "write"
-                user.hold(kept.ref)
-                assert kept.fetch()["x"].tolist() == [0.0, 1.0, 2.0]
-
     def test_writes_into_plain_arguments_are_found(self) -> None:
         """With `strict=True` every one is, with method and argument; neither the driver's value nor others change."""
         torch = pytest.importorskip("torch")
@@ -185,19 +136,6 @@ class Borrows(ExecutorCase):
             assert "user.write_later changed its argument 'value' in place" in str(late.exception(PATIENCE_S))
             assert user.untouched() == [1.0, 1.0]
             assert not driver.written()
-
-    def test_a_call_that_wrote_before_it_failed(self) -> None:
-        """Nobody gets what it has written into, and the next call of who made that is not to blame."""
-        pytest.importorskip("torch")
-        with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn({name: colocate.role(Writer) for name in ("maker", "user")})
-            maker, user = group.role("maker", Writer), group.role("user", Writer)
-            with maker.nested.keep() as kept:
-                with pytest.raises(RoleError, match="it has written before"):
-                    user.write_and_fail(kept.ref, "operators")
-                assert maker.untouched() == [1.0]
-                with pytest.raises(RoleError, match=r"was changed in place by user\.write_and_fail"):
-                    kept.fetch()
 
     def test_the_call_that_wrote_is_blamed(self) -> None:
         """Of two async calls of one method with one resident of another slot the one that wrote is told of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import pytest
 import colocate
 from colocate import RoleSpec, Runtime
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
-from colocate.executor import Detachable, OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.sleepers import Dozing, Sharing
 
 _MIB = 2**20
@@ -56,44 +54,6 @@ class Budgets(ExecutorCase):
         kept.free()
         assert group.wake("one")
 
-    def test_what_was_freed_makes_room_at_once(self, spawn: Spawn) -> None:
-        """Also for a call that not all workers have a part in."""
-        pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
-        group = spawn(roles, device_memory="9MiB")
-        one = group.role("one", Dozing)
-        for _ in range(3):
-            kept = one.make.options(ranks=[0]).keep(_MIB)
-            kept.wait()
-            kept.free()
-
-    @pytest.mark.parametrize("swap", [False, True])
-    def test_a_role_that_is_too_much_by_itself(self, spawn: Spawn, swap: bool, tmp_path: Any) -> None:
-        """It wakes where nobody else could make room for it, so that a call may have it let go of something."""
-        pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
-        group = spawn(roles, slots=1, device_memory="5MiB", residency="swap" if swap else None)
-        one, other = group.role("one", Dozing), group.role("other", Dozing)
-        if not swap:
-            group.sleep("other")
-        before = one.train()
-        with pytest.raises(MemoryBudgetError, match=r"after one\.refill, 7 MiB of .*one 7 MiB"):
-            one.refill(4)
-        for _ in range(2):
-            if not swap:
-                group.sleep("one")
-            other.look()
-            if not swap:
-                with pytest.raises(MemoryBudgetError, match=r"waking role 'one' needs 7 MiB, 1 MiB .*other 1 MiB"):
-                    group.wake("one")
-                group.sleep("other")
-            else:
-                group.checkpoint(tmp_path / "c")
-            with pytest.raises(MemoryBudgetError, match=r"after one\.digest, 7 MiB of .*one 7 MiB"):
-                one.digest()
-        one.remember()
-        assert one.look() == before
-
     def test_budget_of_a_slot(self, runtime: Runtime) -> None:
         """It is the pool's, and of each group there."""
         pytest.importorskip("torch")
@@ -113,28 +73,6 @@ class Budgets(ExecutorCase):
         with pytest.raises(MemoryBudgetError, match=words):
             group.role("other", Dozing).train()
 
-    @needs(OwnProcess)
-    def test_what_is_discarded_is_nowhere(self, spawn: Spawn) -> None:
-        """It counts again when it is wanted, which has to have room."""
-        pytest.importorskip("torch")
-        roles = {"actor": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
-        group = spawn(roles, slots=1, host_memory="7MiB")
-        actor, other = group.role("actor", Dozing), group.role("other", Dozing)
-        before, _ = actor.train(), other.look()
-        group.sleep("actor")
-        with pytest.raises(MemoryBudgetError, match=r"7 MiB \(host_memory\).* actor 4 MiB \(asleep 4 MiB\)"):
-            other.train()
-        other.let_go()
-        group.sleep("actor", discard=["grads", "cache"])
-        other.train()
-        words = r"waking role 'actor' needs 2 MiB, 5 MiB of the host are in use.* actor 2 MiB \(asleep 2 MiB\)"
-        with pytest.raises(MemoryBudgetError, match=words):
-            group.wake("actor")
-        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]]
-        assert actor.look() == before  # that has room
-        other.let_go()
-        assert {*actor.parts()[0]} == {"weights", "optimizer"}
-
     def test_memory_for_activations(self, spawn: Spawn) -> None:
         """It stays free while the role runs, and only then."""
         pytest.importorskip("torch")
@@ -153,12 +91,6 @@ class Budgets(ExecutorCase):
             actor.make(2**50)
         assert "memory of this worker: actor 2 MiB (parameters 1 MiB" in str(error.value)
         assert actor.train()
-
-    def test_no_memory_left_in_a_constructor(self, spawn: Spawn) -> None:
-        """A model that is too large is its constructor's failure."""
-        pytest.importorskip("torch")
-        with pytest.raises(RoleStartError, match=r"can't allocate memory|out of memory"):
-            spawn({"small": colocate.role(Dozing, 1), "large": colocate.role(Dozing, 2**30)})
 
     def test_who_sleeps_is_within_a_budget_again(self, spawn: Spawn, tmp_path: Any) -> None:
         """A sleep is done, whoever has too much; a role that has, is woken and may let go of it; all can be saved."""
@@ -217,23 +149,3 @@ class Budgets(ExecutorCase):
             told = r"the group may have 2 MiB \(device_memory\), and the pool's slots have 1 MiB for it"
             with pytest.raises(ConfigError, match=told):
                 pool.spawn({"a": role}, device_memory="2MiB")
-
-    @needs(Detachable)
-    @of_executor
-    def test_budgets_from_driver_to_driver(self, runtime: Runtime) -> None:
-        """They are of the pool and its groups, whoever has them."""
-        pytest.importorskip("torch")
-        name = f"test-{uuid.uuid4().hex[:8]}"
-        pool = runtime.reserve(1, cpus=0, detachable=True, device_memory="9MiB")
-        pool.spawn({"one": colocate.role(Dozing, 1)}, name="budgets", host_memory="8MiB", residency="swap")
-        pool.detach(name, ttl=60)
-        with runtime.attach(name, own=True) as taken:
-            group = taken.groups["budgets"]
-            declared = group._node.declared.budgets
-            assert {(limit.owner, limit.nbytes) for limit in declared.limits} == {
-                ("the pool's slots", 9 * _MIB),
-                ("the group", 8 * _MIB),
-            }
-            assert declared.swap
-            assert taken._node.budget.device == 9 * _MIB
-            assert group.role("one", Dozing).train()

@@ -17,7 +17,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log, Plain, RenamedAgain
+from colocate.testing.probes.plain import Echo, Log, Plain
 from colocate.testing.probes.rows import Own, Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -41,16 +41,6 @@ class Calls(ExecutorCase):
         """A class without colocate's base is a role too; the context is `colocate.context()`."""
         group = spawn({"plain": colocate.role(Plain, 10)}, slots=1)
         assert group[Plain].value() == [10]
-
-    def test_role_of_a_function(self, spawn: Spawn) -> None:
-        """A class that exists inside a function only goes to the workers by value."""
-
-        class Local(colocate.Role):
-            @colocate.method
-            def rank(self) -> int:
-                return self.ctx.rank
-
-        assert spawn({"local": colocate.role(Local)}, slots=1).role("local", Local).rank() == [0]
 
     def test_roles_of_one_class(self, pair: ColocatedGroup) -> None:
         """Two roles of one class are two instances, in one worker per slot."""
@@ -302,15 +292,6 @@ class Calls(ExecutorCase):
         assert second.result(PATIENCE_S) == ["woke the other"] * 2
         assert log.read() == [["a", "b"]] * 2
 
-    def test_names_of_methods(self, spawn: Spawn) -> None:
-        """A method is called what the class calls it, whatever the name of its function."""
-        view = spawn({"renamed": colocate.role(RenamedAgain)}, slots=2).role("renamed", RenamedAgain)
-        assert (view.decorated(3), view.negated(3)) == (3, -3)
-        assert (view.named(), view.alias()) == ("the second", "the first")
-        hidden = "_Renamed__hidden"  # as Python calls it outside of the class
-        assert getattr(view, hidden)() == "hidden"
-        assert "alias" in colocate.inspect(view).methods
-
     def test_async_limit(self, pair: ColocatedGroup) -> None:
         """No more overlap than the concurrency allows, and they start in order."""
         log = cleared(pair)
@@ -333,12 +314,6 @@ class Calls(ExecutorCase):
         last.result(PATIENCE_S)
         assert log.read() == [["begin a", "end a", "b", "begin c", "end c"]] * 2
 
-    def test_async_default(self, pair: ColocatedGroup) -> None:
-        """Without a concurrency, async calls run one after the other."""
-        log = cleared(pair)
-        colocate.wait([log.async_add.submit("a"), log.async_add.submit("b")], timeout=PATIENCE_S)
-        assert log.read() == [["begin a", "end a", "begin b", "end b"]] * 2
-
     def test_async_failure(self, pair: ColocatedGroup) -> None:
         """An async method that raises is a failed call like any other, and the group goes on."""
         log = cleared(pair)
@@ -347,17 +322,6 @@ class Calls(ExecutorCase):
         assert isinstance(caught.value.__cause__, LookupError)
         assert "async_raise" in str(caught.value.remote_traceback)
         assert log.read() == [[], []]
-
-    def test_async_cancels_all(self, spawn: Spawn) -> None:
-        """A method that cancels all tasks of its event loop cancels calls of its role's, and not what runs them."""
-        log = spawn({"log": colocate.role(Log)}, slots=1).role("log", Log)
-        with Gate() as gate:
-            waits = log.async_add.submit("a", gate.address)
-            gate.wait_for(1)
-            assert log.async_cancel_all() == ["cleaned up"]
-            assert isinstance(waits.exception(PATIENCE_S), RoleError)
-        log.add("b")
-        assert log.read() == [["begin a", "b"]]
 
     def test_async_context(self, pair: ColocatedGroup) -> None:
         """Overlapping async calls each keep their own context."""

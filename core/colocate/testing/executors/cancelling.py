@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-from typing import Any
 
 import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import CallCancelled, CallTimeout, ConfigError, RoleError
+from colocate.errors import CallCancelled, CallTimeout, RoleError
 from colocate.testing.executors._base import ExecutorCase, of_executor
 from colocate.testing.executors.order import cleared
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Log
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
 
@@ -40,22 +38,6 @@ class Cancelling(ExecutorCase):
         first.result(PATIENCE_S)
         third.result(PATIENCE_S)
         assert log.read() == [["first", "third"], ["first", "third"]]
-
-    def test_cancel_begun_on_some_rank(self, pair: ColocatedGroup) -> None:
-        """A call that one rank has begun goes on everywhere, so that no collective waits for ever."""
-        log: Any = cleared(pair)
-        with Gate() as one, Gate() as other:
-            busy = log.at.submit([one.address, None], ["add", "add"], "busy")
-            call = log.at.submit([None, other.address], ["add", "add"], "both")
-            one.wait_for(1)
-            other.wait_for(1)  # rank 1 is in the call, rank 0 hasn't begun it
-            assert not call.cancel()
-            assert not call.done()
-            one.open()
-            other.open()
-            busy.result(PATIENCE_S)
-            call.result(PATIENCE_S)
-        assert [[entry for entry in each if entry == "both"] for each in log.read()] == [["both"], ["both"]]
 
     @of_executor
     def test_cancel_running(self, pair: ColocatedGroup) -> None:
@@ -86,13 +68,6 @@ class Cancelling(ExecutorCase):
                 kept.fetch()
             assert log.read() == [["first"], ["first"]]
 
-    def test_cancel_done(self, pair: ColocatedGroup) -> None:
-        """There is nothing to cancel about a call that is done."""
-        call = pair.role("log", Log).read.submit()
-        call.result(PATIENCE_S)
-        assert not call.cancel()
-        call.result()
-
     def test_a_default_deadline(self, no_leaks: None) -> None:
         """`call_timeout` is that of every call that names none of its own; infinity is none."""
         with self.connect(call_timeout=0.2) as runtime:
@@ -113,8 +88,3 @@ class Cancelling(ExecutorCase):
             with pytest.raises(TimeoutError):
                 kept.fetch(timeout=0.01)
         assert kept.fetch(timeout=PATIENCE_S) == [0, 1]
-
-    def test_no_default_deadline(self) -> None:
-        """It is a time."""
-        with pytest.raises(ConfigError, match="a number of seconds, more than 0"):
-            self.connect(call_timeout=0)

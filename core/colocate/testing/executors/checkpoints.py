@@ -23,7 +23,7 @@ from colocate.testing.probes.lasting import (
     Passing,
     Resizable,
 )
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import PATIENCE_S
 
 
 class Checkpoints(ExecutorCase):
@@ -93,22 +93,6 @@ class Checkpoints(ExecutorCase):
         assert sorted(tmp_path.rglob("*")) == before
         assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
 
-    def test_what_came_while_a_checkpoint_was_written(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A folder that is filled meanwhile is nobody's to replace either."""
-        group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
-        with Gate() as gate:
-            group.role("lasting", Lasting).wait.submit(gate.address)
-            gate.wait_for()
-            with ThreadPoolExecutor() as pool:
-                writing = pool.submit(group.checkpoint, tmp_path / "one")
-                wait_until(lambda: list(tmp_path.glob(".part-one-*")), "it is being written")
-                (tmp_path / "one").mkdir()
-                (tmp_path / "one" / "notes.txt").write_text("kept")
-                gate.open()
-                with pytest.raises(ConfigError, match=r"notes\.txt"):
-                    writing.result(PATIENCE_S)
-        assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["one", "one/notes.txt"]
-
     def test_between_its_calls(self, spawn: Spawn, tmp_path: Path) -> None:
         """What was submitted before is in it."""
         group = spawn({"lasting": colocate.role(Lasting)})
@@ -139,23 +123,6 @@ class Checkpoints(ExecutorCase):
                 saving.result(PATIENCE_S)
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
         assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [16, 16]
-
-    def test_one_more_while_one_is_written(self, spawn: Spawn, tmp_path: Path) -> None:
-        """As after an interruption, which doesn't end the first: the later state stays."""
-        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
-        group = spawn(roles)
-        role = group.role("lasting", Lasting)
-        with Gate() as gate, ThreadPoolExecutor() as pool:
-            role.wait.submit(gate.address)
-            gate.wait_for(2)
-            first = pool.submit(group.checkpoint, tmp_path / "one", "first")
-            wait_until(lambda: list(tmp_path.glob(".part-one-*")), "it is being written")
-            role.add.submit()
-            second = pool.submit(group.checkpoint, tmp_path / "one", "second")
-            gate.open()
-            for each in first, second:
-                each.result(PATIENCE_S)
-        assert spawn(roles, restore=tmp_path / "one").wait_ready() == "second"
 
     def test_roles_that_can_not_be_saved(self, spawn: Spawn, tmp_path: Path) -> None:
         """A role with half of the two methods, or a group without any that has them."""
@@ -234,21 +201,3 @@ class Checkpoints(ExecutorCase):
         assert role.add() == [5, 5]
         with pytest.raises(colocate.errors.PipelineError), group.pipeline():
             group.restore(tmp_path / "one")
-
-    def test_a_checkpoint_that_is_replaced_while_it_is_restored(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Ranks that have read from both would go on from different ones: it is an error on each that may have."""
-        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Called)}
-        other = spawn(roles)
-        other.checkpoint(tmp_path / "one", tag="first")
-        with Gate() as gate, ThreadPoolExecutor() as pool:
-            group = spawn({"lasting": colocate.role(Called, gate=gate.address)})
-            restoring = pool.submit(group.restore, tmp_path / "one")
-            gate.wait_for(2)
-            other.role("lasting", Lasting).add()
-            other.checkpoint(tmp_path / "one", tag="second")
-            gate.open()
-            with pytest.raises(RoleError, match=r"another one has taken its place \(now there is 'second' of group "):
-                restoring.result(PATIENCE_S)
-            assert group.wait_ready() is None
-            assert group.restore(tmp_path / "one") == "second"
-        assert group.role("lasting", Lasting).add() == [2, 2]

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._calls.stacks import HAS_LEFT, Stacks
-from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
+from colocate import RoleSpec, Runtime
+from colocate._calls.stacks import Stacks
+from colocate.errors import ClosedError, ColocateError, RoleError
 from colocate.executor import OwnProcess
 from colocate.keeper.outside import py_spy
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
-from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 ROLES: dict[str, RoleSpec[Any]] = {
@@ -124,19 +123,6 @@ class Closing(ExecutorCase):
         for call in queued:
             assert isinstance(call.exception(PATIENCE_S), ClosedError)
 
-    def test_async_running(self, spawn: Spawn) -> None:
-        """What an async method awaits has its grace, too, and its result is there."""
-        group = spawn(ROLES, slots=1)
-        with Gate() as begun, Gate() as gate:
-            running = group.role("log", Log).async_until_told.submit(begun.address, gate.address)
-            begun.wait_for()
-            begun.open()
-            closer = threading.Thread(target=group.close)
-            closer.start()
-            gate.wait_for()
-        closer.join()
-        assert running.result(PATIENCE_S) == ["told"]
-
     def test_hung_rank(self, spawn: Spawn) -> None:
         """What isn't done within the grace is ended; close says which rank, and where it was; its call fails."""
         group = spawn(ROLES, name="hung")
@@ -200,27 +186,6 @@ class Closing(ExecutorCase):
         assert "in pass_gate" in seen[0]
         assert "in Faulty.hold_the_gil" in seen[1]
 
-    def test_where_a_rank_is_that_has_left(self, runtime: Runtime) -> None:
-        """It runs nothing: that it doesn't answer while others keep the group from ending is nobody's fault."""
-        with runtime.reserve(2, cpus=0) as pool, Gate() as first, Gate() as second:
-            group = pool.spawn(ROLES)
-            faulty = group.role("faulty", Faulty)
-            faulty.wait.options(ranks=[0]).submit(first.address)
-            faulty.wait.options(ranks=[1]).submit(second.address)
-            first.wait_for()
-            second.wait_for()
-            closing = threading.Thread(target=group.close, args=(PATIENCE_S,))
-            closing.start()
-            first.open()
-            wait_until(lambda: group._node.has_left(0), "one rank has left")
-            answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
-            group._node.order.stacks.ask([0, 1], answers.put)
-            stacks = answers.get(timeout=PATIENCE_S)
-            second.open()
-            closing.join()
-        assert stacks.of(0) == HAS_LEFT
-        assert stacks.of(1) != HAS_LEFT
-
     @of_executor
     def test_slots_after_a_hung_rank(self, runtime: Runtime) -> None:
         """The slot of a hung rank is free again: the next group works there."""
@@ -259,16 +224,6 @@ class Closing(ExecutorCase):
             pool.close()
         assert [type(error) for error in caught.value.exceptions] == [RoleError, RoleError]
         assert pool.state == "closed"
-
-    def test_no_error_twice(self, spawn: Spawn) -> None:
-        """A failure that a caller has seen isn't raised again by close."""
-        group = spawn(ROLES, slots=1)
-        with pytest.raises(RoleError):
-            group.role("faulty", Faulty).fail()
-        kept = group.role("faulty", Faulty).fail.keep()
-        with pytest.raises(RoleError):
-            kept.fetch()
-        group.close()
 
     def test_from_another_thread(self, spawn: Spawn) -> None:
         """Any thread may close, several at once too: each returns when it is closed."""
@@ -321,49 +276,3 @@ class Closing(ExecutorCase):
 
         group.role("echo", Echo).noop.submit().add_done_callback(close)
         wait_until(lambda: heard == ["closed"], "the callback has closed the group")
-
-    def test_callbacks_of_closed_calls(self, spawn: Spawn) -> None:
-        """Callbacks of calls that end with the close run too."""
-        group = spawn(ROLES, slots=1)
-        heard: list[Any] = []
-        with Gate() as gate:
-            group.role("log", Log).look_until_cancelled.submit(gate.address)
-            gate.wait_for()
-            queued = group.role("echo", Echo).noop.submit()
-            queued.add_done_callback(heard.append)
-            closer = threading.Thread(target=group.close)
-            closer.start()
-            wait_until(lambda: not group.alive, "the close has begun")
-        closer.join()
-        wait_until(lambda: heard == [queued], "the callback has run")
-
-    @needs(OwnProcess)
-    def test_dead_rank(self, spawn: Spawn) -> None:
-        """A dead rank counts as closed."""
-        group = spawn(ROLES)
-        assert isinstance(group.role("faulty", Faulty).kill.submit().exception(PATIENCE_S), WorkerDied)
-        group.close()
-        assert [slot.state for slot in group.owner.slots] == ["free", "free"]
-
-    def test_after_a_failure(self, spawn: Spawn) -> None:
-        """Closing while a failed call still holds the group ends all the same."""
-        group = spawn(ROLES)
-        with Gate() as gate, Gate() as trigger:
-            call = group.role("log", Log).at.submit([gate.address, trigger.address], ["add", "raise"])  # type: ignore[arg-type]
-            queued = group.role("echo", Echo).noop.submit()
-            gate.wait_for()
-            trigger.open()
-            assert isinstance(call.exception(PATIENCE_S), RoleError)
-            with pytest.raises(ExceptionGroup):
-                group.close(grace=0.05)
-            assert isinstance(queued.exception(PATIENCE_S), ClosedError)
-
-    def test_names_of_groups(self, runtime: Runtime, pair: ColocatedGroup) -> None:
-        """A closed group is gone from its pool and runtime; the others aren't touched."""
-        with runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn(ROLES, name="short-lived")
-            assert runtime.groups["short-lived"] is group
-            group.close()
-            assert "short-lived" not in runtime.groups
-            assert pool.groups == {}
-        assert pair.role("rows", Rows).double([1, 2]) == [2, 4]

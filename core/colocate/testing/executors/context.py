@@ -39,15 +39,6 @@ class Contexts(ExecutorCase):
                 "same": True,
             }
 
-    def test_facts_on_some_slots(self, spawn: Spawn) -> None:
-        """A role on some slots counts its own ranks; slots are the group's."""
-        group = spawn({"back": colocate.role(Echo).on(slots=[1, 0]), "last": colocate.role(Echo).on(slots=[1])})
-        assert [(f["rank"], f["world_size"], f["slot"]) for f in group.role("back", Echo).who()] == [
-            (0, 2, 1),
-            (1, 2, 0),
-        ]
-        assert [(f["rank"], f["world_size"], f["slot"]) for f in group.role("last", Echo).who()] == [(0, 1, 1)]
-
     def test_no_context_on_the_driver(self) -> None:
         """Outside role code there is no context, and the error says so."""
         with pytest.raises(ColocateError, match="inside role code only"):
@@ -109,12 +100,6 @@ class Contexts(ExecutorCase):
             assert torch.equal(found, torch.cat(drawn).cpu()), name
             if self.device == "cpu":
                 assert torch.equal(found, torch.tensor(DRAWN[name])), name
-
-    def test_generator_goes_on(self, pair: ColocatedGroup) -> None:
-        """It is one generator: each draw is another."""
-        torch = pytest.importorskip("torch")
-        tensors = pair.role("tensors", Tensors)
-        assert not torch.equal(tensors.random(2), tensors.random(2))
 
     def test_generator_after_a_failure(self, spawn: Spawn) -> None:
         """A call that failed on one rank has drawn nothing on any: made again it draws the same."""

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Context, RoleSpec, Runtime
-from colocate._crew import workforce
-from colocate._owned import owned
-from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate.errors import ClosedError, ColocateError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
-from colocate.testing.gate import Address, Gate, pass_gate
-from colocate.testing.probes.collectives import Collective
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor
+from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
@@ -72,23 +66,6 @@ def die(group: ColocatedGroup, gate: Gate) -> None:
     os.kill(pids_of(group)[-1], signal.SIGKILL)
 
 
-def leave_through(ctx: Context, gate: Address) -> None:
-    """Have the first worker's process stay at a gate when it leaves."""
-    if ctx.slot == 0:
-        atexit.register(pass_gate, gate)
-
-
-def leave_after(ctx: Context, pid: int, file: str) -> None:
-    """Have the first worker's process leave only after another one has ended, and write a file then."""
-
-    def wait() -> None:
-        Processes([pid]).wait()
-        Path(file).touch()
-
-    if ctx.slot == 0:
-        atexit.register(wait)
-
-
 def wrong_at(close: Callable[..., None]) -> list[Exception]:
     """What has gone wrong when something is closed with little grace."""
     try:
@@ -120,50 +97,6 @@ class Converging(ExecutorCase):
                 processes.wait()
                 processes.close()
                 assert (pool.state, group.state) == ("closed", "closed")
-
-    @needs(OwnProcess)
-    def test_collective(self, spawn: Spawn) -> None:
-        """A rank that waits in a collective for one that is stopped."""
-        pytest.importorskip("torch")
-        group = spawn({"all": colocate.role(Collective), "echo": colocate.role(Echo)})
-        assert group.role("all", Collective).sum(1.0) == [2.0, 2.0]
-        pids = pids_of(group)
-        processes = Processes(pids)
-        send(pids[1], signal.SIGSTOP)
-        call = group.role("all", Collective).sum.submit(1.0)
-        with pytest.raises(ExceptionGroup):
-            group.close(grace=0.1)
-        processes.wait()
-        processes.close()
-        assert isinstance(call.exception(PATIENCE_S), ColocateError)
-
-    @needs(OwnProcess)
-    def test_who_leaves_slowly_beside_a_hung_rank(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-        """When the grace is over, an exit handler that doesn't end has no more time than what hangs in a call."""
-        monkeypatch.setattr(workforce, "AFTER_END_S", 100 * PATIENCE_S)
-        group = spawn(ROLES)
-        processes = Processes(pids_of(group))
-        with Gate() as gate, Gate() as exit_gate:
-            group.run(leave_through, exit_gate.address)
-            hang(group, gate)
-            wrong = wrong_at(group.close)
-        assert "did not end within 0.1 s" in str(wrong[0])
-        processes.wait()
-        processes.close()
-
-    @needs(OwnProcess)
-    def test_who_waits_for_a_hung_rank_to_leave(
-        self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What hangs is ended first: others, which are about to leave, may wait for just that."""
-        monkeypatch.setattr(workforce, "AFTER_FORCE_S", PATIENCE_S)
-        group = spawn(ROLES)
-        file = tmp_path / "has left"
-        with Gate() as gate:
-            group.run(leave_after, pids_of(group)[1], str(file))
-            hang(group, gate)
-            wrong_at(group.close)
-        assert file.exists()
 
     @pytest.mark.parametrize("closing", ["group", "pool"])
     def test_while_it_spawns(self, runtime: Runtime, closing: str) -> None:
@@ -233,49 +166,6 @@ class Converging(ExecutorCase):
         closer.join(PATIENCE_S)
         assert not closer.is_alive()
         assert isinstance(behind.exception(PATIENCE_S), ClosedError)
-
-    @needs(OwnProcess)
-    def test_several_that_hang(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What has hung until its owner's grace was over has had it: closing several takes no grace for each."""
-        monkeypatch.setattr(owned, "_least", lambda grace: 100 * PATIENCE_S)  # for those that come after the first
-        faults = [stop, hold_the_gil, hang]
-        pool = runtime.reserve(len(faults), cpus=0)
-        groups = [pool[index].spawn(ROLES) for index in range(len(faults))]
-        with ExitStack() as gates:
-            for fault, group in zip(faults, groups, strict=True):
-                fault(group, gates.enter_context(Gate()))
-            wrong = wrong_at(pool.close)
-        assert [error.group for error in wrong if isinstance(error, RoleError)] == [g.name for g in reversed(groups)]
-        assert all("did not end within 0.1 s" in str(error) for error in wrong)
-        assert "pass_gate" in str(wrong[0])
-
-    @needs(OwnProcess)
-    def test_idle_beside_one_that_hangs(self, runtime: Runtime) -> None:
-        """Another group's ranks that use the grace up don't make one hang whose own have come to rest."""
-        pool = runtime.reserve(2, cpus=0)
-        old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
-        with Gate() as gate, Gate() as look:
-            old.role("log", Log).look_until_cancelled.submit(look.address)
-            look.wait_for()
-            look.open()
-            behind = old.role("log", Log).add.submit("behind")  # which isn't begun, and stays pending
-            hang(new, gate)
-            wrong = wrong_at(pool.close)
-        assert [error.group for error in wrong if isinstance(error, RoleError)] == [new.name]
-        assert isinstance(behind.exception(PATIENCE_S), ClosedError)
-
-    @needs(OwnProcess)
-    def test_one_that_hangs_as_it_ends(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What was idle when its owner's grace was nearly over, and then doesn't end, is told with where it is then."""
-        monkeypatch.setattr(owned, "_least", lambda grace: 1.0)
-        pool = runtime.reserve(2, cpus=0)
-        old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
-        with Gate() as end, Gate() as gate:
-            old.role("faulty", Faulty).end_at_a_gate(end.address)
-            hang(new, gate)
-            wrong = wrong_at(pool.close)
-        assert [error.group for error in wrong if isinstance(error, RoleError)] == [new.name, old.name]
-        assert "in __del__" in str(wrong[1])
 
     def test_under_an_error(self, runtime: Runtime) -> None:
         """Under an exception in flight a hung rank is given little time, and what goes wrong becomes its note."""

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import Call, ColocatedGroup, Runtime
+from colocate import Call, ColocatedGroup
 from colocate.errors import (
-    CallTimeout,
     ColocateError,
     RenewalError,
     RoleError,
@@ -24,7 +23,7 @@ from colocate.testing.probes.careless import Careless, Independent
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Axes
-from colocate.testing.waiting import PATIENCE_S, becomes_true
+from colocate.testing.waiting import PATIENCE_S
 
 
 class CutProcessGroups(ExecutorCase):
@@ -62,18 +61,6 @@ class CutProcessGroups(ExecutorCase):
             assert [call.result(PATIENCE_S) for call in calls] == [[2.0 * index] * 2 for index in range(8)]
 
     @needs(OwnProcess)
-    def test_with_details_of_torch(self, no_leaks: None, runtime: Runtime) -> None:
-        """A worker's environment asks torch for checks of each operation: a failed call costs no more than without."""
-        pytest.importorskip("torch")
-        env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-        with runtime.reserve(2, cpus=0, env=env) as pool, pool.spawn({"pair": colocate.role(Collective)}) as group:
-            pair = group.role("pair", Collective)
-            for failing in (0, 1):
-                with pytest.raises(RoleError, match="left before the collective"):
-                    pair.sum_unless(1.0, failing)
-                assert pair.sum(1.0) == [2.0] * 2
-
-    @needs(OwnProcess)
     def test_hold_while_groups_are_made(self, ring: ColocatedGroup) -> None:
         """A rank that waits for its peers to make the group is freed too."""
         pair = ring.role("pair", Collective)
@@ -87,26 +74,6 @@ class CutProcessGroups(ExecutorCase):
         assert isinstance(error, RoleError)
         assert error.rank == 1
         assert pair.sum(1.0) == [2.0] * 2
-
-    @needs(OwnProcess)
-    def test_hold_while_peers_connect(self, ring: ColocatedGroup) -> None:
-        """Who is called back when a group is nearly made has it afterwards, as its peers do, or none of them has."""
-        pair = ring.role("pair", Collective)
-        for number in range(20):
-            for _ in range(2):  # the first cuts what there is, and in the second it is made
-                with pytest.raises(RoleError, match="left before the collective"):
-                    pair.sum_unless(1.0, number % 2)
-            assert pair.sum(1.0) == [2.0] * 2
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("elements", [4, 1 << 22])
-    def test_cut_at_any_moment(self, ring: ColocatedGroup, elements: int) -> None:
-        """Given up while a group is made, or in the midst of a transfer: all ranks come back, whoever gloo forgets."""
-        mesh = ring.role("all", Collective)
-        for number in range(10):
-            with pytest.raises(CallTimeout):
-                mesh.sum_without_end.options(timeout=0.003 * 1.5**number)(elements)
-            assert mesh.sum(1.0) == [4.0] * 4
 
     @needs(OwnProcess)
     def test_hold_spares_the_others(self, ring: ColocatedGroup) -> None:
@@ -142,25 +109,6 @@ class CutProcessGroups(ExecutorCase):
         error = later.exception(PATIENCE_S)
         assert error is None or error.__cause__ == root
         assert last.result(PATIENCE_S) == [4.0] * 2
-
-    @needs(OwnProcess)
-    def test_hold_beside_a_later_collective(self, ring: ColocatedGroup) -> None:
-        """Ranks that have begun a later call together end it, though the failure has cut another group of theirs."""
-        pair, sender = ring.role("pair", Collective), ring.role("all", Collective)
-        sender.sum(1.0)
-        pair.sum(1.0)
-        with Gate() as trigger, Gate() as first, Gate() as second:
-            failing = sender.pass_gate_and_fail.options(ranks=[0]).submit(trigger.address, fail=True)
-            later = pair.sum_at.submit([first.address, second.address], 1.0, -1)  # type: ignore[arg-type]
-            first.wait_for()
-            first.open()
-            second.wait_for()
-            trigger.wait_for()
-            trigger.open()
-            assert isinstance(failing.exception(PATIENCE_S), RoleError)
-            assert not becomes_true(later.done, 0.5)
-            second.open()
-        assert later.result(PATIENCE_S) == [2.0] * 2
 
     @needs(OwnProcess)
     def test_hold_where_it_failed(self, ring: ColocatedGroup) -> None:
@@ -200,16 +148,6 @@ class CutProcessGroups(ExecutorCase):
             assert error.rank == 0
             assert "Timed out waiting 2250ms" in str(error)
             assert ring.sum(1.0) == [2.0, 2.0]
-
-    @needs(OwnProcess)
-    def test_default_group_after_it_was_cut(self, spawn: Spawn) -> None:
-        """It is there again for a role, or a library in it, that only ever asks torch for it."""
-        pytest.importorskip("torch")
-        ring = spawn({"ring": colocate.role(Collective).on(default_group=True)}).role("ring", Collective)
-        before = ring.sum_in_default()
-        with pytest.raises(CallTimeout):
-            ring.sum_in_default.options(timeout=0.5, ranks=[0])()
-        assert ring.sum_in_default() == before
 
     @needs(OwnProcess)
     def test_a_default_group_that_a_role_makes(self, spawn: Spawn, tmp_path: Path) -> None:
@@ -296,16 +234,6 @@ class CutProcessGroups(ExecutorCase):
         assert isinstance(pair.pass_on.submit(0).exception(PATIENCE_S), RoleError)
         assert pair.sum(1.0) == [2.0] * 2
         assert pair.pass_on() == [0.0, 0.0]
-
-    @needs(OwnProcess)
-    def test_death_while_a_group_is_made(self, spawn: Spawn) -> None:
-        """That torch can't make it without the rank that has died isn't the story either."""
-        pytest.importorskip("torch")
-        group = spawn({"ring": colocate.role(Collective)})
-        call = group.role("ring", Collective).die_while_it_is_made.submit([True, False])  # type: ignore[arg-type]
-        error = call.exception(PATIENCE_S)
-        assert isinstance(error, WorkerDied)
-        assert (error.rank, error.signal) == (0, "SIGKILL")
 
     @needs(OwnProcess)
     def test_death_in_a_collective(self, ring: ColocatedGroup) -> None:

@@ -17,7 +17,7 @@ from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty, Parent, Reckless
+from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -214,44 +214,6 @@ class Deaths(ExecutorCase):
                 os.kill(psutil.Process(_pid(group)).ppid(), signal.SIGKILL)
             children.wait()
         children.close()
-
-    @needs(OwnProcess)
-    @of_executor
-    def test_ended_for_what_it_had_become(self, spawn: Spawn) -> None:
-        """A worker that a role has replaced is told as that: nobody need think of a lack of memory."""
-        words = "another program in its place, by exec ('sleep 1000')"
-        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
-        error = group.role("reckless", Reckless).become.submit().exception(PATIENCE_S)
-        assert isinstance(error, WorkerDied)
-        assert error.signal == "SIGKILL"
-        assert words in str(error.detail)
-        assert words in str(error)
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("how", ["close_all", "close_others"])
-    @of_executor
-    def test_one_that_a_role_has_cut_off(self, spawn: Spawn, how: str) -> None:
-        """It finds that itself when it sends or receives, or is ended for it when it does neither; told in a line.
-
-        Which of both it is with a method that doesn't return, is a matter of what was under way on the connection.
-        """
-        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
-        error = getattr(group.role("reckless", Reckless), how).submit().exception(PATIENCE_S)
-        assert isinstance(error, WorkerDied)
-        assert error.exitcode == 1 or (how == "close_all" and "closed its connection" in str(error.detail))
-        assert "os.close and os.closerange do that" in str(error)
-        assert "Traceback" not in str(error)
-
-    @needs(OwnProcess)
-    @of_executor
-    def test_ended_as_another_program(self, spawn: Spawn) -> None:
-        """A program that takes the worker's place and ends by itself is told, not only its exit code."""
-        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
-        error = group.role("reckless", Reckless).be_brief.submit(3).exception(PATIENCE_S)
-        assert isinstance(error, WorkerDied)
-        assert error.exitcode == 3
-        assert "another program in its place, by exec ('sh')" in str(error.detail)
-        assert "; start programs with subprocess" in str(error)
 
     @needs(OwnProcess)
     @of_executor

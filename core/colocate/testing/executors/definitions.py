@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import weakref
 from types import ModuleType
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import RoleError, SerializationError
+from colocate import RoleError
 from colocate._api.runtime import Runtime
 from colocate.testing.executors._base import ExecutorCase, smoke
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import wait_until
 
 _SCRIPT = """
 import enum
@@ -191,43 +190,6 @@ class Definitions(ExecutorCase):
             exec("def limit(ctx):\n    return LIMIT\n", script.__dict__)
             assert group.run(script.limit) == worker.limit() == [2, 2]
 
-    def test_a_name_that_cannot_be_sent(self, runtime: Runtime, script: Any) -> None:
-        """It is told by the call whose code needs it, and by no others."""
-        script.LIMIT = threading.Lock()
-        with runtime.reserve(2) as pool:
-            other = pool.spawn({"other": colocate.role(script.Other)})["other"]
-            if runtime._node.services.executor.codec.name != "reference":  # then nothing travels
-                with pytest.raises(
-                    SerializationError, match=r"the global 'LIMIT' of __main__, which Batch\.over names"
-                ):
-                    other.echo(script.Batch(1))
-            assert other.echo(script.Key(1)) == [script.Key(1)] * 2
-
-    def test_values_whose_classes_use_names(self, runtime: Runtime, script: Any) -> None:
-        """What code of a class names is there before a value of the class is rebuilt."""
-        with runtime.reserve(1) as pool:
-            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
-            assert worker.root(1) + worker.root(2) == [2.0, 3.0]
-
-    def test_classes_in_a_pipeline(self, runtime: Runtime, script: Any) -> None:
-        """What only a call of a block names is there when that call runs."""
-        with runtime.reserve(1) as pool:
-            group = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})
-            worker, calls = group["worker"], []
-            for _ in range(10):
-                exec("class Late:\n    pass\n", script.__dict__)
-                with group.pipeline():
-                    calls += [worker.kind.submit(script.Late()), worker.kind.submit([script.Late()])]
-            assert {call.result(PATIENCE_S)[0] for call in calls} == {"Late", "list"}
-
-    def test_classes_made_in_a_worker_reach_others(self, runtime: Runtime, script: Any) -> None:
-        """However soon another worker asks for a resident of such a class."""
-        with runtime.reserve(2) as pool:
-            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
-            for _ in range(10):
-                kept = worker.make_class.keep()
-                assert worker.kinds(kept.ref) == [["Made", "Made"], ["Made", "Made"]]
-
     def test_functions_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
         """A function of other globals than a module's has those that it names, and the new ones of a later one."""
         with runtime.reserve(1) as pool:
@@ -236,15 +198,6 @@ class Definitions(ExecutorCase):
             assert (first(), inner()()) == (5, 10)
             ((second, _),) = worker.make_functions(6)
             assert (first(), second()) == (5, 6)
-
-    def test_class_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
-        """What comes back to where it was made is of the very class."""
-        with runtime.reserve(1) as pool:
-            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
-            (thing,), (other,) = worker.make_class(), worker.make_class()
-            assert type(thing) is not type(other)
-            assert worker.made_it(other) == [True]
-            assert worker.made_it(thing) == [False]
 
     def test_nothing_is_left_of_a_closed_group(self, runtime: Runtime, script: Any) -> None:
         """Neither the group nor a class that travelled for it, nor what its code names, while the pool is open."""

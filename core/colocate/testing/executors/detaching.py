@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 
 import colocate
 from colocate import Runtime
-from colocate._api.detached import close_detached
-from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError, SleepingError
+from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new, published
@@ -24,7 +22,6 @@ from colocate.testing.executors.drivers import Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 
@@ -114,26 +111,6 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
-    def test_what_calls_leave_asleep(self, runtime: Runtime, name: str) -> None:
-        """Drivers after the one that has put it to sleep heed that, however they have come by the pool."""
-        pytest.importorskip("torch")
-        pool = runtime.reserve(1, cpus=0, detachable=True)
-        pool.spawn({"actor": colocate.role(Dozing, 1)}, name="dozing").sleep("actor", ["grads"], on_call="fail")
-        pool.detach(name, ttl=TTL_S)
-        for policy in ("fail", "wake"):
-            with runtime.attach(name) as pool:
-                group = pool.groups["dozing"]
-                actor = group.role("actor", Dozing)
-                with pytest.raises(SleepingError, match=r"sleeps .*grads.*: group\.wake\('actor'\)"):
-                    actor.digest()
-                group.wake("actor")
-                before = actor.digest()
-                group.sleep("actor", ["weights", "grads"], on_call=policy)
-        with runtime.attach(name) as pool:
-            assert pool.groups["dozing"].role("actor", Dozing).digest() == before
-
-    @needs(Detachable)
-    @of_executor
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
         """After detach the driver's pool, group and residents are closed, and say where it went; nothing is kept."""
         pool, view = new(runtime)
@@ -204,18 +181,6 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
-    def test_expired_frees_its_slots(self, runtime: Runtime, name: str) -> None:
-        """And its slots can be reserved again."""
-        pool, _ = new(runtime)
-        pool.detach(name, ttl=0.1)
-        wait_until(lambda: published(runtime, name) is None, "it is over")
-        again, _ = new(runtime)
-        again.detach(name, ttl=TTL_S)  # the name is free as well
-        with runtime.attach(name) as borrowed:
-            assert counting(borrowed).add() == [1, 1]
-
-    @needs(Detachable)
-    @of_executor
     def test_owner_killed_before_detach(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """Until it is detached it dies with its owner, as any other; its slots are free."""
         driver = self.start(
@@ -276,42 +241,6 @@ class Detaching(DetachedCase):
         assert command("close", name) == (0, f"closed: {name}\n")
         assert published(runtime, name) is None
         assert command("close", name)[0] == 1
-
-    @needs(Detachable)
-    @of_executor
-    def test_roles_that_cannot_be_had(self, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Who can't import its roles can't attach it, which harms nothing, and can end it all the same."""
-        pool, view = new(runtime)
-        workers = Processes(view.pid())
-        with monkeypatch.context() as patch:
-            patch.setattr("colocate._api.pool_record.pack_whole", lambda value, what: pickle.dumps(Missing()))
-            pool.detach(name, ttl=TTL_S)
-        with pytest.raises(ColocateError, match=r"roles of group 'counting' can't be imported.*'there_is_none'"):
-            runtime.attach(name, own=True)
-        found = published(runtime, name)
-        assert found is not None
-        assert found["driver"] is None
-        close_detached(runtime._node, name, force=False)
-        workers.wait()
-        workers.close()
-        assert published(runtime, name) is None
-
-    @needs(Detachable)
-    @of_executor
-    def test_record_that_cannot_be_read(self, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """So can who can't read what is recorded of it, whatever that raises."""
-        pool, view = new(runtime)
-        workers = Processes(view.pid())
-        pool.detach(name, ttl=TTL_S)
-
-        def fail(record: bytes, name: str) -> None:
-            raise AttributeError("it is of another version")
-
-        monkeypatch.setattr("colocate._api.pool_record.load", fail)
-        close_detached(runtime._node, name, force=False)
-        workers.wait()
-        workers.close()
-        assert published(runtime, name) is None
 
     @needs(Detachable)
     @of_executor

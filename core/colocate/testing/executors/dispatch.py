@@ -29,12 +29,6 @@ class Dispatching(ExecutorCase):
         for count in range(2, 9):
             assert rows.double(list(range(count))) == [2 * row for row in range(count)]
 
-    def test_scatter_leaves_the_value(self, pair: ColocatedGroup) -> None:
-        """The caller's value stays as it is, with padding too."""
-        batch = [1, 2, 3]
-        pair.role("rows", Rows).padded(batch)
-        assert batch == [1, 2, 3]
-
     def test_scatter_of_containers(self, pair: ColocatedGroup) -> None:
         """Tuples and dicts are split inside; None goes to every rank."""
         batch = {"a": [1, 2, 3], "b": ([4, 5, 6], None)}
@@ -142,11 +136,6 @@ class Dispatching(ExecutorCase):
         """OnRank runs on one rank, and its value is the result."""
         assert pair.role("rows", Rows).on_one("x") == (1, "x")
 
-    def test_on_missing_rank(self, pair: ColocatedGroup) -> None:
-        """A rank that the role doesn't have is an error, not silence."""
-        with pytest.raises(DispatchError, match="goes to rank 1, but the role has 1"):
-            pair.role("left", Rows).on_one("x")
-
     def test_reduce(self, pair: ColocatedGroup) -> None:
         """Reduce makes one of the ranks' numbers, leaf by leaf."""
         rows = pair.role("rows", Rows)
@@ -204,14 +193,6 @@ class Dispatching(ExecutorCase):
         assert axes.tagged([1, 2, 3]) == [(1, 0), (2, 0), (3, 2)]
         assert axes.count([1, 2, 3]) == 3
         assert axes.first_rank([1, 2]) == 0
-
-    def test_mesh_of_a_role(self, spawn: Spawn) -> None:
-        """`.on(mesh=…)` gives one role a mesh of its own."""
-        roles = {"flat": colocate.role(Axes), "deep": colocate.role(Axes).on(mesh={"tp": 2})}
-        group = spawn(roles)
-        assert group.role("flat", Axes).seen([1, 2]) == [[1], [2]]
-        assert group.role("deep", Axes).seen([1, 2]) == [[1, 2], [1, 2]]
-        assert group.role("deep", Axes).tagged([1, 2]) == [(1, 0), (2, 0)]
 
     @pytest.mark.parametrize(
         ("mesh", "message"),

@@ -223,45 +223,6 @@ class Drivers(Scripted):
         workers.wait()
         workers.close()
 
-    def test_closed_at_exit(self, scripts: Scripts) -> None:
-        """A driver's own handler at interpreter exit may close; colocate's, which comes later, has nothing to do."""
-        driver = scripts.start(
-            """
-            import atexit
-            runtime = CONNECT
-            group = runtime.reserve(1, cpus=0).spawn(ROLES)
-
-            @atexit.register
-            def close():
-                group.close()
-                runtime.close()
-                say([group.state, runtime.state])
-
-            say([group.role("echo").place()[0][0], os.getpid()])
-            wait()
-            """,
-            "-W",
-            "always::ResourceWarning",
-        )
-        workers = Processes(_others(driver.hear()))
-        driver.go_on()
-        assert driver.hear() == ["closed", "closed"]
-        assert driver.end() == (0, "")
-        workers.wait()
-        workers.close()
-
-    def test_its_owner_closed(self, scripts: Scripts) -> None:
-        """What its owner closes isn't reported."""
-        driver = scripts.start(
-            """
-            with CONNECT as runtime:
-                runtime.reserve(1, cpus=0).spawn(ROLES).role("echo").noop()
-            """,
-            "-W",
-            "always::ResourceWarning",
-        )
-        assert driver.end() == (0, "")
-
     def test_uncaught_error(self, scripts: Scripts) -> None:
         """A driver that ends by an error closes on its way out, and the error is what is shown."""
         driver = scripts.start("""
@@ -381,56 +342,6 @@ class Drivers(Scripted):
         driver.process.kill()
         assert left == [False] * 4 + [True] * 2
         wait_until(lambda: not any(path.exists() for path in memory), "the last ones are removed")
-
-    def test_exit_breaks_borrows(self, scripts: Scripts) -> None:
-        """Interpreter exit is forced: a group's unfinished use of another one's resident doesn't keep it."""
-        with Gate() as gate:
-            driver = scripts.start(f"""
-                runtime = CONNECT
-                lender, user = (runtime.reserve(1, cpus=0).spawn(ROLES) for _ in range(2))
-                kept = lender.role("echo").first.keep(1)
-                kept.fetch()
-                waiting = user.role("faulty").wait.submit({gate.address!r})
-                use = user.role("echo").first.submit(kept.ref)
-                use.add_done_callback(lambda call: say([type(call.exception()).__name__, str(call.exception())]))
-                wait()
-                """)
-            gate.wait_for()
-            driver.go_on()
-            name, words = driver.hear()
-            assert name == "ClosedError"
-            assert "interpreter exit" in words
-        code, errors = driver.end()
-        assert code == 0
-        assert "BorrowedError" not in errors
-
-    def test_exit_of_a_fork(self, scripts: Scripts) -> None:
-        """A forked child that ends as a whole interpreter does closes nothing, and the driver goes on."""
-        driver = scripts.start(
-            """
-            with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
-                group = pool.spawn(ROLES)
-                kept = group.role("echo").first.keep("kept")
-                kept.fetch()
-                child = os.fork()
-                if child == 0:
-                    sys.exit(3)  # out of the with blocks, then through atexit
-                say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-                say([group.role("echo").echo(1), kept.fetch()])
-                child = os.fork()
-                if child == 0:
-                    raise ValueError("the child's own")
-                say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-                say(group.role("echo").echo(2))
-            """,
-            "-W",
-            "always::ResourceWarning",
-        )
-        assert [driver.hear() for _ in range(4)] == [3, [[1], "kept"], 1, [2]]
-        code, errors = driver.end()
-        assert code == 0
-        assert errors.count("Traceback") == errors.count("ValueError: the child's own") == 1
-        assert "never closed" not in errors
 
     @needs(OwnProcess)
     @of_executor

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from colocate import Call, ColocatedGroup
 from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, smoke
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, becomes_true
 
 
@@ -78,21 +75,6 @@ class Failures(ExecutorCase):
         assert "Traceback in the worker:" in str(error)
         assert str(error.called_at).rpartition(":")[0] == __file__
 
-    def test_an_exception_for_each_thread(self, pair: ColocatedGroup) -> None:
-        """Of threads that wait for one call each is raised one of its own: a traceback belongs to one thread."""
-        call, barrier = pair.role("faulty", Faulty).fail.submit(), threading.Barrier(4)
-
-        def raises() -> RoleError:
-            barrier.wait(PATIENCE_S)
-            with pytest.raises(RoleError) as caught:
-                call.result(PATIENCE_S)
-            return caught.value
-
-        with ThreadPoolExecutor(4) as threads:
-            own = [each.result() for each in [threads.submit(raises) for _ in range(4)]]
-        assert len({*map(id, own)}) == 4
-        assert all(error == own[0] and error.__cause__ is own[0].__cause__ for error in own)
-
     def test_traceback(self, pair: ColocatedGroup) -> None:
         """The remote traceback is that of the role's code: it begins in the method and ends where it was raised."""
         with pytest.raises(RoleError) as caught:
@@ -125,12 +107,6 @@ class Failures(ExecutorCase):
             pair.role("faulty", Faulty).fail(kind)
         assert isinstance(caught.value.__cause__, cause)
         assert pair.role("faulty", Faulty).fine() == [0, 1]
-
-    def test_stop_iteration(self, pair: ColocatedGroup) -> None:
-        """A StopIteration doesn't get lost on its way through generators and event loops."""
-        with pytest.raises(RoleError) as caught:
-            pair.role("faulty", Faulty).fail("stop")
-        assert isinstance(caught.value.__cause__, StopIteration)
 
     @pytest.mark.parametrize(
         ("kind", "name", "text"),
@@ -179,22 +155,6 @@ class Failures(ExecutorCase):
         for name in ("group", "role", "method", "rank", "node", "remote_traceback"):
             assert getattr(again, name) == getattr(caught.value, name), name
         assert again.__cause__.args == ("a plain one", 42)
-
-    @pytest.mark.parametrize("kind", ["two", "unpicklable"])
-    def test_pickle_of_a_cause_that_is_not_rebuilt(self, pair: ColocatedGroup, kind: str) -> None:
-        """Where the cause doesn't survive pickling, its words do."""
-        with pytest.raises(RoleError) as caught:
-            pair.role("faulty", Faulty).fail(kind)
-        # Not by pickle itself: tblib, which Dask may have installed, has that go its own way, with the very cause.
-        restore, parts = caught.value.__reduce__()
-        again = restore(*pickle.loads(pickle.dumps(parts)))
-        assert (str(again), again.rank) == (str(caught.value), caught.value.rank)
-        assert str(caught.value.__cause__) in str(again.__cause__)
-
-    def test_wrong_arguments_in_the_worker(self, pair: ColocatedGroup) -> None:
-        """A TypeError inside a method is the role's, not the caller's."""
-        with pytest.raises(RoleError, match="TypeError"):
-            pair.role("rows", Rows).mean(["a", "b"])  # type: ignore[list-item]
 
     def test_own_error_of_a_role(self, spawn: Spawn) -> None:
         """One of colocate's errors that a role raises itself is the role's failure."""

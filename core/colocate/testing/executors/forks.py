@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import traceback
@@ -94,26 +93,6 @@ class Forks(ExecutorCase):
         assert inside.result(PATIENCE_S) == "kept"
         with pytest.raises(ClosedError):
             kept.fetch()
-
-    def test_garbage_of_a_fork(self, pair: ColocatedGroup) -> None:
-        """What a forked child drops and collects is only its copy."""
-        kept = [pair.role("echo", Echo).first.keep("kept")]
-        kept[0].fetch()
-        gc.collect()  # of tests before: a process group of torch's in there ends threads, which a forked child lacks
-
-        def drop() -> list[str]:
-            kept.clear()
-            gc.collect()
-            return []
-
-        assert in_a_fork(drop) == []
-        pair.role("echo", Echo).noop()  # would carry the release
-        assert kept[0].fetch() == "kept"
-        kept[0].free()
-
-    def test_graph_of_a_fork(self, runtime: Runtime, pair: ColocatedGroup) -> None:
-        """The graph may be looked at: it shows what the parent had when it forked."""
-        assert in_a_fork(lambda: [runtime.graph.render("json")])[0].count(f'"name": "{pair.name}"') == 1
 
     def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
         """A forked child may connect for itself."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import colocate
 from colocate import ColocatedGroup, Context
 from colocate.errors import RoleError, SerializationError
 from colocate.executor import OwnProcess
@@ -17,9 +16,7 @@ from colocate.testing.executors._base import ExecutorCase, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import deep_inside
 from colocate.testing.probes.meshes import facts, sum_of_ranks
-from colocate.testing.probes.plain import Echo, Log
-from colocate.testing.probes.rows import Rows
-from colocate.testing.probes.tensors import Tensors
+from colocate.testing.probes.plain import Log
 
 
 class Functions(ExecutorCase):
@@ -75,15 +72,6 @@ class Functions(ExecutorCase):
 
         assert pair.run(slowly) == [0, 1]
 
-    def test_run_siblings(self, pair: ColocatedGroup) -> None:
-        """It runs where the roles are, on their lane, and may look at them."""
-
-        def look(ctx: Context) -> tuple[str, int]:
-            return ctx.sibling("echo", Echo).tag, threading.get_ident()
-
-        echo = pair.role("echo", Echo)
-        assert pair.run(look) == [("the tag", thread) for _, thread, _ in echo.place()]
-
     def test_run_order(self, pair: ColocatedGroup) -> None:
         """It has its place in the order of the group's calls."""
         log = pair.role("log", Log)
@@ -99,24 +87,6 @@ class Functions(ExecutorCase):
             opener.start()
             assert pair.run(entries) == [["before"]] * 2
             opener.join()
-
-    def test_run_residents(self, pair: ColocatedGroup) -> None:
-        """Residents are arguments as of any call: every worker gets the value."""
-        with pair.role("rows", Rows).double.keep([1, 2, 3]) as kept:
-            assert [fact["args"] for fact in pair.run(facts, {"x": kept.ref})] == [({"x": [2, 4, 6]},)] * 2
-
-    def test_run_write(self, pair: ColocatedGroup) -> None:
-        """It changes a resident as little as a method may."""
-        pytest.importorskip("torch")
-
-        def write(ctx: Context, value: Any) -> None:
-            value.zero_()
-
-        with (
-            pair.role("tensors", Tensors).make.options(ranks=[0]).keep(3) as kept,
-            pytest.raises(RoleError, match=r"function write changed in place a value that tensors\.make"),
-        ):
-            pair.run(write, kept.ref)
 
     def test_run_failure(self, pair: ColocatedGroup) -> None:
         """What it raises is a RoleError that names the function; the group goes on."""
@@ -160,10 +130,3 @@ class Functions(ExecutorCase):
             pair.run(sum_of_ranks, failing=1)
         assert caught.value.rank == 1
         assert pair.run(sum_of_ranks) == [1.0, 1.0]
-
-    def test_run_no_view_of_roles(self, pair: ColocatedGroup) -> None:
-        """Views and groups stay on the driver."""
-        for item in (pair, pair.role("echo", Echo)):
-            with pytest.raises(TypeError, match="lives on the driver"):
-                pair.run(facts, item)
-        assert colocate.inspect(pair.role("echo", Echo)).ranks == 2

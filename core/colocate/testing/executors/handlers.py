@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 import colocate
@@ -11,7 +9,7 @@ from colocate import Runtime
 from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs
-from colocate.testing.executors.drivers import Scripted, Scripts
+from colocate.testing.executors.drivers import Scripted
 from colocate.testing.probes.forking import Sandbox
 from colocate.testing.probes.limited import Late, Limited, Looped, answer, is_late
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -67,40 +65,6 @@ class Handlers(Scripted):
         other.closes()
         assert looped.awaits() == 42
         assert looped.asks() == 42
-
-    @needs(OwnProcess)
-    def test_a_process_is_terminated_at_once(self, spawn: Spawn) -> None:
-        """The signal isn't lost, and a pool of processes ends with its block."""
-        sandbox = spawn({"sandbox": colocate.role(Sandbox)}, slots=1).role("sandbox", Sandbox)
-        assert sandbox.terminated(10) == [-signal.SIGTERM] * 10
-        assert sandbox.pooled.submit().result(PATIENCE_S) == [1, 1]
-
-    @needs(OwnProcess)
-    def test_processes_without_the_script(self, scripts: Scripts) -> None:
-        """What the script defines isn't in a process that a role spawns: its pool says so, and ends."""
-        driver = scripts.start("""
-            import multiprocessing
-
-            def double(number):
-                return 2 * number
-
-            class Sandbox(colocate.Role):
-                @colocate.method(collect=colocate.First())
-                def pooled(self, how, own=True):
-                    with multiprocessing.get_context(how).Pool(1) as pool:
-                        return pool.map(double if own else abs, [1])
-
-            with CONNECT as runtime:
-                sandbox = runtime.reserve(1, cpus=0).spawn({"sandbox": colocate.role(Sandbox)})["sandbox"]
-                say([sandbox.pooled("fork"), sandbox.pooled("spawn", own=False)])
-                try:
-                    sandbox.pooled("spawn")
-                except colocate.RoleError as error:
-                    say(str(error))
-            """)
-        assert driver.hear() == [[2], [1]]
-        assert "'double' is defined in the driver's script" in driver.hear()
-        assert driver.end() == (0, "")
 
     @pytest.mark.parametrize(("how", "code"), [("exit", 5), ("text", 1), ("raise", 1), ("return", 0)])
     def test_a_fork_that_leaves_role_code(self, spawn: Spawn, how: str, code: int) -> None:

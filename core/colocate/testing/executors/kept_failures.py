@@ -52,23 +52,6 @@ class KeptFailures(ExecutorCase):
             kept.fetch()
         assert echo.first(1) == 1
 
-    def test_a_failure_that_spreads_is_told_once(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """Whoever was told it by one call isn't told again of those that it has spread to."""
-        group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
-        faulty, echo = group.role("faulty", Faulty), group.role("echo", Echo)
-        with group.scope():
-            with group.pipeline():
-                kept = faulty.fail.keep(ranks=(1,))
-                use, kept_use = echo.echo.submit(kept.ref), echo.echo.keep(kept.ref)
-            with pytest.raises(RoleError, match="a plain one"):
-                use.result(PATIENCE_S)
-            assert echo.first(1) == 1
-        del kept, kept_use
-        echo.first(1)
-        wait_until(lambda: not group._node.residents.kept, "its release has been sent")
-        group.close()
-        assert [each for each in caplog.records if each.name == "colocate"] == []
-
     def test_unused_poison(self, pair: ColocatedGroup) -> None:
         """A kept call that failed and was never used raises at the end of its scope."""
 
@@ -119,32 +102,6 @@ class KeptFailures(ExecutorCase):
         with pytest.raises(ExceptionGroup) as caught:
             group.close()
         assert [type(error) for error in caught.value.exceptions] == [RoleError]
-
-    def test_a_failure_that_was_used_is_not_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """What somebody was told."""
-        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
-        faulty = group.role("faulty", Faulty)
-        with pytest.raises(RoleError, match="a plain one"):
-            faulty.fail.keep().fetch()
-        wait_until(lambda: not group._node.residents.kept, "its release has been sent")
-        assert [each for each in caplog.records if each.name == "colocate"] == []
-        group.close()
-
-    def test_a_scope_raises_what_failed_in_it(self, spawn: Spawn) -> None:
-        """At its end, and no other scope does."""
-        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
-        faulty = group.role("faulty", Faulty)
-
-        def keep() -> None:
-            with group.scope():
-                faulty.fail.keep()
-                faulty.fine()
-                with group.scope():  # which isn't its scope
-                    faulty.fine()
-
-        with pytest.raises(RoleError, match="a plain one"):
-            keep()
-        group.close()  # it has been told
 
     def test_a_failure_that_was_dropped_voids_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
         """Nothing is saved as if all had gone well, also when it fails just before the roles save themselves."""

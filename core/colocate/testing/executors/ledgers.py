@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import pytest
@@ -17,7 +16,7 @@ from colocate import ColocatedGroup, Runtime
 from colocate._api.memory import memory_of_each
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import size_text
-from colocate.errors import ClosedError, RoleError
+from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
@@ -81,12 +80,6 @@ class Ledgers(ExecutorCase):
             failing.memory()
         assert "in device_state" in (e.value.remote_traceback or "")
 
-    def test_memory_asked_for_at_once(self, holding: ColocatedGroup) -> None:
-        """By several threads: each has its answer."""
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda _: holding.memory(PATIENCE_S), range(16)))
-        assert [[row["total"] for row in each.rows()] for each in found] == [[_MIB + 4096] * 4] * 16
-
     def test_memory_beside_a_call(self, holding: ColocatedGroup) -> None:
         """Whatever a lane runs."""
         with Gate() as gate:
@@ -107,17 +100,6 @@ class Ledgers(ExecutorCase):
             assert _gradients(group) == [4000] * 2
         assert _gradients(group) == [0] * 2
         assert one.read_elsewhere() == [False] * 2
-
-    def test_gradients_of_a_role_that_sleeps_beside_a_call(self, spawn: Spawn) -> None:
-        """They are those of after it went to sleep."""
-        pytest.importorskip("torch")
-        group = spawn({"one": colocate.role(Watched), "other": colocate.role(Watched)})
-        one, other = group.role("one", Watched), group.role("other", Watched)
-        one.train()
-        assert _gradients(group) == [4000] * 2
-        group.sleep("one")
-        with _beside(other):
-            assert _gradients(group) == [0] * 2
 
     @needs(OwnProcess)
     def test_memory_adds_up(self, spawn: Spawn) -> None:
@@ -152,29 +134,12 @@ class Ledgers(ExecutorCase):
             os.kill(pid, signal.SIGCONT)
         assert len(group.memory(PATIENCE_S).slots) == 2
 
-    def test_memory_of_a_closed_group(self, spawn: Spawn) -> None:
-        """As of everything that is closed."""
-        group = spawn({"echo": colocate.role(Echo)}, slots=1)
-        group.close()
-        with pytest.raises(ClosedError):
-            group.memory()
-
     def test_memory_in_the_graph(self, runtime: Runtime, holding: ColocatedGroup) -> None:
         """With what each role holds."""
         tree = runtime.graph.render("tree", memory=True)
         assert tree.count("(Holding, 1 MiB)") == 4, tree
         assert "(Holding)" in runtime.graph.render("tree")
         assert holding.name in tree
-
-    def test_memory_in_the_graph_where_a_group_can_not_tell(self, runtime: Runtime, spawn: Spawn) -> None:
-        """The graph says why, and has the others'."""
-        pytest.importorskip("torch")
-        failing = spawn({"failing": colocate.role(Declaring, fails=True)}, slots=1)
-        spawn({"other": colocate.role(Declaring)}, slots=1)
-        tree = runtime.graph.render("tree", memory=True)
-        assert f"group {failing.name} (ready, its memory isn't known: RoleError: what role 'failing' of group" in tree
-        assert "Traceback" not in tree  # a line has one line
-        assert "(Declaring, 3.9 KiB)" in tree
 
     def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:
         """A table in text and in a notebook, rows, JSON."""

@@ -6,9 +6,9 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import ConfigError, DispatchError, RoleError
+from colocate.errors import DispatchError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor
 from colocate.testing.executors._traffic import Traffic
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.meshes import Meshes
@@ -55,13 +55,6 @@ class NamedMeshes(ExecutorCase):
         with pytest.raises(RoleError, match=r"several meshes: use ctx\.meshes"):
             meshes.only_mesh()
 
-    def test_named_mistakes(self, spawn: Spawn) -> None:
-        """A mesh of another size, or a method that names one that the role lacks, is refused before anything starts."""
-        with pytest.raises(ConfigError, match=r"mesh 'infer': dp=3 makes 3 ranks, but the role has 2 slots"):
-            spawn({"rows": colocate.role(Rows).on(mesh={"train": {"dp": 2}, "infer": {"dp": 3}})})
-        with pytest.raises(DispatchError, match=r"names the mesh 'infer', which the role doesn't have"):
-            spawn({"meshes": colocate.role(Meshes).on(mesh={"train": {"dp": 2}, "inter": {"dp": 2}})})
-
     @of_executor
     def test_named_residents_between_meshes(self, square: ColocatedGroup) -> None:
         """What one mesh has made is used by the other as its collected value would be."""
@@ -88,12 +81,6 @@ class NamedMeshes(ExecutorCase):
             assert meshes.train_seen(kept.ref) == [[-1, -2], [-3], [-1, -2], [-3]]  # type: ignore[arg-type]
             assert meshes.infer(kept.ref) == [-2, -4, -6]  # type: ignore[arg-type]
 
-    def test_named_first_of_a_resident(self, square: ColocatedGroup) -> None:
-        """A resident that First or Reduce collects is one value for every rank, wherever that lies."""
-        meshes, axes = square.role("meshes", Meshes), square.role("axes", Axes)
-        with meshes.first_of_train.keep() as first, meshes.stages.keep() as stages:
-            assert axes.echo({"first": first.ref, "stages": stages.ref}) == [{"first": 2, "stages": 3}] * 4
-
     def test_named_between_groups(
         self, pair: ColocatedGroup, square: ColocatedGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -117,17 +104,6 @@ class NamedMeshes(ExecutorCase):
         assert through_the_driver < 50_000
         if pair._node.services.executor.codec.name != "reference":
             assert traffic.total_bytes() > through_the_driver + count  # so that values would have been noticed
-
-    def test_named_partition_between_groups(self, pair: ColocatedGroup, square: ColocatedGroup) -> None:
-        """The receiving group spreads the rows as those of the value, however they lay."""
-        rows, axes = pair.role("rows", Rows), square.role("axes", Axes)
-        with rows.produce_each.keep([1, 6]) as kept:  # type: ignore[arg-type]
-            assert axes.seen(kept.ref) == axes.seen(kept.fetch())
-            assert square.role("meshes", Meshes).train_seen(kept.ref) == [[0, 100, 101, 102], [103, 104, 105]] * 2
-        with axes.doubled.keep([1, 2, 3, 4, 5]) as kept:
-            assert rows.seen(kept.ref) == [([2, 4, 6], 1), ([8, 10], 1)]
-            assert pair.role("left", Rows).seen(kept.ref) == [([2, 4, 6, 8, 10], 1)]
-            assert rows.zipped([1, 2, 3, 4, 5], kept.ref) == [(row, 2 * row) for row in range(1, 6)]
 
     @needs(OwnProcess)
     def test_named_process_groups(self, square: ColocatedGroup) -> None:

@@ -110,32 +110,6 @@ class Mixing(ExecutorCase):
             rows.zipped([1, 2], own.ref)
         assert caught.value.parameter == "right"
 
-    def test_plain_rows_beside_a_resident_of_the_same_pipeline(self, pair: ColocatedGroup) -> None:
-        """Neither refused nor an error that blames another call."""
-        rows = pair.role("rows", Rows)
-        with pair.pipeline():
-            own = rows.produce_each.keep([1, 4])  # type: ignore[arg-type]
-            call = rows.zipped.submit([1, 2, 3, 4, 5], own.ref)
-        assert call.result(PATIENCE_S) == [(1, 0), (2, 100), (3, 101), (4, 102), (5, 103)]
-
-    def test_per_rank_of_an_uncomputed_resident(self, pair: ColocatedGroup) -> None:
-        """A number of items that can't fit is an error at once, or else the call's."""
-        rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
-        with busy(pair):
-            gathered, one = echo.tag_and_rank.keep(), echo.tag_and_rank.options(ranks=[1]).keep()
-            listed, text = echo.first.keep(["a", "b"]), echo.first.keep("text")
-            calls = [rows.each.submit(each.ref) for each in (gathered, listed, text)]
-            moved = rows.each.options(ranks=[0]).submit(one.ref)
-            with pytest.raises(DispatchError, match="'item' is dispatched PerRank and has 1 items for 2 ranks"):
-                rows.each.submit(one.ref)
-        assert calls[0].result(PATIENCE_S) == [(0, ("the tag", 0), None), (1, ("the tag", 1), None)]
-        assert calls[1].result(PATIENCE_S) == [(0, "a", None), (1, "b", None)]
-        assert moved.result(PATIENCE_S) == [(0, ("the tag", 1), None)]
-        error = calls[2].exception(PATIENCE_S)
-        assert isinstance(error, DispatchError)
-        assert "'item' is dispatched PerRank, so it has to be a list with one item for each of" in str(error)
-        assert echo.first(1) == 1
-
     def test_per_rank_of_a_gathered_resident_is_by_reference(self, spawn: Spawn) -> None:
         """Each rank gets the very thing that it made, and writing into it is found and named."""
         torch = pytest.importorskip("torch")

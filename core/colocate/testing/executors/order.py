@@ -14,7 +14,6 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
-from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 RAISE, ADD = "raise", "add"
@@ -138,69 +137,6 @@ class Order(ExecutorCase):
         last.result(PATIENCE_S)
         assert log.read() == [["c"], ["a", "c"]]
 
-    def test_later_call_failed_first(self, pair: ColocatedGroup) -> None:
-        """A rank that fails in a later call while an earlier one goes on elsewhere does that one no harm."""
-        log = cleared(pair)
-        with Gate() as gate, Gate() as trigger:
-            earlier = log.at.submit([gate.address, None], [ADD, ADD], "a")  # type: ignore[arg-type]
-            failing = log.at.submit([None, trigger.address], [ADD, RAISE], "b")  # type: ignore[arg-type]
-            last = log.add.submit("c")
-            gate.wait_for()
-            trigger.open()
-            error = error_of(failing)
-            assert isinstance(error, RoleError)
-            assert error.rank == 1
-        assert earlier.result(PATIENCE_S) == ["a", "a"]
-        last.result(PATIENCE_S)
-        first, second = log.read()
-        assert second == ["a", "c"]
-        assert first in (["a", "c"], ["a", "b", "c"])  # it may have begun b before it heard of the failure
-
-    def test_not_begun_elsewhere(self, pair: ColocatedGroup) -> None:
-        """A rank that hasn't begun the failed call when it hears of it never begins it."""
-        log = cleared(pair)
-        with Gate() as gate, pair.role("echo", Echo).echo.keep("x") as kept:
-            kept.fetch()
-            earlier = log.at.submit([gate.address, None], [ADD, ADD], "a")  # type: ignore[arg-type]
-            failing = log.at.submit([None, None], [ADD, RAISE], "b")  # type: ignore[arg-type]
-            assert isinstance(error_of(failing), RoleError)
-            kept.fetch()  # an answer to what was sent after the news of the failure
-        earlier.result(PATIENCE_S)
-        log.add("c")
-        assert log.read() == [["a", "c"]] * 2
-
-    def test_both_fail(self, pair: ColocatedGroup) -> None:
-        """When every rank fails, the caller gets one of the failures, and the group goes on."""
-        log = cleared(pair)
-        for _ in range(5):
-            error = error_of(log.at.submit([None, None], [RAISE, RAISE]))  # type: ignore[arg-type]
-            assert isinstance(error, RoleError)
-            assert error.rank in (0, 1)
-        log.add("after")
-        assert log.read() == [["after"], ["after"]]
-
-    def test_failures_in_a_row(self, pair: ColocatedGroup) -> None:
-        """Queued failing calls each get their own error, and nothing between them is lost."""
-        log, faulty = cleared(pair), pair.role("faulty", Faulty)
-        calls: list[Call[Any]] = []
-        for index in range(6):
-            calls.append(faulty.fail.submit(ranks=(index % 2,)))
-            log.add.submit(index)
-        for index, call in enumerate(calls):
-            error = error_of(call)
-            assert isinstance(error, RoleError)
-            assert error.rank == index % 2
-        assert log.read() == [list(range(6))] * 2
-
-    def test_failure_on_one_rank_only(self, pair: ColocatedGroup) -> None:
-        """A call to one rank that fails holds the group as well, and its error names the rank."""
-        log, faulty = cleared(pair), pair.role("faulty", Faulty)
-        with pytest.raises(RoleError) as caught:
-            faulty.fail.options(ranks=[1])()
-        assert caught.value.rank == 1
-        log.add("after")
-        assert log.read() == [["after"]] * 2
-
     def test_cancelled(self, pair: ColocatedGroup) -> None:
         """Ranks that still run a call which failed elsewhere see ctx.cancelled."""
         log = cleared(pair)
@@ -212,27 +148,6 @@ class Order(ExecutorCase):
             assert isinstance(error_of(call), RoleError)
             kept.fetch()  # an answer to what was sent after the news of the failure
         assert log.read() == [[("cancelled", True)], []]
-
-    def test_not_cancelled(self, pair: ColocatedGroup) -> None:
-        """A call that somebody waits for isn't cancelled."""
-        log = cleared(pair)
-        with Gate() as gate:
-            gate.open()
-            assert log.cancelled_at([gate.address] * 2, failing=None) == [False, False]  # type: ignore[arg-type]
-
-    def test_async_hold(self, pair: ColocatedGroup) -> None:
-        """Async calls that overlap with a failing one go on to their end; those not begun wait for the hold."""
-        log = cleared(pair)
-        with Gate() as gate:
-            going = log.peak.submit(gate.address)
-            gate.wait_for(2)
-            failing = log.async_raise.submit()
-            after = log.add.submit("after")
-            assert not failing.done()  # of another method, so it waits for its turn
-        going.result(PATIENCE_S)
-        assert isinstance(error_of(failing), RoleError)
-        after.result(PATIENCE_S)
-        assert log.read() == [["in", "out", "after"]] * 2
 
     def test_async_failing(self, pair: ColocatedGroup) -> None:
         """What a rank awaits in a call that has failed elsewhere is cancelled; earlier calls go on to their end."""
@@ -258,18 +173,6 @@ class Order(ExecutorCase):
             assert isinstance(later.__cause__, ValueError)
             assert log.read() == [["waited"], ["cancelled", "cancelled", "waited"]]
 
-    def test_timeout_of_an_async_call(self, pair: ColocatedGroup) -> None:
-        """What an async method awaits past its timeout is its stack, and is cancelled; then as any failure."""
-        log = cleared(pair)
-        with Gate() as gate:
-            error = error_of(log.async_at.options(timeout=1.0).submit([gate.address] * 2))  # type: ignore[arg-type]
-            assert isinstance(error, CallTimeout)
-            assert set(error.stacks) == {0, 1}
-            for stack in error.stacks.values():
-                assert stack.startswith("awaiting in log.async_at\n")
-                assert "in async_at\n    await pass_gate_async(gate)" in stack
-            assert log.read() == [["cancelled"]] * 2
-
     def test_timeout(self, pair: ColocatedGroup) -> None:
         """A call past its timeout ends with CallTimeout, with each late rank's Python stack; then as any failure."""
         faulty, log = pair.role("faulty", Faulty), cleared(pair)
@@ -289,12 +192,6 @@ class Order(ExecutorCase):
         queued.result(PATIENCE_S)
         assert log.read() == [["queued"]] * 2
 
-    def test_timeout_in_time(self, pair: ColocatedGroup) -> None:
-        """A call that is done in time isn't touched by its timeout."""
-        assert pair.role("echo", Echo).first.options(timeout=PATIENCE_S)("x") == "x"
-        with pair.role("rows", Rows).double.options(timeout=PATIENCE_S).keep([1, 2]) as kept:
-            assert kept.fetch() == [2, 4]
-
     def test_timeout_of_a_queued_call(self, pair: ColocatedGroup) -> None:
         """A timeout counts from submission: a call that hasn't begun by then never begins."""
         log = cleared(pair)
@@ -310,15 +207,6 @@ class Order(ExecutorCase):
         assert first.result(PATIENCE_S) == [None, None]
         log.add("c")
         assert log.read() == [["a", "c"]] * 2
-
-    def test_timeout_of_a_kept_call(self, pair: ColocatedGroup) -> None:
-        """A kept call that is too late poisons its resident."""
-        faulty = pair.role("faulty", Faulty)
-        with Gate() as gate:
-            kept = faulty.wait.options(timeout=0.05).keep(gate.address)
-            with pytest.raises(CallTimeout):
-                kept.fetch()
-        assert faulty.fine() == [0, 1]
 
     def test_slow_call(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         """There is no deadline by default, but a call that takes long is told once, with the slow ranks' stacks."""

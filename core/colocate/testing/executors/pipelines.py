@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 from collections.abc import Callable
@@ -12,10 +11,9 @@ import pytest
 
 import colocate
 from colocate import Call, ColocatedGroup, Resident
-from colocate.errors import CallTimeout, ClosedError, PipelineError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
+from colocate.errors import ClosedError, PipelineError, RoleError
+from colocate.testing.executors._base import ExecutorCase, of_executor
 from colocate.testing.executors._traffic import Traffic
-from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Axes, Rows
@@ -112,22 +110,6 @@ class Pipelines(ExecutorCase):
         assert "ended with LookupError: the reason" in said
         assert log.read() == [[], []]
 
-    def test_pipeline_failed_resident(self, pair: ColocatedGroup) -> None:
-        """A resident of a block that was given up says so, and nobody hears of it again."""
-        made: list[Resident[Any]] = []
-
-        def block() -> None:
-            with pair.pipeline():
-                made.append(pair.role("rows", Rows).double.keep([1, 2]))
-                raise LookupError
-
-        with pair.scope():
-            with pytest.raises(LookupError):
-                block()
-            for ask in (made[0].fetch, lambda: pair.role("echo", Echo).echo(made[0].ref)):
-                with pytest.raises(PipelineError, match="was never sent"):
-                    ask()
-
     def test_pipeline_failure_of_one(self, pair: ColocatedGroup) -> None:
         """A call that fails takes only those with it that use what it was to keep; the hold is per call, as ever."""
         faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
@@ -145,16 +127,6 @@ class Pipelines(ExecutorCase):
                 use.result(PATIENCE_S)
             with pytest.raises(RoleError, match="TwoArguments"):
                 poisoned.fetch()
-
-    def test_pipeline_timeout(self, pair: ColocatedGroup) -> None:
-        """A deadline inside counts from when the call is sent."""
-        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
-        with Gate() as gate:
-            with pair.pipeline():
-                late = faulty.wait.options(timeout=0.1).submit(gate.address)
-                after = echo.first.submit("after")
-            assert isinstance(late.exception(PATIENCE_S), CallTimeout)
-        assert after.result(PATIENCE_S) == "after"
 
     def test_pipeline_release(self, pair: ColocatedGroup) -> None:
         """What is freed or dropped in the block is still there for the calls that use it, and gone afterwards."""
@@ -177,59 +149,6 @@ class Pipelines(ExecutorCase):
         with pytest.raises(ClosedError, match="freed by free"):
             freed.fetch()
         wait_until(gone, "what was kept and dropped in the block is gone")
-
-    def test_pipeline_what_is_used(self, pair: ColocatedGroup) -> None:
-        """What a call of the block uses is there for it, whoever frees it before the block ends; then it is gone."""
-        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
-
-        def kept() -> Resident[Any]:
-            return rows.double.keep([1, 2])
-
-        here, there, dropped, outer = kept(), kept(), kept(), kept()
-        with pair.pipeline():
-            uses = [rows.double.submit(each.ref) for each in (here, there, dropped, outer)]
-            here.free()
-            elsewhere(there.free)
-            del dropped
-            gc.collect()
-            with pair.scope():
-                inner = kept()
-                uses += [rows.double.submit(inner.ref)]
-            with pytest.raises(ClosedError, match="the end of its scope"):
-                rows.double.submit(inner.ref)
-            with outer:
-                pass
-            elsewhere(lambda: echo.noop())  # takes along what may be forgotten by now
-        assert [use.result(PATIENCE_S) for use in uses] == [[4, 8]] * 5
-        for freed in (here, there, inner, outer):
-            with pytest.raises(ClosedError, match="was freed by"):
-                freed.fetch()
-        wait_until(lambda: not known(pair, here, there, inner, outer), "all of them are forgotten")
-
-    def test_pipeline_gives_back(self, pair: ColocatedGroup) -> None:
-        """What the calls of a block have used that was never sent, or of a nested one, can go when it is freed."""
-        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
-
-        def block(kept: Resident[Any]) -> None:
-            with pair.pipeline():
-                rows.double.keep(kept.ref)
-                raise LookupError("on purpose")
-
-        alone, nested = echo.tracked.keep(), rows.double.keep([1, 2])
-        with pytest.raises(LookupError):
-            block(alone)
-        with pair.pipeline():
-            own = rows.double.keep([1, 2])
-            for kept in (nested, own):
-                with pytest.raises(LookupError):
-                    block(kept)
-            use = rows.double.submit(own.ref)
-        assert use.result(PATIENCE_S) == [4, 8]
-        used: tuple[Resident[Any], ...] = (alone, nested, own)
-        for each in used:
-            each.free()
-        wait_until(lambda: echo.is_alive() == [False, False], "the workers have forgotten what was used")
-        wait_until(lambda: not known(pair, *used), "all of them are forgotten")
 
     def test_pipeline_nested(self, pair: ColocatedGroup) -> None:
         """A block inside a block is sent with the outer one; if it fails alone, its own calls are not."""
@@ -274,46 +193,6 @@ class Pipelines(ExecutorCase):
             assert isinstance(refused, PipelineError)
         assert use.result(PATIENCE_S) == [4, 8]
         assert axes.doubled(own.ref) == [4, 8]
-
-    def test_pipeline_tasks(self, pair: ColocatedGroup) -> None:
-        """A pipeline is its task's alone, and can't wait for itself there either."""
-        log = cleared(pair)
-
-        async def other(into: Call[Any]) -> None:
-            await log.add.submit("other task")
-            await into  # until the block of its task has ended
-
-        async def main() -> None:
-            with pair.pipeline():
-                call = log.add.submit("pipeline")
-                with pytest.raises(PipelineError, match="is sent when"):
-                    await call
-                task = asyncio.create_task(other(call))
-                await asyncio.to_thread(log.add, "thread")
-            await task
-
-        asyncio.run(main())
-        found = log.read()[0]
-        assert sorted(found) == ["other task", "pipeline", "thread"]
-        assert found[-1] == "pipeline"
-
-    def test_pipeline_closed(self, spawn: Spawn) -> None:
-        """Of a group that is closed in the block nothing is sent, and its end says so."""
-        group = spawn({"echo": colocate.role(Echo)}, slots=1)
-        calls: list[Call[Any]] = []
-
-        def block() -> None:
-            with group.pipeline():
-                calls.append(group.role("echo", Echo).noop.submit())
-                group.close()
-
-        with pytest.raises(ClosedError, match="was closed by"):
-            block()
-        assert isinstance(calls[0].exception(PATIENCE_S), ClosedError)
-        with pytest.raises(ClosedError):
-            group.pipeline()
-        with pytest.raises(ClosedError):
-            group.run(who)
 
     def test_pipeline_arguments_as_they_were(self, copying: ColocatedGroup) -> None:
         """An argument arrives as it was when the call was made, not as it is when the block ends."""

@@ -12,15 +12,11 @@ from colocate.errors import (
     CapabilityError,
     ConfigError,
     RoleError,
-    RoleStartError,
 )
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
-from colocate.testing.gate import Gate
-from colocate.testing.probes.collectives import Collective, Initializing, Launched, Meeting, Own, Threadless, Together
-from colocate.testing.probes.faulty import Faulty
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.probes.collectives import Collective, Launched, Meeting, Together
 
 
 class ProcessGroups(ExecutorCase):
@@ -58,11 +54,6 @@ class ProcessGroups(ExecutorCase):
             assert spawn({"role": role}, slots=1).role("role", Collective).sum(1.0) == [1.0]
 
     @needs(OwnProcess)
-    def test_same(self, ring: ColocatedGroup) -> None:
-        """As long as no call fails it is one group."""
-        assert ring.role("all", Collective).same_twice() == [True] * 4
-
-    @needs(OwnProcess)
     @of_executor
     def test_default_group(self, ring: ColocatedGroup) -> None:
         """Once a role has asked for a group, torch's default one has all slots, and the groups of all roles in it."""
@@ -80,18 +71,6 @@ class ProcessGroups(ExecutorCase):
             assert group.role(name, Collective).in_default(asks=False) == [(0, 2, []), (1, 2, [])]
         assert group.role("third", Collective).in_default(asks=False) == [(1, 2, [])]
 
-    @needs(OwnProcess)
-    def test_default_group_of_who_does_not_ask(self, spawn: Spawn) -> None:
-        """All slots make it, also those whose roles don't ask, and are busy."""
-        pytest.importorskip("torch")
-        group = spawn({"busy": colocate.role(Faulty).on(slots=[0]), "solo": colocate.role(Collective).on(slots=[1])})
-        with Gate() as gate:
-            call = group.role("busy", Faulty).wait.submit(gate.address)
-            gate.wait_for()
-            assert group.role("solo", Collective).in_default() == [(1, 2, [1])]
-            gate.open()
-            call.result(PATIENCE_S)
-
     def test_rendezvous(self, spawn: Spawn) -> None:
         """Constructors know where the slots meet; a store listens there."""
         pytest.importorskip("torch")
@@ -99,14 +78,6 @@ class ProcessGroups(ExecutorCase):
             meeting = spawn({"meeting": colocate.role(Meeting)}, slots=1).role("meeting", Meeting)
             meeting.put(["alone"])  # type: ignore[arg-type]
             assert meeting.take() == [["alone"]]
-
-    @needs(OwnProcess)
-    def test_rendezvous_of_several(self, spawn: Spawn) -> None:
-        """It is one for all slots."""
-        pytest.importorskip("torch")
-        meeting = spawn({"meeting": colocate.role(Meeting)}).role("meeting", Meeting)
-        meeting.put(["one", "other"])  # type: ignore[arg-type]
-        assert meeting.take() == [["one", "other"]] * 2
 
     @needs(OwnProcess)
     def test_torchrun(self, spawn: Spawn) -> None:
@@ -117,28 +88,6 @@ class ProcessGroups(ExecutorCase):
             assert (found["RANK"], found["WORLD_SIZE"]) == by_torch == (rank, 2)
             assert 0 <= found["LOCAL_RANK"] < found["LOCAL_WORLD_SIZE"] <= 2
             assert named
-
-    @needs(OwnProcess)
-    def test_a_second_default_group(self, spawn: Spawn) -> None:
-        """A library that makes torch's default group itself, although it is there, fails in its role's constructor."""
-        pytest.importorskip("torch")
-        with pytest.raises(RoleStartError, match="the default process group is made by colocate already") as caught:
-            spawn({"launched": colocate.role(Launched, fails=1).on(env="torchrun")})
-        assert [*caught.value.errors] == [1]
-
-    @needs(OwnProcess)
-    def test_default_groups_of_two_libraries(self, spawn: Spawn) -> None:
-        """Two that make it themselves, where nobody has said that one is wanted."""
-        pytest.importorskip("torch")
-        with pytest.raises(RoleStartError, match=r"A role of this worker has made .* say \.on\(default_group=True\)"):
-            spawn({"one": colocate.role(Initializing), "other": colocate.role(Initializing)}, slots=1)
-
-    @needs(OwnProcess)
-    def test_torchrun_without_saying_so(self, spawn: Spawn) -> None:
-        """A library that reads torchrun's environment, where nobody has said so."""
-        pytest.importorskip("torch")
-        with pytest.raises(RoleStartError, match=r'reads what torchrun sets: say \.on\(env="torchrun"\)'):
-            spawn({"reading": colocate.role(Initializing, by_environment=True)}, slots=1)
 
     def test_torchrun_on_some_slots(self, spawn: Spawn) -> None:
         """Its environment is of all slots: a library would wait for those that the role isn't on."""
@@ -153,33 +102,6 @@ class ProcessGroups(ExecutorCase):
         if not isinstance(runtime._node.services.executor, OwnProcess):
             with pytest.raises(CapabilityError, match="wants the environment of torchrun"):
                 spawn({"launched": colocate.role(Launched).on(env="torchrun")}, slots=1)
-
-    @needs(OwnProcess)
-    def test_a_slot_that_can_not_take_part(self, spawn: Spawn) -> None:
-        """Where a slot can't do its part in the default group, whoever asks is told instead of waiting for it."""
-        pytest.importorskip("torch")
-        group = spawn({"one": colocate.role(Collective).on(slots=[0]), "other": colocate.role(Own).on(slots=[1])})
-        group.role("other", Own).make()
-        with pytest.raises(RoleError, match=r"slot 1 can't take part in the default group.*in this process already"):
-            group.role("one", Collective).sum(1.0)
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("asking", [[0, 1], [0]], ids=["who asks", "who doesn't"])
-    def test_a_slot_without_threads(self, spawn: Spawn, asking: list[int]) -> None:
-        """A process that can start no thread just now can't take part, which is that call's error: the next one works.
-
-        So it is where the role of that slot asks, and where another one's does, which is told.
-        """
-        pytest.importorskip("torch")
-        sums_on = colocate.role(Collective).on(slots=asking)
-        group = spawn({"sums": sums_on, "busy": colocate.role(Threadless).on(slots=[1])})
-        sums, busy = group.role("sums", Collective), group.role("busy", Threadless)
-        busy.may_start(threads=False)
-        with pytest.raises(RoleError, match="can't start new thread"):
-            sums.sum.options(timeout=PATIENCE_S)(1.0)
-        busy.may_start(threads=True)
-        for _ in range(2):
-            assert sums.sum.options(timeout=PATIENCE_S)(1.0) == [float(len(asking))] * len(asking)
 
     @needs(OwnProcess)
     def test_device_mesh(self, ring: ColocatedGroup) -> None:
@@ -215,11 +137,6 @@ class ProcessGroups(ExecutorCase):
             named.mesh()
         with pytest.raises(RoleError, match=r"device_mesh\('trian'\).*did you mean 'train'"):
             named.mesh("trian")
-
-    def test_device_mesh_of_one(self, ring: ColocatedGroup) -> None:
-        """A role of one rank has one on every executor."""
-        (found,) = ring.role("solo", Collective).mesh()
-        assert [place for place, _ in found.values()] == [0] * len(found)
 
     def test_one_rank(self, ring: ColocatedGroup) -> None:
         """A role of one rank has a group of one on every executor."""

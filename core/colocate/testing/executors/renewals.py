@@ -10,9 +10,8 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import GroupRestarted, RenewalError, RoleError, SerializationError
+from colocate.errors import GroupRestarted, RenewalError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
@@ -20,10 +19,6 @@ from colocate.testing.probes.trainers import (
     EVERYWHERE,
     RATE,
     Broken,
-    ByHand,
-    Coach,
-    Compiled,
-    InTwoMethods,
     Kind,
     Rebuilding,
     Renewing,
@@ -131,30 +126,6 @@ class Renewals(ExecutorCase):
         assert roles[0].distance("second") == roles[1].distance("first") == [0.0, 0.0]
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
-    def test_parameters_of_which_each_rank_has_a_part(self, spawn: Spawn, kind: Kind) -> None:
-        """No rank's part is taken for the whole: the error says what to return instead."""
-        pytest.importorskip("torch")
-        trainer = spawn({"trainer": colocate.role(Trainer, kind)}).role("trainer", Trainer)
-        with trainer.parts.keep() as kept:
-            for use in (trainer.parts, kept.fetch):
-                with pytest.raises(SerializationError, match=r"result\['[a-z0-9.]+'\].*DTensor.*\.full_tensor\(\)"):
-                    use()
-        trainer.step(0)
-
-    @needs(OwnProcess)
-    def test_a_compiled_model(self, spawn: Spawn) -> None:
-        """What `torch.compile` has made of DDP goes on with it."""
-        pytest.importorskip("torch")
-        trainer = spawn({"trainer": colocate.role(Compiled, "ddp")}).role("trainer", Compiled)
-        losses = []
-        for number in range(_STEPS):
-            if number in (1, 3):
-                assert isinstance(trainer.step.submit(number, number // 2).exception(PATIENCE_S), RoleError)
-            losses.append(sum(trainer.step(number)) / 2)
-        assert losses == pytest.approx(alone()[0], rel=1e-4)
-
-    @needs(OwnProcess)
     @pytest.mark.parametrize("kind", ONE)
     def test_the_first_step_is_done_again(self, spawn: Spawn, kind: Kind) -> None:
         """Also where a rank has never been in a forward pass, while the other one waits for it in its first."""
@@ -179,38 +150,6 @@ class Renewals(ExecutorCase):
         assert losses == pytest.approx(alone()[0], rel=1e-4)
         assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
 
-    @pytest.mark.parametrize("kind", BOTH)
-    @pytest.mark.parametrize("where", [*rarely("forward", "after"), "backward"])
-    def test_a_step_that_fails_on_one_slot(self, spawn: Spawn, kind: Kind, where: Where) -> None:
-        """Where the only rank of a model raises nobody waits for it; it is in the middle of a step nevertheless."""
-        pytest.importorskip("torch")
-        losses = []
-        with leaks.shared():  # the connections of gloo are the driver's, on threads
-            group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)}, slots=1)
-            trainer = group.role("trainer", Renewing)
-            for number in range(_STEPS):
-                if number in (1, 3):
-                    assert isinstance(trainer.step.submit(number, 0, where).exception(PATIENCE_S), RoleError)
-                losses += trainer.step(number)
-        assert losses == pytest.approx(alone()[0], rel=1e-4)
-        assert trainer.updates()[0][1] == {_STEPS}
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group"])
-    def test_a_step_that_another_rank_has_not_begun(self, spawn: Spawn, kind: Kind) -> None:
-        """A rank raises in a backward pass before its first operation: nothing is cut, but its model has begun one."""
-        pytest.importorskip("torch")
-        group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)})
-        trainer = group.role("trainer", Renewing)
-        losses = [sum(trainer.step(number)) / 2 for number in range(2)]  # DDP's buckets are as they stay
-        with Gate() as gate:
-            trainer.pause.options(ranks=[0]).submit(gate.address)
-            gate.wait_for()
-            assert isinstance(trainer.step.submit(2, 1, "backward").exception(PATIENCE_S), RoleError)
-        losses += [sum(trainer.step(number)) / 2 for number in range(2, _STEPS)]
-        assert losses == pytest.approx(alone()[0], rel=1e-4)
-        assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
-
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", ONE)
     def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
@@ -230,41 +169,6 @@ class Renewals(ExecutorCase):
         assert error.__cause__ == root
         assert group.state == "failed"
 
-    @pytest.mark.long
-    @needs(OwnProcess)
-    def test_weights_of_a_part_of_a_step(self, spawn: Spawn) -> None:
-        """So is it where a rank fails within its update."""
-        pytest.importorskip("torch")
-        group = spawn({"trainer": colocate.role(Renewing, "ddp")})
-        trainer = group.role("trainer", Renewing)
-        with group.pipeline():
-            failing = trainer.step.submit(0, 1, "update")
-            queued = trainer.step.submit(0)
-        assert isinstance(failing.exception(PATIENCE_S), RoleError)
-        error = queued.exception(PATIENCE_S)
-        assert isinstance(error, RenewalError)
-        assert "rank 0 1, rank 1 0 and a part of one" in str(error)
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-    def test_weights_updated_by_a_method_of_its_own(self, spawn: Spawn, kind: Kind) -> None:
-        """That they are shared is known from the call in which the gradients were made."""
-        pytest.importorskip("torch")
-        trainer = spawn({"trainer": colocate.role(InTwoMethods, kind)}).role("trainer", InTwoMethods)
-        trainer.learn(0)
-        assert isinstance(trainer.apply.submit(EVERYWHERE).exception(PATIENCE_S), RoleError)
-        trainer.apply()  # nobody had made it
-        assert trainer.updates() == [(0, {1})] * 2
-        trainer.learn(1)
-        with Gate() as gate:  # a rank that hasn't begun the call when it fails would make no update
-            failing, queued = trainer.apply.submit(1, gate.address), trainer.learn.submit(2)
-            gate.wait_for(2)
-            gate.open()
-            root, error = failing.exception(PATIENCE_S), queued.exception(PATIENCE_S)
-        assert isinstance(error, RenewalError)
-        assert "rank 0 1, rank 1 0" in str(error)
-        assert error.__cause__ == root
-
     @needs(OwnProcess)
     def test_weights_that_nobody_shares(self, spawn: Spawn) -> None:
         """Ranks with models of their own may have made different numbers of updates."""
@@ -273,20 +177,6 @@ class Renewals(ExecutorCase):
         assert isinstance(trainer.step.submit(0, 1, "after").exception(PATIENCE_S), RoleError)
         trainer.step(1)
         assert [updates for _, updates in trainer.updates()] in ([{2}, {1}], [{1}, {1}])
-
-    @pytest.mark.long
-    @needs(OwnProcess)
-    def test_weights_that_another_role_changes(self, spawn: Spawn) -> None:
-        """Whoever makes the update, by its sibling say, makes it of what is shared."""
-        pytest.importorskip("torch")
-        group = spawn({"trainer": colocate.role(Renewing, "ddp"), "coach": colocate.role(Coach)})
-        with group.pipeline():
-            failing = group.role("coach", Coach).train.submit(0, 1)
-            queued = group.role("trainer", Renewing).step.submit(1)
-        assert isinstance(failing.exception(PATIENCE_S), RoleError)
-        error = queued.exception(PATIENCE_S)
-        assert isinstance(error, RenewalError)
-        assert "In coach.train" in str(error)
 
     @needs(OwnProcess)
     def test_weights_of_a_later_call(self, spawn: Spawn) -> None:
@@ -380,30 +270,6 @@ class Renewals(ExecutorCase):
                 np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5)
         assert trainer.updates() == [(2, {_STEPS})] * 2
         assert trainer.made_anew() == [2, 2]
-
-    @needs(OwnProcess)
-    def test_no_model_is_made_anew_for_nothing(self, spawn: Spawn) -> None:
-        """One that can be renewed in place stays."""
-        pytest.importorskip("torch")
-        trainer = spawn({"trainer": colocate.role(Rebuilding, "fsdp2")}).role("trainer", Rebuilding)
-        before = trainer.identities()
-        self._fail_amid(trainer, 0)
-        trainer.step(0)
-        assert trainer.made_anew() == [0, 0]
-        assert trainer.identities() == before
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", ["fsdp2", *rarely("tp")])
-    def test_a_model_made_anew_by_hand(self, spawn: Spawn, kind: Kind) -> None:
-        """What torch remembers of the former one's mesh keeps no group that was cut, however often."""
-        pytest.importorskip("torch")
-        trainer = spawn({"trainer": colocate.role(ByHand, kind)}).role("trainer", ByHand)
-        losses = [sum(trainer.step(0)) / 2]
-        for _ in range(2):
-            self._fail_amid(trainer, 1)
-        losses.append(sum(trainer.step(1)) / 2)
-        assert losses == pytest.approx(alone()[0][:2], rel=1e-4)
-        assert trainer.updates() == [(2, {1})] * 2
 
     def _fail_amid(self, trainer: Any, number: int) -> None:
         with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it

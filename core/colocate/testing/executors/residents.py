@@ -12,11 +12,11 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident
-from colocate.errors import CallTimeout, ClosedError, ColocateError, DispatchError, RoleError
+from colocate.errors import CallTimeout, ClosedError, ColocateError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log, Names
+from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -84,13 +84,6 @@ class Residents(ExecutorCase):
         assert used.result(PATIENCE_S) == [[0, 1], [0, 1]]
         kept.free()
 
-    def test_scatter_of_a_resident(self, pair: ColocatedGroup) -> None:
-        """Scattering a resident gives what scattering its value gives, where the ranks match: the producer's rows."""
-        rows = pair.role("rows", Rows)
-        with rows.double.keep([1, 2, 3]) as kept:
-            assert rows.double(kept.ref) == rows.double(kept.fetch()) == [4, 8, 12]
-            assert rows.seen(kept.ref) == [([2, 4], 1), ([6], 1)]
-
     def test_own_partition(self, pair: ColocatedGroup) -> None:
         """Scatter keeps the producer's partition where the ranks match, however uneven."""
         rows = pair.role("rows", Rows)
@@ -98,25 +91,6 @@ class Residents(ExecutorCase):
             assert rows.seen(kept.ref) == [([0], 1), ([100, 101, 102, 103], 1)]
             assert rows.zipped(kept.ref, kept.ref) == [(row, row) for row in kept.fetch()]
             assert rows.zipped([1, 2, 3, 4, 5], kept.ref) == list(zip([1, 2, 3, 4, 5], kept.fetch(), strict=True))
-
-    def test_broadcast_of_a_resident(self, pair: ColocatedGroup) -> None:
-        """Broadcasting a resident gives every rank the whole value."""
-        rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
-        with rows.produce.keep(2) as kept:
-            assert echo.echo(kept.ref) == [[0, 1, 100, 101]] * 2
-
-    def test_gathered_resident(self, pair: ColocatedGroup) -> None:
-        """A gathered resident is the list of the ranks' results."""
-        echo = pair.role("echo", Echo)
-        with echo.tag_and_rank.keep() as kept:
-            assert echo.first(kept.ref) == [("the tag", 0), ("the tag", 1)]
-
-    def test_per_rank_of_a_resident(self, pair: ColocatedGroup) -> None:
-        """PerRank takes a gathered resident apart as it does a list."""
-        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
-        with echo.tag_and_rank.keep() as kept:
-            assert rows.each(kept.ref) == [(0, ("the tag", 0), None), (1, ("the tag", 1), None)]
-            assert rows.each([kept.ref, "plain"])[1] == (1, "plain", None)
 
     def test_resident_itself(self, pair: ColocatedGroup) -> None:
         """Passing the resident itself works as passing its ref does."""
@@ -130,29 +104,6 @@ class Residents(ExecutorCase):
         with rows.produce.keep(1) as kept, echo.first.keep("text") as text:
             assert echo.first({"a": [kept.ref, 1], "b": (text.ref,)}) == {"a": [[0, 100], 1], "b": ("text",)}
             assert rows.seen({"x": kept.ref, "y": [1, 2]}) == [({"x": [0], "y": [1]}, 1), ({"x": [100], "y": [2]}, 1)]
-
-    def test_padding_of_a_resident(self, pair: ColocatedGroup) -> None:
-        """Padding and masking of a resident are those of its value."""
-        rows = pair.role("rows", Rows)
-        with rows.double.keep([1, 2, 3]) as kept:
-            value = kept.fetch()
-            assert rows.padded(kept.ref) == rows.padded(value)
-            assert rows.masked(kept.ref) == rows.masked(value)
-
-    def test_weights_of_a_resident(self, pair: ColocatedGroup) -> None:
-        """A mean over a resident's rows weighs as one over its value's."""
-        rows = pair.role("rows", Rows)
-        with rows.produce_each.keep([1, 4]) as kept:  # type: ignore[arg-type]
-            assert rows.mean(kept.ref) == pytest.approx(rows.mean(kept.fetch()))  # type: ignore[arg-type]
-
-    def test_empty_rank(self, pair: ColocatedGroup) -> None:
-        """A rank without rows of a resident is an error, unless the method says that it runs on none."""
-        rows = pair.role("rows", Rows)
-        with rows.keep_rows.keep([1]) as kept:
-            assert rows.maybe_empty(kept.ref) == [([1], 1), ([], 0)]
-            with pytest.raises(DispatchError, match="no rows"):
-                rows.double(kept.ref)
-            assert rows.double([1, 2]) == [2, 4]
 
     @smoke
     def test_between_slots(self, pair: ColocatedGroup) -> None:
@@ -200,16 +151,6 @@ class Residents(ExecutorCase):
             assert kept.spec.structure == ["int", "int"]
             assert kept.spec.rows_per_rank == (2, 1)
             assert kept.spec.bytes_per_rank == (0, 0)
-
-    def test_nobody_else_asks_a_value_for_attributes(self, spawn: Spawn) -> None:
-        """They are its own: one that raises when asked for any other travels, is kept and described as all are."""
-        echo = spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-        given = Names(one=1)
-        assert echo.first(given).one == 1
-        with echo.first.keep([given]) as kept:
-            assert kept.spec.structure == ["Names"]
-            assert kept.fetch()[0].one == 1
-            assert echo.first(kept.ref)[0].one == 1
 
     def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
         """On the driver a ref is a name: using it as the value is an error that says what to do."""
@@ -280,13 +221,6 @@ class Residents(ExecutorCase):
             pair.role("echo", Echo).tracked.keep(gate.address).free()
             gate.wait_for(2)
 
-    def test_ref_keeps(self, pair: ColocatedGroup) -> None:
-        """The ref is a name as well: the value lives as long as anybody can name it."""
-        rows = pair.role("rows", Rows)
-        ref = rows.double.keep([1, 2]).ref
-        gc.collect()
-        assert rows.double(ref) == [4, 8]
-
     def test_scope(self, pair: ColocatedGroup) -> None:
         """`group.scope()` frees what was kept inside, by this thread."""
         rows = pair.role("rows", Rows)
@@ -343,16 +277,6 @@ class Residents(ExecutorCase):
         with pytest.raises(ClosedError, match="was closed by"):
             kept.fetch()
         kept.free()
-
-    def test_many(self, pair: ColocatedGroup) -> None:
-        """Hundreds of residents come and go with the calls, and none is left."""
-        rows = pair.role("rows", Rows)
-        value: Resident[list[int]] = rows.double.keep([1, 1])
-        for _ in range(100):
-            value = rows.keep_rows.keep(value.ref)
-        assert value.fetch() == [2, 2]
-        value.free()
-        wait_until(lambda: "rows.keep_rows" not in residents_of(pair), "the graph shows none of them")
 
 
 def residents_of(group: ColocatedGroup) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,11 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, RoleError, WorkerDied
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.lasting import Drawing, Lasting, Passing
-from colocate.testing.probes.plain import Log
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -162,14 +159,6 @@ class Restarting(ExecutorCase):
         group.close()
 
     @needs(OwnProcess)
-    def test_it_is_tried_again(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """One attempt that fails isn't the end."""
-        group = lasting(restarts=3, breaks=1)
-        killed(group)
-        group.wait_ready(PATIENCE_S)
-        assert [generation for _, generation, _ in group.role("lasting", Lasting).tell()] == [2, 2]
-
-    @needs(OwnProcess)
     def test_a_checkpoint_begins_the_count_anew(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """What is bounded is the number of restarts without progress."""
         group = lasting(slots=1, restarts=1)
@@ -180,18 +169,6 @@ class Restarting(ExecutorCase):
         killed_for_good = group.role("lasting", Lasting).kill.submit().exception(PATIENCE_S)
         assert isinstance(killed_for_good, WorkerDied)
         assert not isinstance(killed_for_good, GroupRestarted)
-
-    @needs(OwnProcess)
-    def test_between_calls(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """A rank that goes while nothing runs: the next call tells."""
-        group = lasting()
-        role = group.role("lasting", Lasting)
-        os.kill(role.tell()[1][2], signal.SIGKILL)
-        wait_until(lambda: group.generation == 1, "it is being restarted")
-        with pytest.raises(GroupRestarted):
-            role.add()
-        group.wait_ready(PATIENCE_S)
-        assert role.add() == [1, 1]
 
     @needs(OwnProcess)
     def test_a_hung_rank(self, lasting: Callable[..., ColocatedGroup]) -> None:
@@ -235,84 +212,6 @@ class Restarting(ExecutorCase):
             rows.seen(old.ref)
         role.add(10)
         assert [part for part, _ in rows.seen(role.counted.keep([1, 2]).ref)] == [[11], [12]]
-
-    @needs(OwnProcess)
-    def test_a_checkpoint_that_is_gone(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """Nobody takes roles as constructed for those of a checkpoint whose folder was removed: the group fails."""
-        group = lasting(restarts=1)
-        group.checkpoint(tmp_path / "one")
-        (tmp_path / "one" / "checkpoint.json").unlink()
-        killed(group)
-        with pytest.raises(WorkerDied) as caught:
-            group.wait_ready(PATIENCE_S)
-        assert "isn't there, as this machine sees it" in caught.value.__notes__[0]
-
-    @needs(OwnProcess)
-    def test_a_checkpoint_that_another_group_has_replaced(
-        self, lasting: Callable[..., ColocatedGroup], tmp_path: Path
-    ) -> None:
-        """No group comes back with another one's state under its own tag: it fails, and says why."""
-        group, other = lasting(restarts=1), lasting()
-        group.checkpoint(tmp_path / "one", tag="mine")
-        other.role("lasting", Lasting).add(99)
-        other.checkpoint(tmp_path / "one", tag="the other's")
-        killed(group)
-        with pytest.raises(WorkerDied) as caught:
-            group.wait_ready(PATIENCE_S)
-        assert f'now there is "the other\'s" of group {other.name!r}' in caught.value.__notes__[0]
-
-    @needs(OwnProcess)
-    def test_a_restart_goes_on_from_what_was_restored(
-        self, lasting: Callable[..., ColocatedGroup], tmp_path: Path
-    ) -> None:
-        """As long as there is no newer checkpoint."""
-        other, group = lasting(), lasting()
-        other.role("lasting", Lasting).add(5)
-        other.checkpoint(tmp_path / "theirs")
-        group.checkpoint(tmp_path / "mine")
-        group.restore(tmp_path / "theirs")
-        killed(group)
-        assert group.wait_ready(PATIENCE_S) == "theirs"
-        assert group.role("lasting", Lasting).add() == [6, 6]
-
-    @needs(OwnProcess)
-    def test_a_checkpoint_by_a_relative_path(
-        self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Whatever folder the workers and, later on, the driver are in."""
-        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
-        spawn(roles).checkpoint(tmp_path / "one")
-        monkeypatch.chdir(tmp_path)
-        group = spawn(roles, restore="one", on_failure="restart")
-        monkeypatch.undo()
-        killed(group)
-        assert group.wait_ready(PATIENCE_S) == "one"
-
-    @needs(OwnProcess)
-    def test_after_an_attempt_that_failed(self, spawn: Spawn) -> None:
-        """Ranks that still run a call which failed elsewhere are told, though those before them never came back."""
-        with Gate() as gate:
-            roles: dict[str, RoleSpec[Any]] = {
-                "lasting": colocate.role(Lasting),
-                "breaks": colocate.role(Lasting, breaks=1).on(slots=[0]),
-                "waits": colocate.role(Lasting, gate=gate.address).on(slots=[1]),
-                "log": colocate.role(Log),
-            }
-            group = spawn(roles, on_failure="restart")
-            group._node.grace = 0.2
-            killed(group)
-            wait_until(lambda: group.generation == 2, "the second attempt has begun")
-        group.wait_ready(PATIENCE_S)
-        group._node.grace = 10.0
-        log = group.role("log", Log)
-        with Gate() as gate, Gate() as trigger, group.role("lasting", Lasting).counted.keep([1, 2]) as kept:
-            kept.fetch()
-            call = log.cancelled_at.submit([gate.address, trigger.address], failing=1)  # type: ignore[arg-type]
-            gate.wait_for()
-            trigger.open()
-            assert isinstance(call.exception(PATIENCE_S), RoleError)
-            kept.fetch()  # an answer to what was sent after the news of the failure
-        assert log.read() == [[("cancelled", True)], []]
 
     @needs(OwnProcess)
     def test_random_numbers_go_on(self, spawn: Spawn, tmp_path: Path) -> None:

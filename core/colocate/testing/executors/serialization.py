@@ -12,7 +12,7 @@ import pytest
 
 import colocate
 from colocate import Call, ColocatedGroup, Runtime
-from colocate.errors import ColocateError, RoleError, SerializationError
+from colocate.errors import RoleError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, of_executor, smoke
 from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
 from colocate.testing.probes.plain import Echo
@@ -70,12 +70,6 @@ class Serialization(ExecutorCase):
         assert "echo.echo" in str(error)
         assert "lock" in str(error)
         assert copying.role("echo", Echo).first(1) == 1
-
-    def test_scattered_argument(self, copying: ColocatedGroup) -> None:
-        """So it is for an argument that is taken apart."""
-        with pytest.raises(SerializationError) as caught:
-            copying.role("rows", Rows).seen([1, threading.Lock()])
-        assert caught.value.argument == "batch"
 
     def test_result(self, copying: ColocatedGroup) -> None:
         """A result that can't be sent: SerializationError names the method, the path, and the rank."""
@@ -216,17 +210,6 @@ class Serialization(ExecutorCase):
         assert (error.group, error.role, error.method, error.rank) == (copying.name, "faulty", "return_lock", 0)
         assert echo.first(1) == 1
 
-    def test_kept_result_that_another_rank_needs(self, copying: ColocatedGroup) -> None:
-        """So does using it elsewhere, which is an ordinary error of that call and names what made it."""
-        faulty, rows = copying.role("faulty", Faulty), copying.role("rows", Rows)
-        with faulty.return_lock.options(ranks=[0]).keep(nested=True) as kept:
-            for _ in range(2):
-                with pytest.raises(SerializationError, match=r"the result of faulty\.return_lock: .*lock") as caught:
-                    rows.each([1, kept.ref])
-                assert (caught.value.method, caught.value.rank) == ("each", 1)
-                assert caught.value.path == "result['bad'][1].lock"
-        assert rows.double([1, 2]) == [2, 4]
-
     def test_constructor_argument(self, copying: ColocatedGroup) -> None:
         """A constructor argument that can't be sent is named, and nothing is left running."""
         with copying.owner.owner.reserve(1, cpus=0) as pool:
@@ -263,18 +246,6 @@ class Serialization(ExecutorCase):
             assert (
                 pool.spawn({"echo": colocate.role(Echo, "fine", extra=kept.fetch())}).role("echo", Echo).first(1) == 1
             )
-
-    def test_role_class(self, copying: ColocatedGroup) -> None:
-        """A class that has to go by value and can't is an error that names it."""
-        lock = threading.Lock()
-
-        class Holding(colocate.Role):
-            @colocate.method
-            def use(self) -> bool:
-                return lock.locked()
-
-        with copying.owner.owner.reserve(1, cpus=0) as pool, pytest.raises(ColocateError, match=r"Holding.*lock"):
-            pool.spawn({"holding": colocate.role(Holding)})
 
     def test_value_semantics(self, copying: ColocatedGroup) -> None:
         """What is sent is what it was when it was sent; what comes back is the caller's own."""

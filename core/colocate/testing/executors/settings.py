@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, RoleSpec
+from colocate import ColocatedGroup
 from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn
 from colocate.testing.executors.tensors import TensorCase
-from colocate.testing.probes.settings import Asking, Casting, Changing, Learning, told_by
-from colocate.testing.probes.sleepers import Dozing
+from colocate.testing.probes.settings import Casting, Changing, Learning, told_by
 
 USUAL = {"grad": True, "inference": False, "autocast": None, "dtype": "torch.float32", "device": "cpu"}
 SET = {"grad": False, "inference": True, "autocast": "torch.float16"}
@@ -86,17 +85,3 @@ class TorchSettings(TensorCase):
         group.checkpoint(str(tmp_path / "saved"))
         for name, expected in (("first", USUAL), ("changing", changed), ("last", USUAL)):
             assert group.role(name, Changing).when_saved() == [expected]
-
-    def test_hooks_amid_a_method(self, torch: Any, spawn: Spawn) -> None:
-        """Roles that take turns sleep and wake by hooks while another one's method runs, which sees none of it."""
-        roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 2, hooks=True) for name in ("one", "two")}
-        roles |= {name: colocate.role(Asking) for name in ("first", "second")}
-        group = spawn(roles, slots=1, residency="swap", device_memory="7MiB")
-        weights = {name: group.role(name, Dozing).look() for name in ("one", "two")}
-        for asks, name in (("first", "one"), ("second", "two"), ("first", "one")):
-            told = {**USUAL, "grad": False, "inference": True, "device": "meta"}
-            assert group.role(asks, Asking).reach(name) == [told]
-            assert group.role(name, Dozing).look() == weights[name]
-        for name in ("one", "two"):
-            (heard,) = group.role(name, Dozing).told()
-            assert {each.split()[0] for each in heard} == {"sleep", "wake"}

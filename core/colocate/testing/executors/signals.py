@@ -87,28 +87,6 @@ class Signals(Scripted):
         assert (code, errors) == (0, "")
 
     @needs(OwnProcess)
-    def test_interrupted_spawn_in_one_call(self, scripts: Scripts) -> None:
-        """Ctrl-C in `colocate.spawn` gives runtime, pool and group up."""
-        connect = f"executor={self.executor!r}, **{ {**self.options, 'slots': 2, 'cpus': 0}!r}"
-        with Gate() as gate:
-            driver = scripts.start(f"""
-                {_indented(BEGIN)}
-                from colocate._api.connection import live
-                hangs = {{"hangs": colocate.role(HangsAtStart, {gate.address!r})}}
-                say(interrupted(lambda: colocate.spawn(hangs, {connect})))
-                say(len(live))
-                with colocate.spawn(ROLES, {connect}) as group:
-                    say(group.role("echo", Echo).first("works"))
-                """)
-            gate.wait_for()
-            driver.process.send_signal(signal.SIGINT)
-            assert driver.hear() == "interrupted"
-            assert driver.hear() == 0
-            assert driver.hear() == "works"
-            code, errors = driver.end()
-        assert (code, errors) == (0, "")
-
-    @needs(OwnProcess)
     def test_interrupted_close(self, scripts: Scripts) -> None:
         """Ctrl-C while a close waits: what runs has no grace any more. It is raised once all of it is closed."""
         with Gate() as gate:
@@ -139,44 +117,6 @@ class Signals(Scripted):
             assert driver.hear() == ["closed", "closed", "ClosedError"]
             workers.wait()
             workers.close()
-            code, errors = driver.end()
-        assert (code, errors) == (0, "")
-
-    def test_interrupted_twice(self, scripts: Scripts) -> None:
-        """A second Ctrl-C leaves a close that waits for something else; it goes on, and a later close waits for it."""
-        with Gate() as gate:
-            driver = scripts.start(f"""
-                {_indented(BEGIN)}
-                from colocate.testing.gate import pass_gate
-                runtime = CONNECT
-                group = runtime.reserve(1, cpus=0).spawn(ROLES)
-                executor = type(runtime._node.services.executor)
-                release = executor.release
-
-                def late(self, reservation):
-                    pass_gate({gate.address!r})
-                    release(self, reservation)
-
-                def again():
-                    while not runtime._node.hurried:
-                        time.sleep(0.01)
-                    os.kill(os.getpid(), signal.SIGINT)
-
-                executor.release = late
-                threading.Thread(target=again).start()
-                say(interrupted(lambda: runtime.close(grace=1)))
-                say(runtime.state)
-                say("closing again")
-                runtime.close(grace=1, force=True)
-                say([runtime.state, group.state])
-                """)
-            gate.wait_for()
-            driver.process.send_signal(signal.SIGINT)
-            assert driver.hear() == "interrupted"
-            assert driver.hear() == "closing"
-            assert driver.hear() == "closing again"
-            gate.open()
-            assert driver.hear() == ["closed", "closed"]
             code, errors = driver.end()
         assert (code, errors) == (0, "")
 

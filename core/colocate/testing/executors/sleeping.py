@@ -11,20 +11,17 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Runtime
+from colocate import ColocatedGroup
 from colocate._role.method import Tag
 from colocate.errors import (
     ConfigError,
     MemoryBudgetError,
     RoleError,
-    RoleStartError,
     SleepingError,
 )
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
-from colocate.testing.probes.sleepers import Dozing, Engine, Sharing, digest_of
-from colocate.testing.probes.tensors import Intruder, Tensors
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.probes.sleepers import Dozing, Sharing, digest_of
 
 _MIB = 2**20
 _MIBS = 8
@@ -73,14 +70,6 @@ class Sleeping(Dozers):
         actor.train()
         assert actor.look_by_array() != before
         assert actor.look_by_array() == [float(each.numpy()[:, 1:].sum()) for each in actor.weights()]
-
-    def test_sleep_in_the_graph(self, runtime: Runtime, dozing: ColocatedGroup) -> None:
-        """What sleeps is beside its role."""
-        dozing.sleep("actor")
-        tree = runtime.graph.render("tree", memory=True)
-        assert tree.count(" MiB asleep)") == 2, tree
-        dozing.wake("actor")
-        assert "asleep" not in runtime.graph.render("tree", memory=True)
 
     @needs(OwnProcess)
     def test_sleep_frees_memory(self, spawn: Spawn) -> None:
@@ -168,18 +157,6 @@ class Sleeping(Dozers):
         after = [{tag: digest for tag, digest in part.items() if tag not in lost - {"cache"}} for part in before]
         assert (actor.parts(), actor.objects()) == (after, where)
 
-    def test_discard_on_one_rank_only(self, spawn: Spawn) -> None:
-        """Another one can't sleep: nothing is lost on any."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
-        actor = group.role("actor", Dozing)
-        actor.train()
-        before = actor.parts()
-        actor.fail_hook(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        with pytest.raises(MemoryBudgetError):
-            group.sleep("actor", discard=["grads", "cache"])
-        assert actor.parts() == before
-
     def test_discard_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
         """A role that sleeps or is awake, or a resident: its contents are what they were."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
@@ -193,24 +170,6 @@ class Sleeping(Dozers):
         dozing.sleep("other")
         dozing.sleep("actor", discard=["grads", "cache"])
         assert [{*part} for part in actor.parts()] == [{*before[0]} - (_lost(dozing) - {"grads"})] * 2
-
-    def test_discard_of_what_is_not_a_roles_own(self, runtime: Runtime) -> None:
-        """An argument that it has kept, another slot's resident, and results: threads hand these over by reference."""
-        torch = pytest.importorskip("torch")
-        given = torch.ones(_MIB)
-        with runtime.reserve(2, cpus=0) as pool:
-            roles = {"maker": colocate.role(Dozing, 1).on(slots=[0]), "user": colocate.role(Dozing, 1).on(slots=[1])}
-            group = pool.spawn(roles)
-            maker, user = group.role("maker", Dozing), group.role("user", Dozing)
-            kept = maker.make.keep(_MIB)
-            user.remember(given, kept.ref)
-            assert group.sleep("user", discard=["cache"])
-            assert kept.fetch()[0].all()
-            assert given.all()
-            maker.train()
-            (gradient,) = maker.gradient()
-            assert group.sleep("maker", discard=["grads"])
-            assert gradient.any()
 
     def test_discard_of_what_can_not_be(self, dozing: ColocatedGroup) -> None:
         """Tags that there aren't, that must be kept, or that stay awake."""
@@ -245,15 +204,6 @@ class Sleeping(Dozers):
         """It is refused where it is said."""
         with pytest.raises(ConfigError, match=r"sleep='vnm': it is \"vmm\""):
             colocate.role(Dozing).on(sleep="vnm")  # type: ignore[arg-type]
-
-    def test_sleep_again(self, dozing: ColocatedGroup) -> None:
-        """What sleeps stays so, and what is awake stays that."""
-        assert dozing.wake("actor") == 0
-        gone = dozing.sleep("actor", ("weights",))
-        assert gone
-        assert dozing.sleep("actor", ("weights",)) == 0
-        assert dozing.sleep("actor") > gone
-        assert dozing.wake("actor", ("weights",)) == gone
 
     def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
         """It stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
@@ -354,53 +304,6 @@ class Sleeping(Dozers):
         assert actor.look() == before
         assert actor.told() == [["sleep weights", "wake weights"]] * 2
 
-    def test_a_hook_that_can_not_undo(self, spawn: Spawn) -> None:
-        """Another rank can't sleep, and what this one has put away doesn't come back: both are told, and it comes."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
-        actor = group.role("actor", Dozing)
-        before = actor.look()
-        actor.fail_hook(0, RuntimeError("nothing comes back"), "wake")
-        actor.fail_hook(1, RuntimeError("its engine is busy"))
-        with pytest.raises(
-            RoleError, match=r"its engine is busy\. It isn't as it was: wake\(\) on rank 0 .*nothing comes"
-        ):
-            group.sleep("actor", ("weights",))
-        assert actor.asleep() == [["weights"], []]
-        with pytest.raises(SleepingError, match="nothing comes back"):
-            actor.look()
-        actor.fail_hook(0, None)
-        assert actor.look() == before
-        assert actor.told() == [["sleep weights", "wake weights"], []]
-
-    @needs(OwnProcess)
-    def test_what_a_role_frees_by_itself(self, spawn: Spawn) -> None:
-        """In many small pieces, below some that stay: the system has them, and not `malloc`."""
-        group = spawn({"engine": colocate.role(Engine)}, slots=1)
-        for _ in range(2):
-            (awake,) = group.memory().slots
-            group.sleep("engine")
-            (asleep,) = group.memory().slots
-            assert (awake.process or 0) - (asleep.process or 0) >= 0.9 * Engine.NBYTES
-            assert abs(asleep.unowned["other"]) <= 0.1 * Engine.NBYTES, asleep.unowned
-            group.wake("engine")
-
-    def test_what_somebody_wrote_before(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A sleep, a wake and a checkpoint aren't blamed for it, and are done; who uses the value is told."""
-        pytest.importorskip("torch")
-        roles: dict[str, Any] = {"dozing": colocate.role(Dozing, 1), "tensors": colocate.role(Tensors)}
-        group = spawn({**roles, "other": colocate.role(Intruder)}, name="intruded")
-        tensors = group.role("tensors", Tensors)
-        with tensors.make.keep(2) as kept:
-            kept.wait()
-            error = group.role("other", Intruder).write.submit("tensors").exception(PATIENCE_S)
-            assert error is None or "other.write changed in place" in str(error)  # with `strict`
-            assert group.sleep("dozing") > 0
-            assert group.wake("dozing") > 0
-            group.checkpoint(tmp_path / "state")
-            with pytest.raises(RoleError, match="changed in place"):
-                tensors.seen(kept.ref)
-
     def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
         """Roles and tags that there aren't."""
         with pytest.raises(
@@ -415,23 +318,6 @@ class Sleeping(Dozers):
             dozing.sleep("actor", "weights")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="names 'weight'; a role's memory is of weights, grads, optimizer, cache"):
             dozing.wake("actor", ["weight"])  # type: ignore[list-item]
-
-    def test_sleep_where_there_is_no_disk(self) -> None:
-        """A folder in memory is refused before a role is constructed, with what to do; so is one that isn't there."""
-        pytest.importorskip("torch")
-        for folder, why in (
-            ("/dev/shm", "/dev/shm is a tmpfs: what is put there stays in memory"),
-            ("/nonexistent/spill", "No such file or directory"),
-        ):
-            with self.connect(spill_dir=folder) as runtime, runtime.reserve(1, cpus=0) as pool:
-                with pytest.raises(
-                    RoleStartError, match=rf"rank 0: spill_dir=.*memory can't sleep here.*{why}.*\(on node "
-                ):
-                    pool.spawn({"actor": colocate.role(Dozing, 1)})
-                assert pool.state == "ready"
-        for wrong in ("spill", b"/var/tmp", 1):
-            with pytest.raises(ConfigError, match="must be an absolute path"):
-                self.connect(spill_dir=wrong)
 
 
 def _lost(group: ColocatedGroup) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,12 +14,11 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate.errors import (
-    CallTimeout,
     PipelineError,
     RoleError,
     SleepingError,
 )
-from colocate.executor import Detachable, OwnProcess
+from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs
 from colocate.testing.executors.renewals import alone
 from colocate.testing.executors.sleeping import Dozers
@@ -55,23 +53,6 @@ class SleepingBeside(Dozers):
                 dozing.wake("actor")
         assert second.result(PATIENCE_S) == before
         assert first.result(PATIENCE_S)
-
-    def test_what_comes_while_it_sleeps(self, dozing: ColocatedGroup) -> None:
-        """What a role has to itself only now, or has come to hold by a method that let it sleep, goes with the next."""
-        actor = dozing.role("actor", Dozing)
-        kept = actor.caches.keep()
-        kept.wait()
-        piece = 2 * _MIBS * _MIB
-        dozing.sleep("actor")
-        kept.free()
-        assert dozing.sleep("actor") >= _MOST * piece
-        actor.refill(2 * _MIBS)
-        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
-        assert dozing.sleep("actor") >= _MOST * 3 * piece  # with the weights
-        assert all(slot.roles[0].total < 0.1 * piece for slot in dozing.memory().slots)
-        before = actor.digest()
-        assert dozing.sleep("actor") == dozing.wake("actor")
-        assert actor.digest() == before
 
     def test_residents_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
         """They can be used, by value and by reference."""
@@ -114,42 +95,6 @@ class SleepingBeside(Dozers):
         assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
         assert actor.digest() == digest
 
-    @pytest.mark.parametrize(
-        ("hook", "words"),
-        [
-            ("save", "no room for the file"),
-            ("wake", r"role 'actor' could not be woken: OSError: no room for the file"),
-            ("sleep", r"role 'actor' could not be put back to sleep: OSError: no room for the file"),
-        ],
-    )
-    def test_a_checkpoint_that_fails_of_a_sleeping_role(
-        self, spawn: Spawn, tmp_path: Path, hook: str, words: str
-    ) -> None:
-        """What failed is told, and the role is as it was, or can be woken."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
-        actor = group.role("actor", Dozing)
-        before = actor.digest()
-        group.sleep("actor")
-        actor.fail_hook(1, OSError("no room for the file"), hook)
-        with pytest.raises(RoleError, match=words):
-            group.checkpoint(tmp_path / "c")
-        assert not (tmp_path / "c").exists()
-        if hook == "save":
-            assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
-        actor.fail_hook(1, None)
-        assert actor.digest() == before
-
-    def test_a_failed_call_of_a_role_that_slept(self, dozing: ColocatedGroup) -> None:
-        """It stays awake, and can sleep again."""
-        actor = dozing.role("actor", Dozing)
-        before = actor.digest()
-        dozing.sleep("actor")
-        with pytest.raises(RoleError, match="a bad batch"):
-            actor.fail(1)
-        assert dozing.sleep("actor")
-        assert actor.digest() == before
-
     @needs(OwnProcess)
     def test_sleep_of_a_model_in_shards(self, spawn: Spawn) -> None:
         """By FSDP2: each rank's shards are its own, and count so; training goes on."""
@@ -191,37 +136,6 @@ class SleepingBeside(Dozers):
         assert actor.digest() == before
 
     @needs(OwnProcess)
-    def test_a_rank_that_hangs_as_it_is_woken(self, spawn: Spawn) -> None:
-        """What a call asks for by itself has its timeout: the group fails as of any rank that doesn't come back."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1)})
-        actor = group.role("actor", Dozing)
-        pid = group.run(_pid)[1]
-        group.sleep("actor")
-        group._node.grace = 0.2
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(CallTimeout, match="done after"):
-            actor.digest.options(timeout=0.3)()
-        wait_until(lambda: group.state == "failed", "the group has failed")
-        with pytest.raises(RoleError, match="did not come back within"):
-            actor.digest()
-
-    @needs(OwnProcess)
-    def test_a_wake_for_calls_of_several_timeouts(self, spawn: Spawn) -> None:
-        """It has as long as the one that waits longest, which then goes on."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1)})
-        actor = group.role("actor", Dozing)
-        before, pid = actor.digest(), group.run(_pid)[1]
-        group.sleep("actor")
-        os.kill(pid, signal.SIGSTOP)
-        with group.pipeline():
-            short, patient = actor.digest.options(timeout=0.3).submit(), actor.digest.submit()
-        assert isinstance(short.exception(PATIENCE_S), CallTimeout)
-        os.kill(pid, signal.SIGCONT)
-        assert patient.result(PATIENCE_S) == before
-
-    @needs(OwnProcess)
     def test_restart_of_a_sleeping_role(self, runtime: Runtime) -> None:
         """The roles of the next generation are awake."""
         pytest.importorskip("torch")
@@ -236,15 +150,6 @@ class SleepingBeside(Dozers):
             assert actor.asleep() == [[]] * 2
             assert group.sleep("actor")
             assert actor.look()
-
-    @needs(Detachable)
-    def test_sleep_from_driver_to_driver(self, dozing: ColocatedGroup) -> None:
-        """Who doesn't know what sleeps wakes it by calling, too."""
-        crew = dozing._node
-        before = dozing.role("actor", Dozing).digest()
-        dozing.sleep("actor")
-        crew.sleepers = type(crew.sleepers)(crew.roles)  # as a driver begins that attaches a pool
-        assert dozing.role("actor", Dozing).digest() == before
 
 
 def _pid(ctx: colocate.Context) -> int:

@@ -23,7 +23,6 @@ from colocate.errors import (
     ClosedError,
     ConfigError,
     PlacementError,
-    PluginError,
     RoleError,
     RoleStartError,
     WorkerDied,
@@ -32,7 +31,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.early import Early
-from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, Faulty, HangsAtStart, ImportsAtStart
+from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart
 from colocate.testing.probes.plain import Echo, Plain
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -104,38 +103,11 @@ class Startup(ExecutorCase):
         assert not hasattr(caught.value, "__notes__")
         assert set(live) == before
 
-    def test_options_in_one_call(self, no_leaks: None) -> None:
-        """It takes what `reserve` and `Pool.spawn` take, too, as one would give it there."""
-        options = {
-            "strategy": "spread",
-            "device_memory": "1GiB",
-            "reserve_timeout": 5,
-            "restarts": 2,
-            "mesh": {"tp": 2},
-        }
-        with self.spawn_alone({"rows": colocate.role(Rows)}, on_failure="restart", **options) as group:
-            request = group.owner._node.request
-            assert (request.strategy, request.timeout, request.cpus) == ("spread", 5, 0)
-            assert (group.owner._node.budget.device, group._node.restarts.limit) == (1 << 30, 2)
-            assert group.roles["rows"].meshes[""].axes == (("tp", 2),)
-
-    def test_error_in_the_block_of_one_call(self, no_leaks: None) -> None:
-        """A block that is left by an error raises that error, and all is closed."""
-        with pytest.raises(RoleError), self.spawn_alone({"faulty": colocate.role(Faulty)}) as group:
-            group.role("faulty", Faulty).fail()
-        assert not group.owner.owner.alive
-
     @smoke
     def test_by_name(self, spawn: Spawn) -> None:
         """A role can be named "module:Class"."""
         group = spawn({"echo": colocate.role("colocate.testing.probes.plain:Echo", tag="by name")}, slots=1)
         assert group.role("echo", Echo).tag_and_rank() == [("by name", 0)]
-
-    def test_names_that_are_none(self, spawn: Spawn) -> None:
-        """A name that leads nowhere is an error before anything starts."""
-        for name in ("colocate.testing.probes.plain:Nobody", "no_such_module:Class", "nobody.role"):
-            with pytest.raises(PluginError):
-                spawn({"echo": colocate.role(name)})
 
     def test_every_failure(self, spawn: Spawn) -> None:
         """Constructors that raise: one RoleStartError with the error of every rank."""
@@ -156,28 +128,6 @@ class Startup(ExecutorCase):
         assert str(again) == str(error)
         assert set(again.errors) == {0, 1}
         assert not hasattr(error, "__notes__")  # nothing hung: closing what had been started has nothing to say
-
-    def test_one_failure(self, spawn: Spawn) -> None:
-        """One rank that fails is enough, and it is the one named."""
-        with pytest.raises(RoleStartError) as caught:
-            spawn({"bad": colocate.role(FailsToStart, (1,))})
-        assert set(caught.value.errors) == {1}
-        assert caught.value.rank == 1
-        assert not hasattr(caught.value, "__notes__")
-
-    def test_every_failure_of_its_own(self, spawn: Spawn) -> None:
-        """A rank whose code still comes from the driver when another one has failed is constructed all the same."""
-        names = [f"no_such_module_{index}" for index in range(100)]
-        with pytest.raises(RoleStartError) as caught:
-            spawn({"bad": colocate.role(ImportsAtStart, names)})
-        assert [str(each.__cause__) for each in caught.value.errors.values()] == ["0", "1"]
-
-    @pytest.mark.parametrize("kind", ["exit", "interrupt", "two", "unpicklable"])
-    def test_odd_failures(self, spawn: Spawn, kind: str) -> None:
-        """Whatever a constructor raises is told."""
-        with pytest.raises(RoleStartError) as caught:
-            spawn({"bad": colocate.role(FailsToStart, (0,), kind)}, slots=1)
-        assert "in deep_inside" in str(caught.value.remote_traceback)
 
     def test_nothing_is_left(self, runtime: Runtime) -> None:
         """After a failed start the slots and the name are free, and the next group starts there."""
@@ -291,11 +241,6 @@ class Startup(ExecutorCase):
         assert "has no role methods" in text
         assert "slot 7 is named, but the group has 2" in text
         assert "colocate.role(...)" in text
-
-    def test_no_roles(self, spawn: Spawn) -> None:
-        """A group needs a role."""
-        with pytest.raises(ConfigError, match="at least one role"):
-            spawn({})
 
     def test_order_of_construction(self, spawn: Spawn) -> None:
         """Roles are constructed in the order of their declaration, so that a later one finds its siblings."""

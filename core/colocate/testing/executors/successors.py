@@ -130,38 +130,6 @@ class Successors(DetachedCase):
 
     @needs(Detachable)
     @of_executor
-    def test_as_long_as_the_group(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """A class is one as long as there is a group that names it, whatever Python collects and whoever was closed."""
-        detaches = """
-        pool = runtime.reserve(2, cpus=0, detachable=True)
-        pool[:1].spawn({"worker": colocate.role(Worker)}, name="first")
-        pool[1:].spawn({"worker": colocate.role(Worker)}, name="second")
-        pool.detach(NAME, ttl=300)
-        say("detached")
-        """
-        self._said(scripts, name, _SCRIPT + textwrap.dedent(detaches))
-        uses = """
-        import gc
-
-        pool = runtime.attach(NAME)
-        first, second = (pool.groups[each]["worker"] for each in ("first", "second"))
-        kinds = []
-        for worker in (first, second, first):
-            kinds.append(type(worker.make(3)[0]))
-            gc.collect()
-        pool.groups["first"].close()
-        del first, worker
-        gc.collect()
-        kinds.append(type(second.make(3)[0]))
-        say([each is kinds[0] for each in kinds])
-        pool.close()
-        """
-        assert self._said(scripts, name, textwrap.dedent(uses)) == [True] * 4
-        assert self._said(scripts, name, _SCRIPT + textwrap.dedent(uses)) == [True] * 4
-        assert self._said(scripts, name, _CLOSES) == "closed"
-
-    @needs(Detachable)
-    @of_executor
     def test_a_module_of_other_content(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """So is a module beside the script, if the driver has imported it."""
         self._said(scripts, name, _SCRIPT + _DETACHES)
@@ -172,34 +140,4 @@ class Successors(DetachedCase):
         assert str(scripts.folder / "beside.py") in told
         assert str(elsewhere.folder / "beside.py") in told
         assert self._said(scripts, name, _SCRIPT + _ATTACHES + "say(tell(use))")[0] is True
-        assert self._said(scripts, name, _CLOSES) == "closed"
-
-    @needs(Detachable)
-    @of_executor
-    def test_a_module_that_is_imported_late(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """One that this driver imports after it has attached is compared then, whether by itself or for a result."""
-        (scripts.folder / "later.py").write_text("class Value: pass\n")
-        detaches = _DETACHES.replace('name="working")', 'name="working")[Worker].late()')
-        self._said(scripts, name, _SCRIPT + detaches)
-        uses = """
-        with runtime.attach(NAME) as pool:
-            worker = pool.groups["working"]["worker"]
-            import sys
-            early = "later" in sys.modules
-            FIRST
-            say([early, tell(lambda: [type(each).__module__ for each in worker.late()]), tell(use)])
-        """
-        uses = "def use():\n    import later\n    return worker.is_late(later.Value())\n" + textwrap.dedent(uses)
-        uses = _SCRIPT + _ATTACHES.partition("def use")[0] + uses
-        assert self._said(scripts, name, uses.replace("FIRST", "")) == [False, ["later"], [True]]
-        elsewhere = Scripts(scripts.folder / "elsewhere", scripts.connect)
-        elsewhere.folder.mkdir()
-        (elsewhere.folder / "later.py").write_text("class Value: other = 1\n")
-        for first in ("", "import later"):
-            early, *told = self._said(elsewhere, name, uses.replace("FIRST", first))
-            assert not early
-            for each in told:
-                assert "group 'working' can't be used here: module 'later' of the driver" in each
-                assert str(scripts.folder / "later.py") in each
-                assert str(elsewhere.folder / "later.py") in each
         assert self._said(scripts, name, _CLOSES) == "closed"

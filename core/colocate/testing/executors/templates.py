@@ -60,14 +60,6 @@ class Templates(ExecutorCase):
                     assert same.stdout.decode().strip() == digest
 
     @needs(OwnProcess)
-    def test_descriptors_of_a_fork(self, spawn: Spawn) -> None:
-        """Nothing more is open in later ones than in the first."""
-        first, later = (
-            [len(each["descriptors"]) for each in spawn(ROLES).role("born", Born).process()] for _ in range(2)
-        )
-        assert sorted(first) == sorted(later)
-
-    @needs(OwnProcess)
     @of_executor
     def test_the_template_is_killed(self, spawn: Spawn) -> None:
         """That ends no worker; the next group has another template, and its workers end as ever."""

@@ -12,11 +12,10 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate._api.runtime import Runtime
 from colocate.errors import DispatchError, RoleError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.probes.rows import Rows
-from colocate.testing.probes.tensors import Intruder, Tensors, Trainer, takes_a_step
+from colocate.testing.probes.tensors import Tensors, Trainer, takes_a_step
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -89,16 +88,6 @@ class TensorResidents(TensorCase):
             with pytest.raises(DispatchError, match=f"layout torch.{layout} can't be cut by rows"):
                 tensors.mean(value)
 
-    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-    def test_nested(self, torch: Any, tensors: Tensors) -> None:
-        """One that has no shape can be kept and described too."""
-        value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-        with tensors.echo.keep(value) as kept:
-            assert kept.spec.structure == "Tensor[nested] float32"
-            assert kept.spec.bytes_per_rank[0] == 4 * 5
-            for back in kept.fetch(), tensors.echo(kept.ref):
-                assert [part.tolist() for part in back.unbind()] == [[1, 1], [1, 1, 1]]
-
     def test_numpy(self, torch: Any, tensors: Tensors) -> None:
         """So do arrays."""
         numpy = pytest.importorskip("numpy")
@@ -113,19 +102,6 @@ class TensorResidents(TensorCase):
         whole = torch.arange(4.0)
         one, two = tensors.echo([whole, whole])
         assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
-
-    def test_kept_is_what_is_returned(self, torch: Any, tensors: Tensors) -> None:
-        """Kept, fetched and called give the same."""
-        calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (tensors.make, (3,)),
-            (tensors.add, (torch.arange(5.0), 2.0)),
-            (tensors.under_inference_mode, (2,)),
-            (tensors.make_on_one, (4,)),
-            (tensors.padded, (torch.arange(3.0),)),
-        ]
-        for call, args in calls:
-            with call.keep(*args) as kept:
-                assert torch.equal(kept.fetch(), call(*args))
 
     def test_use(self, torch: Any, pair: ColocatedGroup, tensors: Tensors) -> None:
         """Every way of passing a resident gives what its value gives."""
@@ -145,13 +121,6 @@ class TensorResidents(TensorCase):
         """A resident used on its own slot is handed over by reference: no byte moves."""
         with tensors.make.keep(1000) as kept:
             assert tensors.address_of_rows(kept.ref) == tensors.own_address()
-
-    def test_uneven(self, torch: Any, tensors: Tensors) -> None:
-        """The producer's partition stays, with the weights that come of it."""
-        with tensors.make_each.keep([1, 3]) as kept:  # type: ignore[arg-type]
-            value = kept.fetch()
-            assert tensors.seen(kept.ref) == [[0.0], [100.0, 101.0, 102.0]]
-            assert tensors.mean(kept.ref)["mean"] == pytest.approx(float(value.mean()))
 
     def test_gradients_stay(self, torch: Any, tensors: Tensors) -> None:
         """Results leave detached from autograd, parameters as ordinary tensors, kept or not."""
@@ -177,16 +146,6 @@ class TensorResidents(TensorCase):
             False,
             False,
         ]
-
-    def test_device_of_tensors(self, torch: Any, tensors: Tensors) -> None:
-        """Tensors arrive on the receiver's device."""
-        assert [fact["device"] for fact in tensors.facts(torch.ones(1))] == [True, True]
-
-    def test_spec_of_tensors(self, tensors: Tensors) -> None:
-        """`.spec` has shapes, dtypes and bytes."""
-        with tensors.make_each.keep([2, 3]) as kept:  # type: ignore[arg-type]
-            assert kept.spec.structure == "Tensor[2] float32"
-            assert kept.spec.bytes_per_rank == (8, 12)
 
 
 _SCRIPT = """
@@ -276,18 +235,6 @@ class Optimizers(TensorCase):
             assert takes_a_step(*kept.fetch())
             assert trainer.step_with_both(kept.ref)
 
-    def test_optimizer_of_tensors(self, torch: Any, spawn: Spawn) -> None:
-        """For tensors that were made with `requires_grad`, too."""
-        group, weight = spawn({"trainer": colocate.role(Trainer)}, slots=1), torch.zeros(2, requires_grad=True)
-
-        def learn(ctx: colocate.Context, it: Any, optimizer: Any) -> None:
-            it.sum().backward()
-            optimizer.step()
-            assert it.tolist() == [-1.0, -1.0]
-
-        with _told(group):
-            group.run(learn, weight, torch.optim.SGD([weight], lr=1.0))
-
     def test_one_of_them_is_a_global(self, torch: Any, trains: Any) -> None:
         """One as an argument and the other with the code is refused, wherever that has it, and whatever was sent."""
         net, optimizer = trains.net, trains.optimizer
@@ -317,18 +264,6 @@ class Optimizers(TensorCase):
                 group.run(step_of, net)
             assert group.run(trains.load, net.state_dict()) == ["<All keys matched successfully>"]
 
-    def test_both_are_globals(self, torch: Any, runtime: Runtime, trains: Any) -> None:
-        """They are one's model and optimizer also where the model was sent before, and the optimizer comes later."""
-        with runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn({"trainer": colocate.role(trains.User)}, name="training")
-            assert group.run(trains.step) == [True]
-            (before,) = group.run(trains.look)
-            trains.later_one = torch.optim.SGD(trains.net.parameters(), lr=1.0)
-            exec("def step_later(ctx):\n    return takes_a_step(net, later_one)\n", trains.__dict__)
-            assert group.run(trains.look) == [before]
-            assert group.run(trains.step_later) == [True]
-            assert group.run(trains.look) != [before]
-
 
 def _told(group: ColocatedGroup) -> AbstractContextManager[object]:
     """In strict mode a step of parameters that are an argument by themselves is told as a write into that."""
@@ -356,17 +291,6 @@ class Memory(TensorCase):
                 tensors.write_into_what_it_returned()
             assert caught.value.method == "write_into_what_it_returned"
 
-    def test_write_into_several(self, spawn: Spawn) -> None:
-        """Nobody gets what any of them has become."""
-        group = spawn({"intruder": colocate.role(Intruder)}, name="several")
-        intruder = group.role("intruder", Intruder)
-        with intruder.make.keep() as one, intruder.make.keep() as other:
-            with pytest.raises(RoleError, match=r"write_into_all changed in place a value that intruder\.make"):
-                intruder.write_into_all()
-            for each in (one, other):
-                with pytest.raises(RoleError, match=r"changed in place by intruder\.write_into_all"):
-                    each.fetch()
-
     def test_write_later(self, pair: ColocatedGroup, tensors: Tensors) -> None:
         """Writing into an argument of an earlier call is found at the latest when the resident is used next."""
         left = pair.role("left_tensors", Tensors)
@@ -384,12 +308,6 @@ class Memory(TensorCase):
                 tensors.write_into(kept.ref)
             with pytest.raises(RoleError, match="changed in place"):
                 tensors.seen(kept.ref)
-
-    def test_write_after_free(self, tensors: Tensors) -> None:
-        """What is no resident any more may be written to: it is the role's own."""
-        kept = tensors.make.keep(2)
-        kept.free()
-        tensors.write_into_what_it_returned()
 
     @of_executor
     def test_strict_contents(self) -> None:
@@ -422,22 +340,6 @@ class Memory(TensorCase):
                 assert (sum(first), sum(second)) == (size, 0)
                 assert sum(tensors.still_has()[0]) == size
             assert float(mine.sum()) == size
-
-    def test_residents_are_not_shared(self, torch: Any, copying: ColocatedGroup) -> None:
-        """Nor do ranks share the memory of a resident that comes from another slot."""
-        right = copying.role("right_tensors", Tensors)
-        with copying.role("left_tensors", Tensors).make.keep(3) as kept:
-            if copying._node.services.strict:  # it is done, and told
-                with pytest.raises(RoleError, match=r"keep_and_write changed in place .*make had returned"):
-                    right.keep_and_write(kept.ref, on_rank=0)
-            else:
-                assert right.keep_and_write(kept.ref, on_rank=0) == [[0.0, 0.0, 0.0]]
-            assert kept.fetch().tolist() == [0.0, 1.0, 2.0]
-            assert right.whole(kept.ref) == [[0.0, 1.0, 2.0]]
-
-    def test_readonly(self, torch: Any, tensors: Tensors) -> None:
-        """`readonly=` allows sharing, and changes nothing else."""
-        assert tensors.sum_readonly(torch.ones(3)) == [3.0, 3.0]
 
     def test_results_are_writable(self, torch: Any, tensors: Tensors) -> None:
         """What comes out of a worker is ordinary writable memory, small or large."""

@@ -8,18 +8,18 @@ import os
 import queue
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import colocate
-from colocate import CallTimeout, ColocatedGroup, ColocateError, Context, Role, method
-from colocate.errors import RoleError, SerializationError, WorkerDied
+from colocate import CallTimeout, ColocateError, Context
+from colocate.errors import RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, HeldUp
-from colocate.testing.probes.plain import Echo, Plain, Talker
+from colocate.testing.probes.plain import Echo, Talker
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
 
@@ -62,33 +62,6 @@ class Undisturbed(ExecutorCase):
         finally:
             over.set()
 
-    def test_spec_of_a_type_that_goes_by_value(self, spawn: Spawn) -> None:
-        """A NamedTuple of the script's own is a structure as any other; the next fetch comes too."""
-
-        class Pair(NamedTuple):
-            left: Any
-            right: Any
-
-        class Maker(Role):
-            @method
-            def make(self) -> Any:
-                return Pair([1, 2], {"x": 3.0})
-
-        maker = spawn({"maker": colocate.role(Maker)}, slots=1).role("maker", Maker)
-        with maker.make.keep() as kept:
-            structure = kept.spec.structure
-            assert (structure.left, structure.right) == (["int", "int"], {"x": "float"})
-            (fetched,) = kept.fetch(timeout=PATIENCE_S)
-            assert (fetched.left, fetched.right) == ([1, 2], {"x": 3.0})
-
-    def test_a_type_that_ends_threads(self, copying: ColocatedGroup) -> None:
-        """One whose pickling raises SystemExit is an error of its fetch; the thread goes on."""
-        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
-        with faulty.leaver.keep() as kept, echo.echo.keep("x") as other:
-            with pytest.raises((ColocateError, SerializationError), match="it leaves"):
-                kept.fetch(timeout=PATIENCE_S)
-            assert other.fetch(timeout=PATIENCE_S) == ["x", "x"]
-
     @needs(OwnProcess)
     @pytest.mark.parametrize("raises", [False, True])
     def test_output_that_nobody_takes(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
@@ -113,33 +86,6 @@ class Undisturbed(ExecutorCase):
         finally:
             over.set()
         group.close()
-
-    @needs(OwnProcess)
-    def test_a_restart_that_a_type_ends(self, spawn: Spawn) -> None:
-        """An argument of a role that can be packed once only: the group fails for good, and says why."""
-        once: Any = Once()
-        group = spawn({"plain": colocate.role(Plain, once)}, on_failure="restart", restarts=1)
-        with pytest.raises(WorkerDied):
-            group.run(_leave)
-        with pytest.raises(ColocateError) as caught:
-            group.wait_ready(PATIENCE_S)
-        (note,) = [note for note in caught.value.__notes__ if "could not be restarted" in note]
-        assert "once only" in note
-
-    def test_progress_of_any_number(self, copying: ColocatedGroup) -> None:
-        """A number of a type of the role's own is told as the number that it is: the driver needs no such type."""
-        copying.run(_progress)
-        copying.role("echo", Echo).noop()
-        told = [worker.progress[None] for worker in copying._node.workforce.workers]
-        assert told == [(1, 2), (1, 2)]
-        assert {type(number) for pair in told for number in pair} == {int}
-
-    def test_an_exception_that_ends_threads(self, copying: ColocatedGroup) -> None:
-        """One whose unpickling raises SystemExit on the driver is told as text; the thread that reads goes on."""
-        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
-        with pytest.raises(RoleError, match="Leaving"):
-            faulty.fail("leaving")
-        assert echo.first("still there") == "still there"
 
     @needs(OwnProcess)
     def test_an_exception_that_holds_up(self, spawn: Spawn) -> None:

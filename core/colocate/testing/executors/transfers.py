@@ -8,7 +8,6 @@ import attrs
 import pytest
 
 from colocate import CallRecord, ColocatedGroup, FetchRecord, MoveRecord, Runtime, TransferRecord, role
-from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.probes.tensors import Tensors
@@ -104,24 +103,6 @@ class Transfers(ExecutorCase):
         pair.role("left_tensors", Tensors).echo([more.ref, more.ref])
         assert (told.transfers("echo"), told.last("echo").handed_over) == ([], {})
 
-    def test_from_another_group(self, pair: ColocatedGroup, spawn: Spawn, told: _Told, travels: bool) -> None:
-        """It is told whose it was."""
-        other = spawn({"tensors": role(Tensors)}, name="others")
-        kept = other.role("tensors", Tensors).make.keep(_ROWS)
-        pair.role("left_tensors", Tensors).whole(kept.ref)
-        found = [(each.rank, each.group, each.role, each.source) for each in told.transfers("whole")]
-        assert sorted(found) == ([(0, "others", "tensors", 0), (0, "others", "tensors", 1)] if travels else [])
-        assert told.last("whole").handed_over == {}
-
-    def test_of_a_call_that_fails(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
-        """What it had got by then is told."""
-        kept = pair.role("left_tensors", Tensors).make.keep(_ROWS)
-        with pytest.raises(RoleError, match="no tensor today"):
-            pair.role("right_tensors", Tensors).fail(kept.ref)
-        found = [(each.rank, each.role, each.source) for each in told.last("fail").transfers]
-        assert found == ([(0, "left_tensors", 0)] if travels else [])
-        assert all(each.nbytes >= _BYTES for each in told.last("fail").transfers)
-
     def test_from_and_to_the_driver(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
         """The bytes of arguments and results, for all ranks; those of a kept result when it is fetched."""
         import torch
@@ -146,18 +127,6 @@ class Transfers(ExecutorCase):
         )
         assert all(2 * _BYTES <= each.nbytes <= 2 * (_BYTES + _MORE) for each in told.fetches)
         assert all(each.start <= each.end for each in told.fetches)
-
-    def test_in_a_pipeline(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
-        """Calls that go together are told of one by one."""
-        left, right = pair.role("left_tensors", Tensors), pair.role("right_tensors", Tensors)
-        with pair.pipeline():
-            made = left.make.keep(_ROWS)
-            more = right.add.keep(made.ref)
-            last = left.whole.submit(more.ref)
-        last.result()
-        more.wait()  # its rank may say that it is done after the other one, which has its value already
-        assert [each.role for each in told.transfers("whole")] == (["right_tensors"] if travels else [])
-        assert [each.role for each in told.transfers("add")] == (["left_tensors"] if travels else [])
 
     def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
         """Those that somebody asks for, too, and the wakes by a call; and whether it is all of the role."""

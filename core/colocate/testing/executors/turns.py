@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
 import threading
 from functools import partial
 from pathlib import Path
@@ -15,12 +13,8 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Context, RoleSpec, Runtime
 from colocate.errors import (
-    ColocateError,
-    ConfigError,
     MemoryBudgetError,
-    RoleError,
     RoleStartError,
-    SleepingError,
 )
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
@@ -55,13 +49,6 @@ class TakingTurns(ExecutorCase):
         assert sum(asleep) >= 2 * 6 * _MIB
         for name in ("one", "two", "three"):
             assert turns.role(name, Dozing).digest() == free.role(name, Dozing).digest()
-
-    def test_turns_in_a_pipeline(self, turns: ColocatedGroup) -> None:
-        """Its calls wake whom they need, one after the other."""
-        with turns.pipeline():
-            calls = [turns.role(name, Dozing).train.submit() for name in ["one", "two", "three"] * 4]
-        assert all(len(call.result(PATIENCE_S)) == 2 for call in calls)
-        assert any(role.asleep for slot in turns.memory().slots for role in slot.roles)
 
     @of_executor
     def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
@@ -137,22 +124,6 @@ class TakingTurns(ExecutorCase):
         for name in ("one", "two", "three"):
             assert group.role(name, Dozing).digest() == free.role(name, Dozing).digest()
 
-    def test_another_role_than_expected(self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]]) -> None:
-        """What has come for nothing makes room again; so does what a function reaches, or is woken by name."""
-        group, _ = four
-        one, two, three = (group.role(name, Dozing) for name in ("one", "two", "three"))
-        before = three.digest()
-        one.train()  # two comes, and three goes
-        assert three.digest() == before
-        one.train()
-        assert group.run(_reach, "three") == [[0]]
-        one.train()
-        group.sleep("two")
-        assert group.wake("two") > 0
-        assert two.train()
-        (slot,) = group.memory().slots
-        assert sum(role.total for role in slot.roles) <= 9 * _MIB
-
     def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
         """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
         pytest.importorskip("torch")
@@ -197,24 +168,6 @@ class TakingTurns(ExecutorCase):
         assert one.asleep() == [["grads", "optimizer", "cache"]]
         assert two.asleep() == [[]]
 
-    def test_what_comes_while_a_role_sleeps(self, spawn: Spawn) -> None:
-        """A method that needs only the weights leaves a cache: it makes room, too, and so does what was a resident."""
-        pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
-        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
-        one, two = group.role("one", Dozing), group.role("two", Dozing)
-        two.train()
-        one.refill(4)
-        assert one.asleep() == [["grads", "optimizer", "cache"]]
-        assert two.train()
-        two.let_go()
-        kept = one.caches.keep()
-        kept.wait()
-        with pytest.raises(MemoryBudgetError, match=r"after two\.train, .* one 4 MiB"):
-            two.train()
-        kept.free()
-        assert two.train()
-
     def test_a_role_that_residents_keep_awake(self, spawn: Spawn) -> None:
         """Who lacks the room is told of it."""
         pytest.importorskip("torch")
@@ -242,46 +195,6 @@ class TakingTurns(ExecutorCase):
             assert other.digest() == before
         assert actor.asleep() == [[], []]
 
-    def test_siblings_for_which_there_is_no_room(self, spawn: Spawn) -> None:
-        """The error says why they don't make room for each other."""
-        pytest.importorskip("torch")
-        roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
-        group = spawn({**roles, "other": colocate.role(Sharing)}, slots=1, residency="swap", device_memory="7MiB")
-        other = group.role("other", Sharing)
-        other.share("one")
-        stays = r"waking role 'two' needs .* beside one, other, in use with it or asked for by ctx.sibling"
-        with pytest.raises(RoleError, match=stays):
-            other.share("two")
-        other.digest()  # who was refused isn't asked for
-
-    def test_what_a_function_reaches_stays_awake(self, spawn: Spawn) -> None:
-        """As long as it runs; and what a role has come to hold in a call that failed counts."""
-        pytest.importorskip("torch")
-        roles = {name: colocate.role(Dozing, 2) for name in ("one", "two", "three")}
-        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
-        assert group.run(_reach, "one", "two") == [[0, 0]]
-        with pytest.raises(RoleError, match="waking role 'three' needs"):
-            group.run(_reach, "one", "two", "three")
-        one = group.role("one", Dozing)
-        with pytest.raises(RoleError, match="a bad batch"):
-            one.grow_and_fail(3)
-        group.role("two", Dozing).look()
-        (slot,) = group.memory().slots
-        assert sum(role.total for role in slot.roles) <= 9 * _MIB
-
-    def test_a_wake_without_room_where_roles_take_turns(self, spawn: Spawn) -> None:
-        """All ranks or none, as ever: residents have the room, and don't sleep."""
-        pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 3), "two": colocate.role(Dozing, 2)}
-        group = spawn(roles, residency="swap", device_memory="9MiB")
-        group.sleep("one")
-        kept = group.role("two", Dozing).make.keep(9 * _MIB // 8)
-        kept.wait()
-        with pytest.raises(MemoryBudgetError, match=r"'one' .*could not be woken, and is as it was"):
-            group.wake("one")
-        kept.free()
-        assert group.wake("one")
-
     def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:
         """The error names it, and not the role that needs its room; that can run when it has some."""
         pytest.importorskip("torch")
@@ -296,30 +209,6 @@ class TakingTurns(ExecutorCase):
         assert "in _sleep" in (raised.value.remote_traceback or "")
         one.fail_hook(0, None)
         assert two.train()
-
-    def test_a_role_that_can_not_be_woken_in_its_turn(self, spawn: Spawn) -> None:
-        """Its own `wake()` has raised: it sleeps, which is no lack of memory unless it says so; later it can run."""
-        torch = pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
-        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
-        one, two = group.role("one", Dozing), group.role("two", Dozing)
-        before = one.look()
-        errors: list[tuple[type[ColocateError], BaseException, str]] = [
-            (SleepingError, RuntimeError("its engine is busy"), "RuntimeError: its engine is busy"),
-            (MemoryBudgetError, MemoryError(), "MemoryError"),
-            (MemoryBudgetError, OSError(errno.ENOSPC, "no room"), "OSError: .* no room"),
-            (MemoryBudgetError, torch.OutOfMemoryError("none is left"), "OutOfMemoryError: none is left"),
-        ]
-        for kind, error, words in errors:
-            assert two.train()
-            one.fail_hook(0, error, "wake")
-            with pytest.raises(kind, match=f"role 'one' could not be woken: {words}") as raised:
-                one.look()
-            assert type(raised.value) is kind
-            assert "in _wake" in (raised.value.remote_traceback or "")
-            assert "in _wake" not in str(raised.value)
-            one.fail_hook(0, None)
-            assert one.look() == before
 
     def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
         """It alone is too much: its start says so; what it has come to hold later, its call."""
@@ -338,39 +227,6 @@ class TakingTurns(ExecutorCase):
         for name in ("one", "two", "three"):
             turns.role(name, Dozing).train()
         turns.checkpoint(tmp_path / "saved")  # `Dozing.save` asserts it
-
-    @needs(OwnProcess)
-    def test_discard_of_a_role_that_takes_turns(self, spawn: Spawn) -> None:
-        """Whether it sleeps already makes no difference to what is there afterwards."""
-        pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
-        group = spawn(roles, residency="swap", device_memory="9MiB")
-        one, two = group.role("one", Dozing), group.role("two", Dozing)
-        for role in (one, two):
-            role.train()
-        assert one.asleep() != [[]] * 2
-        before = one.parts()  # it is its turn, so the other one sleeps
-        for name, role in (("one", one), ("two", two)):
-            group.sleep(name, discard=["grads"])
-            assert [{*part} for part in role.parts()] == [{"weights", "optimizer", "cache"}] * 2
-        assert [part["optimizer"] for part in one.parts()] == [part["optimizer"] for part in before]
-
-    @needs(OwnProcess)
-    def test_restart_of_roles_that_take_turns(self, runtime: Runtime) -> None:
-        """The next generation keeps within the budget, too."""
-        pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
-        with runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn(roles, residency="swap", device_memory="9MiB", on_failure="restart")
-            one, two = group.role("one", Dozing), group.role("two", Dozing)
-            before = one.train(), two.train()
-            with pytest.raises(ConfigError, match="take turns"):
-                group.sleep("one", on_call="fail")
-            os.kill(group.run(_pid)[0], signal.SIGKILL)
-            wait_until(lambda: group.generation == 1, "it is made anew")
-            group.wait_ready(PATIENCE_S)
-            assert (one.train(), two.train()) == before
-            assert one.asleep() != [[]]
 
 
 def _reach(ctx: Context, *names: str) -> list[int]:

@@ -9,7 +9,6 @@ import pytest
 
 import colocate
 from colocate._role.method import Tag
-from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
@@ -65,38 +64,4 @@ class SleepingAmidSteps(ExecutorCase):
                     sleeping = pool.submit(group.sleep, "role")
                     gate.open()
                     assert sleeping.result() > 0
-            assert role.end() == [(3.0, 3.0)] * 2
-
-    @needs(OwnProcess)
-    def test_what_is_to_be_received(self, spawn: Spawn) -> None:
-        """The role alone can wait for that: until it has, nothing sleeps."""
-        pytest.importorskip("torch")
-        group = spawn({"role": colocate.role(Unfinished, 1)})
-        role = group.role("role", Unfinished)
-        role.begin_exchange()
-        with pytest.raises(
-            RoleError,
-            match=r"could not be put to sleep, .* call `wait\(\)` of its work before",
-        ):
-            group.sleep("role")
-        assert role.end() == [(2.0, 2.0), (1.0, 1.0)]
-        assert group.sleep("role") > 0
-
-    @needs(OwnProcess)
-    def test_an_operation_that_a_peer_never_begins(self, spawn: Spawn) -> None:
-        """It fails first: the sleep comes after that."""
-        pytest.importorskip("torch")
-        group = spawn({"role": colocate.role(Unfinished, 1)})
-        role = group.role("role", Unfinished)
-        for _ in range(2):
-            with Gate() as gate:
-                failing = role.begin_sum.submit(gate.address, fails=True)
-                gate.wait_for()
-                with ThreadPoolExecutor(1) as pool:
-                    sleeping = pool.submit(group.sleep, "role")
-                    gate.open()
-                    assert sleeping.result() > 0
-            with pytest.raises(RoleError, match="a bad batch"):
-                failing.result()
-            role.begin_sum()
             assert role.end() == [(3.0, 3.0)] * 2

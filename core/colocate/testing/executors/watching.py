@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import pytest
@@ -105,16 +104,6 @@ class Watching(DetachedCase):
         assert show_top(job, cluster, once=True, every=1.0, json=False) == 1
         assert "no job " in capsys.readouterr().err
 
-    @needs(Watchable)
-    @of_executor
-    def test_window_of_a_driver_that_is_killed(self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate) -> None:
-        """It isn't listed any more."""
-        driver = self.begin(scripts, job, gate)
-        assert found(runtime, job) is not None
-        driver.process.kill()
-        driver.process.wait()
-        wait_until(lambda: found(runtime, job) is None, "its window isn't listed any more")
-
     @needs(Detachable)
     @of_executor
     def test_detached_pool_is_looked_at(
@@ -172,29 +161,6 @@ class Watching(DetachedCase):
             assert all(worker["roles"][0]["busy"] > 0 for worker in after["workers"])
         with pytest.raises(ConfigError, match=f"no pool '{name}x' is detached"):
             executor.look(f"{name}x")
-
-    @needs(Detachable)
-    @of_executor
-    def test_worker_of_a_detached_pool_that_is_stopped(
-        self, runtime: Runtime, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
-        """It is named; what the others do is told all the same."""
-        executor = cast("Detachable", runtime._node.services.executor)
-        config = tmp_path / "cluster.yaml"
-        config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
-        pool, view = new(runtime)
-        pids: Any = view.pid()
-        pool.detach(name, ttl=TTL_S)
-        os.kill(pids[1], signal.SIGSTOP)
-        try:
-            seen = executor.look(name)
-            assert [each["slot"] for each in seen["workers"]] == [0]
-            assert len(seen["silent"]) == 1
-            assert show_top(name, Cluster(config), once=True, every=1.0, json=False) == 0
-            assert f"worker {seen['silent'][0]} doesn't answer" in capsys.readouterr().out
-        finally:
-            os.kill(pids[1], signal.SIGCONT)
-        assert executor.look(name)["silent"] == []
 
     @of_executor
     def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:

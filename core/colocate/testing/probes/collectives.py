@@ -8,7 +8,6 @@ import threading
 from typing import TYPE_CHECKING, Any, cast
 
 from colocate import PerRank, Role, method, needs
-from colocate._role import torch_groups
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
 
 if TYPE_CHECKING:
@@ -32,25 +31,10 @@ class Collective(Role):
         return self._sum(value, self.ctx.process_group(axis))
 
     @method
-    def sum_without_end(self, elements: int) -> None:
-        """Sums over the ranks until somebody has enough of it."""
-        import torch
-        import torch.distributed as dist
-
-        group, values = self.ctx.process_group(), torch.ones(elements, device=self.ctx.device)
-        while True:
-            dist.all_reduce(values, group=group)
-
-    @method
     def facts(self, axis: str | None = None) -> tuple[int, int]:
         """Rank and size in the group, as torch tells them."""
         group = self.ctx.process_group(axis)
         return group.rank(), group.size()
-
-    @method
-    def same_twice(self) -> bool:
-        """Between two holds it is one group."""
-        return self.ctx.process_group() is self.ctx.process_group()
 
     @method
     def in_default(self, asks: bool = True) -> tuple[int, int, list[int]]:
@@ -151,13 +135,6 @@ class Collective(Role):
             await pass_gate_async(gate)
         return self._sum(1.0, self.ctx.process_group())
 
-    @method(dispatch=PerRank("dies"))
-    def die_while_it_is_made(self, dies: bool) -> None:
-        """A rank dies when all are there to make the group."""
-        if dies:
-            torch_groups.Plan.make = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
-        self.ctx.process_group()
-
     @method
     def pass_gate_and_fail(self, gate: Address, fail: bool) -> None:
         """Wait, then perhaps raise, without any group."""
@@ -210,18 +187,6 @@ class Own(Role):
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-class Threadless(Role):
-    """Has its process start no more threads, as one does that has as many as it may have."""
-
-    def __init__(self) -> None:
-        self._start = threading.Thread.start
-
-    @method
-    def may_start(self, threads: bool) -> None:
-        """Whether it may."""
-        threading.Thread.start = self._start if threads else _refuse  # type: ignore[method-assign, assignment]
-
-
 def _refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
@@ -243,23 +208,6 @@ class Launched(Role):
         """The variables, what torch says, and whether they name the rendezvous."""
         named = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return self.found, self.by_torch, named == (self.ctx.rendezvous.host, self.ctx.rendezvous.port)
-
-
-class Initializing(Role):
-    """Makes torch's default group in its constructor, by itself."""
-
-    def __init__(self, by_environment: bool = False) -> None:
-        import torch.distributed as dist
-
-        if by_environment:
-            dist.init_process_group("gloo")
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-    @method
-    def nothing(self) -> None:
-        """A role has a method."""
 
 
 class Meeting(Role):

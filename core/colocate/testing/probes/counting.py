@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from typing import TYPE_CHECKING
 
 from colocate import Gather, PerRank, Role, method
-from colocate.testing.gate import Address, pass_gate, pass_gate_async
+from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes.plain import Tracked
 
 if TYPE_CHECKING:
@@ -76,15 +75,6 @@ class Counting(Role):
             pause.wait(0.002)
         self.count += 1
 
-    @method
-    async def until_given_up(self, gate: Address) -> None:
-        """Wait at a gate; count if that is cancelled."""
-        try:
-            await pass_gate_async(gate)
-        except asyncio.CancelledError:
-            self.count += 1
-            raise
-
     @method(dispatch=PerRank("gate"))
     def sum_at(self, gate: Address | None, come: Address) -> float:
         """The sum over the ranks of one, after the gate of those that have one; the others say that they have come."""
@@ -100,17 +90,6 @@ class Counting(Role):
     def sum(self) -> float:
         """The sum over the ranks of one."""
         return self._sum()
-
-    @method
-    def sum_on(self, gate: Address) -> None:
-        """Pass a gate amid collectives, and go on with them when nobody wants the result; count what went well."""
-        self._sum()
-        pass_gate(gate)
-        pause = threading.Event()
-        while not self.ctx.cancelled:
-            pause.wait(0.002)
-        self._sum()
-        self.count += 1
 
     def _sum(self) -> float:
         import torch

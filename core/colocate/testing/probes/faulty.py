@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ctypes
 import dataclasses
-import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from colocate import First, Gather, PerRank, Role, method
@@ -87,13 +82,6 @@ class Unreadable:
         raise ValueError("it can't be read")
 
 
-class Leaver:
-    """Something whose pickling wants to end the process."""
-
-    def __reduce__(self) -> NoReturn:
-        raise SystemExit("it leaves")
-
-
 class Leaving(Exception):
     """An exception that ends any process that takes it up, but the one that has raised it."""
 
@@ -142,16 +130,6 @@ def deep_inside(kind: str) -> NoReturn:
     raise _RAISE[kind]()
 
 
-class EndsAtAGate:
-    """Something that ends with the event loop that holds it, and ends it only once a gate is open."""
-
-    def __init__(self, gate: Address) -> None:
-        self.gate = gate
-
-    def __del__(self) -> None:
-        pass_gate(self.gate)
-
-
 def nested(kind: str, levels: int) -> Any:
     """A list, tuple or dict of so many levels; one that contains itself for 0."""
     if levels == 0:
@@ -195,11 +173,6 @@ class Faulty(Role):
         except KeyError as error:
             raise ValueError("the effect") from error
 
-    @method
-    def end_at_a_gate(self, gate: Address) -> None:
-        """Have the lane hang when it ends."""
-        asyncio.get_event_loop().call_later(1e6, print, EndsAtAGate(gate))  # let go of when the lane closes its loop
-
     @method(dispatch=PerRank("gate"))
     def fail_after(self, gate: Address | None, failing: int) -> int:
         """Each rank waits at its gate, if it has one; one of them raises then."""
@@ -218,11 +191,6 @@ class Faulty(Role):
     def return_unreadable(self) -> Any:
         """A result that can't be rebuilt."""
         return {"bad": Unreadable()}
-
-    @method
-    def leaver(self) -> Any:
-        """A result whose pickling raises SystemExit."""
-        return Leaver()
 
     @method
     def fine(self) -> int:
@@ -270,21 +238,6 @@ class FailsToStart(Role):
         """Do nothing."""
 
 
-class ImportsAtStart(Role):
-    """Its constructor raises: on rank 0 at once, on others after imports of modules that only a driver may have."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        for name in names if self.ctx.rank else ():
-            with contextlib.suppress(ModuleNotFoundError):
-                importlib.import_module(name)
-            time.sleep(0.005)
-        raise ValueError(self.ctx.rank)
-
-    @method
-    def noop(self) -> None:
-        """Do nothing."""
-
-
 class HangsAtStart(Role):
     """Its constructor waits at a gate, on some ranks."""
 
@@ -313,31 +266,6 @@ def _daemon() -> int:
     """A process with a session of its own whose parent has ended; its pid."""
     code = "import subprocess as s; print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=s.DEVNULL).pid)"
     return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout)
-
-
-class Reckless(Role):
-    """Does to its process what a role can do."""
-
-    @method
-    def become(self) -> None:
-        """Be another program."""
-        os.execvp("sleep", ["sleep", "1000"])
-
-    @method
-    def be_brief(self, code: int) -> None:
-        """Be another program that ends at once, by an exit code."""
-        os.execvp("sh", ["sh", "-c", f"exit {code}"])
-
-    @method
-    def close_all(self) -> None:
-        """Close descriptors that aren't its own."""
-        os.closerange(3, 4096)
-        threading.Event().wait()
-
-    @method
-    def close_others(self) -> None:
-        """Close descriptors that aren't its own, and go on."""
-        os.closerange(3, 4096)
 
 
 class Parent(Role):

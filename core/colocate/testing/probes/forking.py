@@ -28,12 +28,6 @@ class Sandbox(Role):
         return codes
 
     @method(collect=First())
-    def pooled(self) -> list[int]:
-        """Of a pool, which is terminated as its block ends."""
-        with multiprocessing.get_context("fork").Pool(4) as pool:
-            return pool.map(abs, [-1, 1])
-
-    @method(collect=First())
     def forked(self, how: str) -> int:
         """The exit code of a fork."""
         return _code(pid) if (pid := os.fork()) else _end(how)

@@ -256,23 +256,6 @@ class Log(Role):
             raise ValueError(f"rank {failing} was told to raise")
         self.entries.append("waited")
 
-    @method
-    async def async_until_told(self, begun: Address, gate: Address) -> str:
-        """Go on until nobody needs it to, and then wait once more."""
-        await pass_gate_async(begun)
-        while not self.ctx.cancelled:
-            await asyncio.sleep(0)
-        await pass_gate_async(gate)
-        return "told"
-
-    @method(concurrency=2)
-    async def async_cancel_all(self) -> str:
-        """Cancel all others in its event loop, as a library does that cleans up."""
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-        await asyncio.sleep(0)
-        return "cleaned up"
-
     @method(dispatch=Scatter("batch"), concurrency=2)
     async def async_rows(self, batch: list[int]) -> tuple[list[int], int | None, int]:
         """What an async method sees of its context after waiting."""
@@ -298,51 +281,6 @@ class Log(Role):
         return "cancelled"
 
 
-def _passed_on(function: Callable[[Any, int], int]) -> Callable[[Any, int], int]:
-    """A decorator that leaves another function's name."""
-
-    def passing(self: Any, number: int) -> int:
-        return function(self, number)
-
-    return passing
-
-
-class Renamed(Role):
-    """Its methods' functions have other names than the methods."""
-
-    @method(collect=First())
-    @_passed_on
-    def decorated(self, number: int) -> int:
-        """Behind a decorator."""
-        return number
-
-    @method(collect=First())
-    @_passed_on
-    def negated(self, number: int) -> int:
-        """Behind the same one."""
-        return -number
-
-    @method(collect=First())
-    def named(self) -> str:
-        """Overridden below, but not under its second name."""
-        return "the first"
-
-    alias = named
-
-    @method(collect=First())
-    def __hidden(self) -> str:
-        return "hidden"
-
-
-class RenamedAgain(Renamed):
-    """Overrides what has a second name."""
-
-    @method(collect=First())
-    def named(self) -> str:
-        """The other one."""
-        return "the second"
-
-
 class Plain:
     """A role that knows nothing of colocate's base class."""
 
@@ -353,6 +291,3 @@ class Plain:
     def value(self) -> int:
         """Start plus rank."""
         return self.start
-
-    def undecorated(self) -> None:
-        """Not for views."""

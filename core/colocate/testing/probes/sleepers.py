@@ -172,14 +172,6 @@ class Dozing(Role):
         self.optimizer.state.clear()
         self.cache.clear()
 
-    @method
-    def grow_and_fail(self, mib: int) -> None:
-        """Come to hold more, and raise."""
-        import torch
-
-        self.cache.append(torch.ones(mib * _MIB // 4, device=self.ctx.device))
-        raise ValueError("a bad batch")
-
     @method(awake=())
     def asleep(self) -> list[str]:
         """What of its memory sleeps."""

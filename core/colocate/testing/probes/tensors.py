@@ -6,8 +6,7 @@ import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
-from colocate.testing.gate import Address, pass_gate
+from colocate import Concat, First, Gather, Reduce, Role, Scatter, method
 
 if TYPE_CHECKING:
     import torch
@@ -48,20 +47,6 @@ class Tensors(Role):
         if collects:
             gc.enable()
         return self.weak() is not None
-
-    @method(dispatch=PerRank("rows"), collect=Concat())
-    def make_each(self, rows: int) -> torch.Tensor:
-        """As `make`, with a number for each rank."""
-        import torch
-
-        return torch.arange(float(rows), device=self.ctx.device) + 100.0 * self.ctx.rank
-
-    @method(dispatch=OnRank(0))
-    def make_on_one(self, rows: int) -> torch.Tensor:
-        """On one rank."""
-        import torch
-
-        return torch.arange(float(rows), device=self.ctx.device)
 
     @method(dispatch=Scatter("x"), collect=Concat())
     def add(self, x: torch.Tensor, y: float = 1.0) -> torch.Tensor:
@@ -226,49 +211,6 @@ class Tensors(Role):
     def fail(self, given: object = None) -> None:
         """Raise."""
         raise ValueError("no tensor today")
-
-    @method(collect=Concat())
-    def make_or_fail(self, rows: int, failing: int | None) -> torch.Tensor:
-        """Rows, except on one rank."""
-        import torch
-
-        if self.ctx.rank == failing:
-            raise ValueError(f"rank {failing} makes nothing")
-        return torch.ones(rows, device=self.ctx.device)
-
-    @method(collect=Concat())
-    def make_at(self, rows: int, gate: Address) -> torch.Tensor:
-        """Wait, then make rows."""
-        import torch
-
-        pass_gate(gate)
-        return torch.arange(float(rows), device=self.ctx.device) + 100.0 * self.ctx.rank
-
-
-class Intruder(Role):
-    """Changes what is others', and what it has returned."""
-
-    def __init__(self) -> None:
-        self.made: list[torch.Tensor] = []
-
-    @method
-    def make(self) -> torch.Tensor:
-        """A tensor that it remembers."""
-        import torch
-
-        self.made.append(torch.ones(3, device=self.ctx.device))
-        return self.made[-1]
-
-    @method
-    def write_into_all(self) -> None:
-        """Write into all that it has returned: what no method may do."""
-        for each in self.made:
-            each.zero_()
-
-    @method
-    def write(self, role: str) -> None:
-        """Write into what a role has returned last: what no method may do."""
-        self.ctx.sibling(role, Tensors).returned.zero_()
 
 
 def takes_a_step(model: Any, optimizer: Any) -> bool:

@@ -225,17 +225,6 @@ class Renewing(Trainer):
 
 
 @needs("process_group")
-class Compiled(Renewing):
-    """Computes by what torch has compiled of its model."""
-
-    def __init__(self, kind: Kind) -> None:
-        import torch
-
-        super().__init__(kind)
-        self.net = torch.compile(self.net, backend="eager")
-
-
-@needs("process_group")
 class Rebuilding(Renewing):
     """Goes on after a failed step with a model that is made anew, where it can't be renewed in place.
 
@@ -277,63 +266,9 @@ class Rebuilding(Renewing):
         return self.rebuilt
 
 
-@needs("process_group")
-class ByHand(Renewing):
-    """Keeps the weights aside, drops the model, and makes another one."""
-
-    def renew(self) -> None:
-        """Without any of colocate's help, so without the optimizer's state."""
-        import torch
-        from torch.distributed.tensor import DTensor
-
-        def local(value: torch.Tensor) -> torch.Tensor:
-            return value.to_local() if isinstance(value, DTensor) else value
-
-        self.renewals += 1
-        weights = {name: local(value) for name, value in self.net.state_dict().items()}
-        self.net = self.optimizer = None
-        self.net = self._wrapped(make_model(seed=1).to(self.ctx.device))
-        with torch.no_grad():
-            for name, value in self.net.state_dict().items():
-                local(value).copy_(weights[name])
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
-
-
-class Coach(Role):
-    """Has its sibling train."""
-
-    @method
-    def train(self, number: int, failing: int) -> float:
-        """One update, after which it may be that one rank raises before its own."""
-        sibling: Any = self.ctx.sibling("trainer")  # whose method is the bare one here
-        loss: float = sibling.step(number, failing, "after")
-        return loss
-
-
 class Broken(Trainer):
     """Can't."""
 
     def renew(self) -> None:
         """Raise."""
         raise colocate.ColocateError("this model can't go on")
-
-
-@needs("process_group")
-class InTwoMethods(Renewing):
-    """Makes gradients by one method, and uses them by another, in which ranks exchange nothing."""
-
-    @method
-    def learn(self, number: int) -> None:
-        """Gradients of a batch."""
-        self.optimizer.zero_grad()
-        x, y = (rows[self.ctx.rank :: self.ctx.world_size].to(self.ctx.device) for rows in batch(number))
-        ((self.net(x) - y) ** 2).mean().backward()
-
-    @method
-    def apply(self, failing: int | None = None, gate: Address | None = None) -> None:
-        """An update by them, after the gate."""
-        if gate is not None:
-            pass_gate(gate)
-        if failing in (self.ctx.rank, EVERYWHERE):
-            raise Failure("before the update")
-        self.optimizer.step()

@@ -132,16 +132,6 @@ class Unfinished(Role):
         self.works = [dist.all_reduce(self.values, group=group, async_op=True)]
 
     @method
-    def begin_exchange(self) -> None:
-        """Begin to send what it has to the other rank, and to receive what that has."""
-        import torch.distributed as dist
-
-        group = self.ctx.process_group()
-        other = dist.get_global_rank(group, 1 - self.ctx.rank)
-        sent = self.values.fill_(1.0 + self.ctx.rank).clone()
-        self.works = [dist.isend(sent, other, group), dist.irecv(self.values, other, group)]
-
-    @method
     def end(self) -> tuple[float, float]:
         """Wait for all that was begun: the least and the greatest of what it has then."""
         while self.works:

@@ -101,12 +101,6 @@ class Writer(Role):
         """What no method may do: change its argument."""
         WRITES[how](value)
 
-    @method
-    def write_and_fail(self, value: Any, how: str) -> None:
-        """Write, and raise."""
-        WRITES[how](value)
-        raise ValueError("it has written before")
-
     @method(dispatch=PerRank("gate"), concurrency=2)
     async def write_later(self, value: Any, how: str | None, gate: Any) -> None:
         """A rank with a gate writes when that is open, if it is told how; another call may run beside this one."""
