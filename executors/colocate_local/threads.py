@@ -10,9 +10,9 @@ from typing import Any
 
 from colocate.errors import ColocateError
 from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Posting, Running
-from colocate.worker.host import LANE, WorkerHost, takes
-from colocate.worker.peers import LocalPeers
-from colocate.worker.service import hello
+from colocate.worker.residents.peers import LocalPeers
+from colocate.worker.serving.host import LANE, WorkerHost, takes
+from colocate.worker.serving.service import hello
 from colocate_local.local import Local
 
 _GIVEN_UP = "a thread, which can't be killed: it was given up, and still runs"

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from colocate.errors import ColocateError, EngineError
-from colocate.worker.supervisor import TRACKERS_S, tracks
+from colocate.worker.birth.supervisor import TRACKERS_S, tracks
 from colocate_ray.terms import Cluster
 
 PREFIX = "colocate-ray-"  # of the folder's name

@@ -10,7 +10,7 @@ from typing import Any
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message, read
 from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation, Running
-from colocate.worker.service import hello
+from colocate.worker.serving.service import hello
 
 
 class StubExecutor(Executor):

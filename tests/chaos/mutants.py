@@ -68,8 +68,8 @@ def stale_pairing() -> None:
 
 def unrenewed_model() -> None:
     """A model whose process groups were cut is neither renewed nor missed."""
-    from colocate.worker.hosted import HostedRole
-    from colocate.worker.process_groups import ProcessGroups
+    from colocate.worker.serving.hosted import HostedRole
+    from colocate.worker.torch_groups.groups import ProcessGroups
 
     _replace(HostedRole, "renew", lambda self: None)
     _replace(ProcessGroups, "holders", lambda self: [])

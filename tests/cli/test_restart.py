@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.cli.conftest import CommandLine
 
-from colocate.worker.template import MODE
+from colocate.worker.birth.template import MODE
 
 CONFIG = """
     executor: {use: local, with: {processes: true}}

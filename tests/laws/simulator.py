@@ -25,7 +25,7 @@ from colocate._protocol.requests import Request
 from colocate.errors import CallCancelled, CallTimeout, ColocateError, WorkerDied
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
-from colocate.worker.scope import Scope
+from colocate.worker.serving.scope import Scope
 
 RANKS = 3
 SLOTS = {"all": tuple(range(RANKS)), "two": (0, RANKS - 1)}

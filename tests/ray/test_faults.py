@@ -21,7 +21,7 @@ from colocate.errors import ColocateError, EngineError
 from colocate.keeper import janitor
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
-from colocate.worker import supervisor
+from colocate.worker.birth import supervisor
 
 DRIVER = """
 import sys, colocate

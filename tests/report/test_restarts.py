@@ -10,7 +10,7 @@ from colocate._runs.environment import origin
 from colocate._runs.restarts import lost_by
 from colocate.config.secrets import without_secret_values
 from colocate.errors import RoleError, WorkerDied
-from colocate.worker.functions import CHECKPOINT
+from colocate.worker.serving.functions import CHECKPOINT
 
 
 @pytest.mark.parametrize(

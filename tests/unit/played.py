@@ -15,7 +15,7 @@ import torch
 from colocate._definitions import codec
 from colocate._devices import device_copies, lending
 from colocate._devices.cuda_driver import DriverError
-from colocate.worker import store
+from colocate.worker.residents import store
 
 _to = torch.Tensor.to
 

@@ -357,7 +357,8 @@ def test_a_string_is_not_taken_letter_by_letter(option: str) -> None:
 
 def test_a_plain_call_walks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU it costs nothing that there are GPUs elsewhere."""
-    from colocate.worker import build, runner
+    from colocate.worker import runner
+    from colocate.worker.serving import build
 
     def walked(*_: Any) -> Any:
         raise AssertionError("arguments were walked")

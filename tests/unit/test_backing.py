@@ -23,10 +23,10 @@ from tests.unit.test_sleeping import DEVICE, TAGS, Worker, worker  # noqa: E402,
 from colocate import method  # noqa: E402
 from colocate._role.context import reset_current, set_current, standalone_context  # noqa: E402
 from colocate.errors import SleepingError  # noqa: E402
-from colocate.worker.functions import Functions  # noqa: E402
 from colocate.worker.memory import ledger  # noqa: E402
 from colocate.worker.memory.offload import Offload, Resized  # noqa: E402
 from colocate.worker.memory.sleeping import Outcome, Sleeper  # noqa: E402
+from colocate.worker.serving.functions import Functions  # noqa: E402
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from colocate._protocol.consequence import Consequence
-from colocate.worker import collective_waits
+from colocate.worker.torch_groups import waits as collective_waits
 
 SLICE = collective_waits._SLICE
 

@@ -16,7 +16,7 @@ import colocate
 from colocate import CallTimeout, ColocatedGroup, Role, RoleError, WorkerDied, method
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate.worker import failure
+from colocate.worker.serving import failure
 
 
 class Strange(Role):

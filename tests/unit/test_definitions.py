@@ -21,7 +21,7 @@ from colocate._definitions.sources import Refused, Source, answer, other_content
 from colocate._protocol.message import Message
 from colocate._protocol.questions import HeardAll
 from colocate._protocol.to_worker import Define
-from colocate.worker.definitions import Definitions
+from colocate.worker.serving.definitions import Definitions
 
 SCRIPT = """
 LIMIT = 1

@@ -22,7 +22,7 @@ from colocate.worker import device as devices
 from colocate.worker.device import Device
 from colocate.worker.memory.residency import Residency
 from colocate.worker.memory.sleeping import Sleeper
-from colocate.worker.settings import Setting, Settings
+from colocate.worker.torch_groups.settings import Setting, Settings
 
 torch = pytest.importorskip("torch")
 
@@ -470,7 +470,7 @@ def test_results_in_records_of_their_own_ways() -> None:
 
 def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """A role computes on the stream that its constructor has left, and others on the usual one."""
-    from colocate.worker import settings
+    from colocate.worker.torch_groups import settings
 
     gpu = Gpu()
     monkeypatch.setattr(settings, "in_use", lambda name: gpu)
@@ -533,7 +533,7 @@ def test_an_allocator_in_the_place_of_torch_s(gpu: Gpu, monkeypatch: pytest.Monk
 
 def test_work_on_a_role_s_own_stream(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call ends with it as well, whichever stream is current then; and its errors are the call's."""
-    from colocate.worker import settings
+    from colocate.worker.torch_groups import settings
 
     monkeypatch.setattr(settings, "in_use", lambda name: gpu)
     device = Device("cuda:0", in_process=False)
@@ -556,7 +556,7 @@ def test_work_on_a_role_s_own_stream(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_first_role_s_stream_is_its_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its constructor is the first to use the device."""
-    from colocate.worker import settings
+    from colocate.worker.torch_groups import settings
 
     setting = Setting("cuda:0", in_process=False)
     setting.have(setting.base)  # the device isn't in use

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from colocate._definitions.sources import Source
-from colocate.worker import failure
-from colocate.worker.imports import DriversModules
+from colocate.worker.birth.imports import DriversModules
+from colocate.worker.serving import failure
 
 TEXT = """
 import pathlib, importlib.resources, pkgutil

@@ -24,7 +24,7 @@ from colocate.testing.forking import exit_code, fork
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
-from colocate.worker.template import MODE, ROOM, Wanted
+from colocate.worker.birth.template import MODE, ROOM, Wanted
 
 ROLES = {"born": colocate.role(Born)}
 
@@ -135,7 +135,7 @@ def test_a_template_with_two_threads_refuses() -> None:
     """A fork would have one of them, and the locks of both; the worker is started by itself, and that is logged."""
     code = """if True:
         import sys, threading
-        from colocate.worker import template
+        from colocate.worker.birth import template
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         sys.argv[1:] = sys.argv[2:]
         template.serve()

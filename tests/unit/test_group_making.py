@@ -23,8 +23,7 @@ from colocate._role.torch_meetings import NotMade, all_have, all_make, can_not, 
 from colocate.errors import ColocateError
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker.default_group import DefaultGroup
-from colocate.worker.group_making import Making
+from colocate.worker.torch_groups.making import DefaultGroup, Making
 
 RANKS = 3
 BOARDS = "one", "other"

@@ -21,8 +21,8 @@ from colocate._devices.device_copies import WORTH_BYTES  # noqa: E402
 from colocate._devices.host_copies import HostCopies  # noqa: E402
 from colocate._values.leaving import tensors  # noqa: E402
 from colocate.wire import pack, unpack  # noqa: E402
-from colocate.worker.scope import Scope  # noqa: E402
-from colocate.worker.store import Store  # noqa: E402
+from colocate.worker.residents.store import Store  # noqa: E402
+from colocate.worker.serving.scope import Scope  # noqa: E402
 
 ROW = WORTH_BYTES // 4  # elements: each row is worth it
 BYTES = WORTH_BYTES

@@ -22,10 +22,10 @@ import colocate
 from colocate import Role, gpus, method
 from colocate._plugins import needs
 from colocate.errors import CapabilityError, RoleStartError
-from colocate.worker import build
 from colocate.worker.memory import vmm as vmm_module
 from colocate.worker.memory.storages import Objects
 from colocate.worker.memory.vmm import Vmm, VmmError, compiled, kept_addresses
+from colocate.worker.serving import build
 
 
 @pytest.fixture

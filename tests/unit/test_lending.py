@@ -20,9 +20,9 @@ from colocate._protocol.uses import Origin, Source
 from colocate._values import batch
 from colocate._values.codec import BY_VALUE
 from colocate._values.mesh import Ranks
-from colocate.worker.peers import ChannelPeers
-from colocate.worker.scope import Scope
-from colocate.worker.store import Store
+from colocate.worker.residents.peers import ChannelPeers
+from colocate.worker.residents.store import Store
+from colocate.worker.serving.scope import Scope
 
 torch = pytest.importorskip("torch")
 
@@ -205,7 +205,7 @@ def test_who_is_elsewhere(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """On another machine, say, or with another torch: nobody tries."""
     x = two.keep(two.cuda.ones(2, ROW))
     places = iter(["here cuda", "there cuda"])
-    monkeypatch.setattr("colocate.worker.peers.place", lambda device: next(places))
+    monkeypatch.setattr("colocate.worker.residents.peers.place", lambda device: next(places))
     found, taken = two.part()
     assert torch.equal(found, x)
     assert taken[5:] == (0, "")

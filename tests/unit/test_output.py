@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate._role import context
-from colocate.worker.output import LabelledStream, Tail, shown, split_label, written_over
+from colocate.worker.serving.output import LabelledStream, Tail, shown, split_label, written_over
 
 
 class Speaker(colocate.Role):

@@ -10,9 +10,9 @@ import pytest
 
 from colocate import wire
 from colocate._protocol import parts
-from colocate.worker import peers
-from colocate.worker.peers import ChannelPeers
-from colocate.worker.store import Entry
+from colocate.worker.residents import peers
+from colocate.worker.residents.peers import ChannelPeers
+from colocate.worker.residents.store import Entry
 
 
 @pytest.mark.parametrize("question", [parts.Part(7), parts.Slice(7, 1, 3)], ids=["part", "slice"])

@@ -21,10 +21,10 @@ from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker import process_groups
-from colocate.worker.failure import LOOKING, is_in_backward
-from colocate.worker.group_making import Making
-from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.serving.failure import LOOKING, is_in_backward
+from colocate.worker.torch_groups import groups as process_groups
+from colocate.worker.torch_groups.groups import ProcessGroups
+from colocate.worker.torch_groups.making import Making
 
 CTX = Context(1, 2, 1, "here", "actor", "policy", 0, 0, {})
 SEQ = 3

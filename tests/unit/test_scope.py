@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colocate._protocol.consequence import LET_GO
-from colocate.worker.scope import Scope
+from colocate.worker.serving.scope import Scope
 
 
 def test_from_a_call_on() -> None:

@@ -28,7 +28,6 @@ from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker.handed import Handed  # noqa: E402
-from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.memory import asleep as asleep_module  # noqa: E402
 from colocate.worker.memory import holdings, offload, storages  # noqa: E402
 from colocate.worker.memory import residency as residency_module  # noqa: E402
@@ -36,9 +35,10 @@ from colocate.worker.memory.asleep import _HANDED  # noqa: E402
 from colocate.worker.memory.residency import Prefetch, Residency  # noqa: E402
 from colocate.worker.memory.sleeping import Outcome, Sleeper  # noqa: E402
 from colocate.worker.memory.turns import Turns  # noqa: E402
-from colocate.worker.scope import Scope  # noqa: E402
-from colocate.worker.settings import Setting, Settings  # noqa: E402
-from colocate.worker.store import Store  # noqa: E402
+from colocate.worker.residents.store import Store  # noqa: E402
+from colocate.worker.serving.hosted import HostedRole  # noqa: E402
+from colocate.worker.serving.scope import Scope  # noqa: E402
+from colocate.worker.torch_groups.settings import Setting, Settings  # noqa: E402
 
 DEVICE = "other:0"
 BUDGETS = Budgets((Limit("they", None, device=True, nbytes=1 << 20),), swap=True)

@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from colocate.worker.failure import _frames_of, stack_of_role_code
+from colocate.worker.serving.failure import _frames_of, stack_of_role_code
 
 _OUTERMOST = threading.Thread._bootstrap.__code__  # type: ignore[attr-defined]
 

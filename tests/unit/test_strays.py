@@ -20,8 +20,8 @@ from colocate.cli.audit import find_strays
 from colocate.cli.cluster import Cluster
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
-from colocate.worker import processes
-from colocate.worker.supervisor import MARK
+from colocate.worker.birth import processes
+from colocate.worker.birth.supervisor import MARK
 
 # Waits for its input to end; its arguments stand on its command line, as those of a worker do.
 WAIT = "import sys; sys.stdin.read()"

@@ -21,14 +21,14 @@ from colocate import Runtime
 from colocate._plugins import strays
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.waiting import Processes, send, wait_until
-from colocate.worker import processes
-from colocate.worker.supervisor import MARK, SUPERVISORS
+from colocate.worker.birth import processes
+from colocate.worker.birth.supervisor import MARK, SUPERVISORS
 
 # A starter: it starts a worker of the test's own, says its pids from the top, and waits.
 STARTER = """
 import os, subprocess, sys
 worker = sys.argv[1]
-code = "import os, sys; from colocate.worker.supervisor import supervise; supervise(int(sys.argv[1]))\\n" + worker
+code = "import os, sys; from colocate.worker.birth.supervisor import supervise; supervise(int(sys.argv[1]))\\n" + worker
 command = [sys.executable, "-P", "-c", code, str(os.getpid())]
 process = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)
 print(process.pid, process.stdout.readline().decode(), flush=True)
@@ -75,7 +75,9 @@ def below(pid: int) -> Processes:
 @pytest.mark.parametrize("code", ["os._exit(7)", "sys.exit(0)", "os.kill(os.getpid(), 9)", "os.abort()"])
 def test_it_ends_as_the_worker(code: str) -> None:
     """By the same code or signal; a signal that Python handles too."""
-    told = "import os, sys; from colocate.worker.supervisor import supervise; supervise(int(sys.argv[1])); " + code
+    told = (
+        "import os, sys; from colocate.worker.birth.supervisor import supervise; supervise(int(sys.argv[1])); " + code
+    )
     done = [
         subprocess.run([sys.executable, "-P", "-c", text, str(os.getpid())], check=False, capture_output=True)
         for text in (told, told.replace("supervise(int(sys.argv[1])); ", ""))
@@ -103,7 +105,7 @@ def test_its_starter_may_read_its_memory() -> None:
     """With Yama in the kernel, the stack of a worker that holds the GIL could not be shown otherwise."""
     code = """if True:
         import os, sys
-        from colocate.worker import supervisor
+        from colocate.worker.birth import supervisor
         told, prctl = [], supervisor._prctl
         supervisor._prctl = lambda *args: (told.append((os.getpid(), *args)), prctl(*args))
         supervisor.supervise(int(sys.argv[1]))
@@ -213,7 +215,7 @@ def test_both_killed_at_once(runtime: Runtime) -> None:
 def test_a_limit_that_means_something_stays(hard: int) -> None:
     """Whose processes have a bounded real time, that one's workers have it, too."""
     code = "import resource; print(resource.getrlimit(resource.RLIMIT_RTTIME)[0])"
-    told = f"import sys; from colocate.worker.supervisor import supervise; supervise(int(sys.argv[1])); {code}"
+    told = f"import sys; from colocate.worker.birth.supervisor import supervise; supervise(int(sys.argv[1])); {code}"
     done = subprocess.run(
         [sys.executable, "-P", "-c", told, str(os.getpid())],
         check=True,

@@ -19,7 +19,7 @@ def run(tmp_path: Path, script: str) -> str:
     (package / "distributed" / "__init__.py").write_text("")
     (tmp_path / "other.py").write_text("")
     (tmp_path / "script.py").write_text(
-        "import builtins, importlib\nfrom colocate.worker.torch_import import when_torch_comes\n"
+        "import builtins, importlib\nfrom colocate.worker.torch_groups.hooks import when_torch_comes\n"
         + textwrap.dedent(script)
     )
     done = subprocess.run(
@@ -60,7 +60,7 @@ def test_two_threads() -> None:
     """One in torch, the other in a part of it: without turns that ends the process, in `terminate called`."""
     script = """
 import threading, sys
-from colocate.worker.torch_import import when_torch_comes
+from colocate.worker.torch_groups.hooks import when_torch_comes
 when_torch_comes(lambda: None)
 told = []
 

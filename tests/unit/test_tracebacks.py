@@ -13,7 +13,7 @@ from colocate import Concat, Role, Scatter, method
 from colocate._system import tracebacks
 from colocate._system.lines import is_own_code
 from colocate._system.tracebacks import frames_of_users, told
-from colocate.worker.failure import is_out_of_memory
+from colocate.worker.serving.failure import is_out_of_memory
 
 
 class Nested(Role):

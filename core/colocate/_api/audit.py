@@ -16,7 +16,7 @@ from colocate._owned.lifecycle import State
 from colocate._system.deadline import Deadline
 from colocate._system.limits import AUDIT_SETTLES_S
 from colocate._system.lines import at
-from colocate.worker.processes import OF_A_ROLE
+from colocate.worker.birth.processes import OF_A_ROLE
 
 if TYPE_CHECKING:
     from colocate._api.connection import Connection

@@ -14,7 +14,7 @@ from colocate._plugins.plugins import find_executor
 from colocate._signals.off_main import off_main
 from colocate._system.nearest import nearest
 from colocate.errors import ConfigError
-from colocate.worker.imports import refuse_while_importing
+from colocate.worker.birth.imports import refuse_while_importing
 
 if TYPE_CHECKING:
     from colocate._api.runtime import Runtime

@@ -12,7 +12,7 @@ from colocate._plugins.plugins import find_executor
 from colocate._signals.at_work import waited_for
 from colocate._system.tracebacks import without_own_frames
 from colocate.errors import ColocateError
-from colocate.worker.imports import refuse_while_importing
+from colocate.worker.birth.imports import refuse_while_importing
 
 if TYPE_CHECKING:
     from colocate._api.connection import Connection

@@ -14,7 +14,7 @@ import attrs
 from colocate._role.info import RoleInfo
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
-from colocate.worker.checkpoint import OWN, RECORD, hook, identity_of, read, takes_ranks
+from colocate.worker.serving.checkpoint import OWN, RECORD, hook, identity_of, read, takes_ranks
 
 Tag: TypeAlias = str | int | float | None
 

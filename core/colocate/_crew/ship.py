@@ -10,7 +10,7 @@ from typing import Any
 from colocate import wire
 from colocate._definitions.names import is_installed, path_of
 from colocate._system.installed import version_of
-from colocate.worker.build import Shipped
+from colocate.worker.serving.build import Shipped
 
 
 def ship(

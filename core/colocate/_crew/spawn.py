@@ -21,7 +21,7 @@ from colocate._role.role import RoleSpec, check_role, torchrun_problem
 from colocate._values.collect import check_meshes
 from colocate._values.mesh import parse_meshes
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
-from colocate.worker.build import RoleBuild
+from colocate.worker.serving.build import RoleBuild
 
 if TYPE_CHECKING:
     from colocate._definitions.bundles import Inbox

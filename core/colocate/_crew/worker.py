@@ -15,7 +15,7 @@ from colocate._protocol.requests import Request, Requests
 from colocate._signals.at_work import Section
 from colocate.errors import EngineError
 from colocate.executor import Boot, Exit, Host
-from colocate.worker.output import Tail, split_label
+from colocate.worker.serving.output import Tail, split_label
 
 
 class WorkerEvents(Protocol):

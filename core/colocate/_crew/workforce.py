@@ -27,7 +27,7 @@ from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
 from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import Boot, Detachable, Host, Place, Request
-from colocate.worker.output import log_levels
+from colocate.worker.serving.output import log_levels
 
 
 class Workforce:

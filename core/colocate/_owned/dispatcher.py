@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from colocate._system.jobs import JobThread
 from colocate._system.limits import TOLD_TOGETHER_S
-from colocate.worker.failure import stack_of_role_code
+from colocate.worker.serving.failure import stack_of_role_code
 
 
 class Dispatcher(JobThread):

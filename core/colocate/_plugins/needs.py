@@ -14,7 +14,7 @@ from colocate._role.role import RoleSpec
 from colocate.errors import CapabilityError, ConfigError
 from colocate.executor import Executor
 from colocate.gpus import KIND, KINDS
-from colocate.worker.template import LONG
+from colocate.worker.birth.template import LONG
 
 C = TypeVar("C", bound=type[Any])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from colocate._plugins.plugins import abouts
 from colocate.executor import Running
-from colocate.worker import processes
+from colocate.worker.birth import processes
 
 _MEMORY = Path("/dev/shm")
 

@@ -16,7 +16,7 @@ from colocate._runs.contention import Busy, HandedOver, Move, RoleUse, contentio
 from colocate._runs.naps import Naps
 from colocate._runs.restarts import Restart, lost_by
 from colocate.errors import ColocateError
-from colocate.worker.functions import CHECKPOINT, SLEEP, WAKE
+from colocate.worker.serving.functions import CHECKPOINT, SLEEP, WAKE
 
 K = TypeVar("K")
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals

@@ -18,8 +18,8 @@ from colocate._values.dispatch import plan
 from colocate._views.sending import ready, refuse_inside, start
 from colocate._views.waking import everyone
 from colocate.errors import ColocateError, ConfigError
-from colocate.worker.checkpoint import RECORD, role_folder
-from colocate.worker.functions import CHECKPOINT, RESTORE, SPECS
+from colocate.worker.serving.checkpoint import RECORD, role_folder
+from colocate.worker.serving.functions import CHECKPOINT, RESTORE, SPECS
 
 
 def write(crew: Crew, folder: Path, tag: Tag) -> None:

@@ -17,8 +17,8 @@ from colocate._values.nesting import no_end
 from colocate._views.pipeline import recording
 from colocate._views.sending import ready, refuse_inside, start, with_references
 from colocate._views.waking import everyone
-from colocate.worker.build import Shipped
-from colocate.worker.functions import RUN
+from colocate.worker.serving.build import Shipped
+from colocate.worker.serving.functions import RUN
 
 
 def run(crew: Crew, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCall:

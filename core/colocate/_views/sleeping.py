@@ -17,7 +17,7 @@ from colocate._views.pipeline import recording
 from colocate._views.sending import ready, refuse_inside, start
 from colocate._views.waking import arguments, everyone, note, outcomes
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
-from colocate.worker.functions import SLEEP, SPECS, WAKE
+from colocate.worker.serving.functions import SLEEP, SPECS, WAKE
 
 _ON_CALL = ("wake", "fail")
 

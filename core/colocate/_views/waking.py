@@ -16,8 +16,8 @@ from colocate._role.method import TAGS
 from colocate._values.dispatch import plan
 from colocate._values.mesh import Mesh
 from colocate._views.drafts import Draft, Messages, settled
-from colocate.worker.functions import SPECS, WAKE, Functions
 from colocate.worker.memory.sleeping import Outcome
+from colocate.worker.serving.functions import SPECS, WAKE, Functions
 
 
 def everyone(crew: Crew) -> RoleInfo:

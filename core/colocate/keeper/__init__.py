@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from colocate.keeper.proxied import Proxied
     from colocate.keeper.proxy import Asked, DriverProxy
     from colocate.keeper.slots import Keepers, KeptSlot
-    from colocate.worker.processes import arguments_of, below_this, left_by
-    from colocate.worker.service import first_message
+    from colocate.worker.birth.processes import arguments_of, below_this, left_by
+    from colocate.worker.serving.service import first_message
 
 _HOMES = {
     "colocate._protocol.message": ("Message", "message", "read"),
@@ -61,8 +61,8 @@ _HOMES = {
     "colocate.keeper.proxied": ("Proxied",),
     "colocate.keeper.proxy": ("Asked", "DriverProxy"),
     "colocate.keeper.slots": ("Keepers", "KeptSlot"),
-    "colocate.worker.processes": ("arguments_of", "below_this", "left_by"),
-    "colocate.worker.service": ("first_message",),
+    "colocate.worker.birth.processes": ("arguments_of", "below_this", "left_by"),
+    "colocate.worker.serving.service": ("first_message",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.limits import FORKS_WITHIN_S, TEMPLATE_IDLE_S
 from colocate.gpus import SHOWING
-from colocate.worker.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted
+from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted
 
 THREAD = "colocate-template"
 

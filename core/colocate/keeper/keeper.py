@@ -32,7 +32,7 @@ from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.leased import Leased
 from colocate.keeper.started import DoorProcess, StartedWorker
-from colocate.worker import processes
+from colocate.worker.birth import processes
 
 _ENDS_AGAIN_S = 0.5
 

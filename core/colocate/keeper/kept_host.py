@@ -25,7 +25,7 @@ from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
-from colocate.worker.service import first_message
+from colocate.worker.serving.service import first_message
 
 _LOOK_S = 0.05
 

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from colocate._system.limits import LOOKED_AT_WITHIN_S
-from colocate.worker import processes
-from colocate.worker.failure import role_code_of
+from colocate.worker.birth import processes
+from colocate.worker.serving.failure import role_code_of
 
 
 def seen(started: int) -> str | None:

@@ -17,9 +17,9 @@ from typing import Protocol
 from colocate import wire
 from colocate._system.room import OomKills
 from colocate.keeper.forks import Fork, NoFork, fork
-from colocate.worker import processes
-from colocate.worker.output import shown, written_over
-from colocate.worker.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
+from colocate.worker.birth import processes
+from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
+from colocate.worker.serving.output import shown, written_over
 
 _LINE_BYTES = 8192  # a line without an end is shown by pieces
 _BAR_EVERY_S = 1.0  # one that is written over, a progress bar's, is shown as it is then

@@ -13,8 +13,8 @@ from colocate._protocol.commands import Ended, Inspected, Said
 from colocate._protocol.message import Message
 from colocate.errors import ClosedError
 from colocate.keeper.process import WorkerProcess
-from colocate.worker.output import Tail
-from colocate.worker.service import CUT, GIVEN_BYTES, LOOK
+from colocate.worker.serving.output import Tail
+from colocate.worker.serving.service import CUT, GIVEN_BYTES, LOOK
 
 
 class Teller(Protocol):

@@ -24,8 +24,8 @@ from colocate._system.lines import at
 from colocate.keeper import forks
 from colocate.testing.waiting import becomes_true
 from colocate.wire._forks import is_tracked
-from colocate.worker.processes import MODULE, arguments_of
-from colocate.worker.template import MODE
+from colocate.worker.birth.processes import MODULE, arguments_of
+from colocate.worker.birth.template import MODE
 
 _PATIENCE_S = 10.0
 _HELD_S = 1.0

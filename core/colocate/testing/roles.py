@@ -31,7 +31,7 @@ from colocate._plugins.plugins import find_executor, find_role
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import methods_of
 from colocate.testing.probes.plain import Echo
-from colocate.worker.checkpoint import hook
+from colocate.worker.serving.checkpoint import hook
 
 _CHECKPOINT = frozenset({"save", "restore"})
 

@@ -12,7 +12,7 @@ from typing import Self
 
 import psutil
 
-from colocate.worker.supervisor import MARK
+from colocate.worker.birth.supervisor import MARK
 
 PATIENCE_S = 60.0
 """How long a test waits for what must come: nobody measures it, it only has to end."""

@@ -2,17 +2,17 @@
 
 import sys
 
-from colocate.worker.supervisor import supervise
+from colocate.worker.birth.supervisor import supervise
 
 if sys.argv[1] == "forks":
-    from colocate.worker.template import serve
+    from colocate.worker.birth.template import serve
 
     serve()  # it returns in each worker, with the worker's arguments
 
 supervise(int(sys.argv[2]))  # first: whatever is imported before is in the supervisors' memory too
 
-from colocate.worker.ending import end  # noqa: E402
-from colocate.worker.main import main  # noqa: E402
+from colocate.worker.birth.ending import end  # noqa: E402
+from colocate.worker.birth.main import main  # noqa: E402
 
 main()
 end()

@@ -21,10 +21,10 @@ from colocate._values.leaving import Watch
 from colocate.wire import SocketLane, Turns
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
-from colocate.worker.scope import Scope
+from colocate.worker.serving.scope import Scope
 
 if TYPE_CHECKING:
-    from colocate.worker.tasks import Tasks
+    from colocate.worker.serving.tasks import Tasks
 
 
 @attrs.define(eq=False)
@@ -335,7 +335,7 @@ class Lane:
 
     def _with_loop(self) -> Tasks:
         if self.tasks is None:
-            from colocate.worker.tasks import Tasks
+            from colocate.worker.serving.tasks import Tasks
 
             self.tasks = Tasks(self._has_news)
         self.tasks.have_current()

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
-from colocate.worker.scope import Scope
+from colocate.worker.serving.scope import Scope
 
 _NEVER = sys.maxsize
 

@@ -24,19 +24,17 @@ from colocate._values.dispatch import Scatter
 from colocate._values.leaving import Watch, ordinary
 from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError
-from colocate.worker import failure
-from colocate.worker.build import RoleBuild, construct
-from colocate.worker.forked import RoleCode
-from colocate.worker.functions import OF_WORKERS, restore
-from colocate.worker.handlers import calls_role_code, put_off, raise_put_off
-from colocate.worker.hosted import HostedRole
+from colocate.worker.birth.ending import RoleCode
+from colocate.worker.birth.template import tell_imports
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
-from colocate.worker.settings import OwnSettings
+from colocate.worker.serving import failure
+from colocate.worker.serving.build import RoleBuild, construct
+from colocate.worker.serving.functions import OF_WORKERS, restore
+from colocate.worker.serving.handlers import calls_role_code, put_off, raise_put_off
+from colocate.worker.serving.hosted import HostedRole
 from colocate.worker.site import Site
-from colocate.worker.steps import Steps, own_block
-from colocate.worker.template import tell_imports
-from colocate.worker.torchrun import torchrun_environment
+from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block
 
 
 class Runner:
@@ -67,7 +65,7 @@ class Runner:
             if message.default_group:
                 site.groups.have_default()
             if message.nodes is not None:
-                os.environ.update(torchrun_environment(site, message.nodes))
+                os.environ.update(site.groups.torchrun_environment(message.nodes))
         except Exception as error:  # of torch, say, which can't make the default group
             self._failed(0, None, None, error)
             return False

@@ -19,20 +19,20 @@ from colocate._values.arguments import gpu_is_used
 from colocate._values.codec import Codec
 from colocate.errors import SerializationError
 from colocate.executor import Boot
-from colocate.worker.definitions import Definitions
 from colocate.worker.device import Device
 from colocate.worker.handed import HANDED
-from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.memory.accounts import Accounts
 from colocate.worker.memory.gradients import Gradients
 from colocate.worker.memory.process_memory import ProcessMemory
 from colocate.worker.memory.residency import Residency
 from colocate.worker.memory.sleeping import Sleeper
-from colocate.worker.process_groups import ProcessGroups
-from colocate.worker.scope import Scope
-from colocate.worker.settings import Setting
-from colocate.worker.store import Store
+from colocate.worker.residents.store import Store
+from colocate.worker.serving.definitions import Definitions
+from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.serving.scope import Scope
+from colocate.worker.torch_groups.groups import ProcessGroups
+from colocate.worker.torch_groups.settings import Setting
 
 Send: TypeAlias = Callable[[Any, Any], None]
 """Of a head, or within one process of the message itself, and the body."""

@@ -16,7 +16,7 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_exec
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.waiting import PATIENCE_S, Processes, starter_of
-from colocate.worker.template import MODE
+from colocate.worker.birth.template import MODE
 
 ROLES = {"born": colocate.role(Born)}
 

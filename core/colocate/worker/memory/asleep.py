@@ -17,11 +17,11 @@ from colocate._system.imported import imported
 from colocate._system.jobs import error_text
 from colocate.errors import ColocateError
 from colocate.worker.handed import HANDED
-from colocate.worker.hosted import HostedRole
 from colocate.worker.memory.holdings import Holdings, gradients_of, held_by, lie_in
 from colocate.worker.memory.offload import HOST, Offload, place_of
 from colocate.worker.memory.site import Worker
 from colocate.worker.memory.storages import Objects, Storages, WeakStorage
+from colocate.worker.serving.hosted import HostedRole
 
 _SMALL = 4096  # bytes of the host's memory, of a role on a GPU
 _PINNED = "pinned: the device uses it by itself"

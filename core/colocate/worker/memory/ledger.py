@@ -13,12 +13,12 @@ from colocate._devices.cuda_driver import beside_captures
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate._role import torch_books
 from colocate.gpus import in_use
-from colocate.worker.failure import LOOKING
 from colocate.worker.memory.holdings import Holdings, held_beside, held_by, lie_in
 from colocate.worker.memory.site import Worker
 from colocate.worker.memory.sleeping import Sleeper
 from colocate.worker.memory.storages import Storages
 from colocate.worker.memory.vmm import absent
+from colocate.worker.serving.failure import LOOKING
 
 
 class LookError(Exception):

@@ -30,13 +30,13 @@ from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.numbers import size_text
 from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
-from colocate.worker.hosted import HostedRole
 from colocate.worker.memory.accounts import Accounts
 from colocate.worker.memory.asleep import Coming, Going
 from colocate.worker.memory.ledger import Shares
 from colocate.worker.memory.site import Worker
 from colocate.worker.memory.sleeping import Sleeper, lacks_room, reason
 from colocate.worker.memory.turns import Turns
+from colocate.worker.serving.hosted import HostedRole
 
 _TOLD_BY_THEMSELVES = ("sleep", "wake")
 """Functions that tell what has moved, and are no calls of anybody's."""

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 from colocate._protocol.message import Message
 from colocate.executor import Boot
 from colocate.worker.device import Device
-from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.memory.process_memory import ProcessMemory
-from colocate.worker.settings import Setting
-from colocate.worker.store import Store
+from colocate.worker.residents.store import Store
+from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.torch_groups.settings import Setting
 
 
 class Worker(Protocol):

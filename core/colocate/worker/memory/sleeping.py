@@ -24,13 +24,13 @@ from colocate._system.numbers import size_text
 from colocate._system.room import free_memory
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
-from colocate.worker.collective_waits import finish_works
-from colocate.worker.failure import is_out_of_memory
-from colocate.worker.hosted import HostedRole
 from colocate.worker.memory.asleep import Asleep, Coming, Going
 from colocate.worker.memory.holdings import leads_to
 from colocate.worker.memory.offload import Offload, Offloading
 from colocate.worker.memory.site import Worker
+from colocate.worker.serving.failure import is_out_of_memory
+from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.torch_groups.waits import finish_works
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -8,6 +8,7 @@ kill it when the launching thread ends, even while role code holds the GIL.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import queue
@@ -24,18 +25,16 @@ from colocate._system.libc import merge_at_once
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
-from colocate.worker.handlers import guard, leave
-from colocate.worker.host import WorkerHost
+from colocate.worker.birth.template import renew
 from colocate.worker.memory.process_memory import ProcessMemory
-from colocate.worker.output import label_output, show_logs
-from colocate.worker.peers import ChannelPeers
-from colocate.worker.service import Service, given
-from colocate.worker.template import renew
-from colocate.worker.thread_counts import raise_thread_counts
-from colocate.worker.torch_import import when_torch_comes
-from colocate.worker.updates import count_updates
+from colocate.worker.residents.peers import ChannelPeers
+from colocate.worker.serving.handlers import guard, leave
+from colocate.worker.serving.host import WorkerHost
+from colocate.worker.serving.output import label_output, show_logs
+from colocate.worker.serving.service import Service, given
+from colocate.worker.torch_groups.hooks import count_updates, when_torch_comes
 
-SPAWNED = "colocate.worker.spawned"
+SPAWNED = "colocate.worker.birth.spawned"
 """What multiprocessing has for `__main__` in processes that roles spawn."""
 
 
@@ -50,17 +49,13 @@ def main() -> None:
     sys.modules["__main__"].__spec__.name = SPAWNED  # type: ignore[union-attr]  # as it is run by its name
     os.set_inheritable(fd, False)  # whatever program a role starts, or becomes, the end of the worker shows
     sock = socket.socket(fileno=fd)
-    if sys.argv[3] == "waits":
-        _wait_for_lane(sock)
-    else:
+    if sys.argv[3] != "waits":
         serve(sock)
-
-
-def _wait_for_lane(door: socket.socket) -> None:
-    """Wait for the lane and the certificates of this machine; without a lane there is nothing to do."""
+        return
+    door = sock  # through which the lane comes, and the certificates of this machine
     try:
         found = given(door)
-    except EOFError:
+    except EOFError:  # without a lane there is nothing to do
         os._exit(0)
     assert not isinstance(found, bytes)
     sock, epoch, tls = found
@@ -121,22 +116,21 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
         began.put(host)
         return host
 
+    def receive() -> None:
+        try:
+            hub.run()
+        except BaseException:  # nothing here has an owner any more, and role code would go on
+            report_exception()
+            os._exit(1)
+
     Service(hub, begin, tls, door).open(sock, epoch)
-    threading.Thread(target=_receive, args=(hub,), name="colocate-worker", daemon=True).start()
+    threading.Thread(target=receive, name="colocate-worker", daemon=True).start()
     lane = began.get().lane
-    raise_thread_counts()  # that of OpenMP is each thread's own
+    _raise_thread_counts()  # that of OpenMP is each thread's own
     guard(lane)
     lane.run()
     leave()
     over.wait()
-
-
-def _receive(hub: wire.Hub) -> None:
-    try:
-        hub.run()
-    except BaseException:  # nothing here has an owner any more, and role code would go on
-        report_exception()
-        os._exit(1)
 
 
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
@@ -165,22 +159,21 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
         turns.close()
         on_end()
 
+    def look_at_torch() -> None:
+        if not host.roles and host.process is not None:  # else what they hold is there already
+            host.process.begin()
+        host.groups.watch_collectives()
+        count_updates(host.lane.last, host.groups.count)
+
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=end, turns=turns)
     host.process = ProcessMemory()
-    when_torch_comes(partial(_look_at_torch, host))
+    when_torch_comes(look_at_torch)
     host.definitions.install()
     if service.outlives_drivers:
         host.recent = RecentSpans()
     return host
-
-
-def _look_at_torch(host: WorkerHost) -> None:
-    if not host.roles and host.process is not None:  # else what they hold is there already
-        host.process.begin()
-    host.groups.watch_collectives()
-    count_updates(host.lane.last, host.groups.count)
 
 
 def _interface(host: str) -> str | None:
@@ -191,3 +184,30 @@ def _interface(host: str) -> str | None:
 
     found = (name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == host)
     return next(found, None)
+
+
+_OPENBLAS = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_", "_64")]
+
+
+def _raise_thread_counts() -> None:
+    """Have torch and OpenBLAS use as many threads as the environment says, or else as they would by themselves.
+
+    Where a fork found them imported, their variables have come too late for them.
+    """
+    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # one of them has loaded OpenBLAS, or nothing has
+        return
+
+    def first_number(*names: str) -> int:
+        digits = (os.environ.get(name, "").split(",")[0].strip() for name in names)
+        return next((int(each) for each in digits if each.isdigit() and int(each)), 0)
+
+    count = first_number("OMP_NUM_THREADS")
+    if count and (torch := sys.modules.get("torch")) is not None:  # else it counted the processors when it was imported
+        torch.set_num_threads(count)
+    count = first_number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    with open("/proc/self/maps") as file:
+        libraries = {line.split(maxsplit=5)[5].rstrip("\n") for line in file if "/" in line}
+    for path in libraries:
+        for name in _OPENBLAS if "openblas" in os.path.basename(path) else ():
+            if (setter := getattr(ctypes.CDLL(path), name, None)) is not None:
+                setter(count or len(os.sched_getaffinity(0)))

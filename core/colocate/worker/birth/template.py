@@ -36,7 +36,7 @@ from typing import Any
 import attrs
 
 from colocate._system.libc import die_with
-from colocate.worker.imports import imported_already
+from colocate.worker.birth.imports import imported_already
 
 MODE = "forks"
 """What a template's command line has in the place of a worker's descriptor."""
@@ -90,7 +90,7 @@ class _Template:
         sock.set_inheritable(False)
         self._shown = _Shown()
         self._reads, self._writes = os.pipe()  # the names of what its forks have imported
-        _import(["colocate.worker.main"])
+        _import(["colocate.worker.birth.main"])
 
     def run(self) -> None:
         """Do what is asked for; return in a fork."""

@@ -13,7 +13,7 @@ from colocate._definitions.ids import Need
 from colocate._definitions.sources import Refused, Source
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
-from colocate.worker.imports import DriversModules, imported_already, refuse_others
+from colocate.worker.birth.imports import DriversModules, imported_already, refuse_others
 
 
 class Definitions:

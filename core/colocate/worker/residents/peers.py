@@ -21,10 +21,10 @@ from colocate._values import batch
 from colocate._values.leaving import tensor_bytes, tensors
 from colocate.errors import SerializationError
 from colocate.worker.lane import Work
-from colocate.worker.store import Entry, Store
+from colocate.worker.residents.store import Entry, Store
 
 if TYPE_CHECKING:
-    from colocate.worker.host import WorkerHost
+    from colocate.worker.serving.host import WorkerHost
 
 Find = Callable[[str, int], "WorkerHost"]
 

@@ -18,8 +18,8 @@ from typing import Any
 from colocate._role.method import RoleMethod
 from colocate._system.files import places
 from colocate.errors import ColocateError
-from colocate.worker.failure import note
-from colocate.worker.hosted import HostedRole
+from colocate.worker.serving.failure import note
+from colocate.worker.serving.hosted import HostedRole
 
 RECORD = "checkpoint.json"  # in the folder of one that is complete
 OWN = ".colocate"

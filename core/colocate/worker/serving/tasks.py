@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from types import CoroutineType, FrameType, GeneratorType
 from typing import Any
 
-from colocate.worker.steps import Steps, own_block
+from colocate.worker.torch_groups.settings import Steps, own_block
 
 
 class Tasks:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +16,9 @@ from typing import Any
 
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
+from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Head, Message, read
+from colocate._protocol.to_worker import Call
 from colocate._protocol.uses import Peers
 from colocate._signals import at_once
 from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
@@ -23,16 +27,15 @@ from colocate._values.leaving import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
 from colocate.wire import Turns
-from colocate.worker import failure
-from colocate.worker.functions import hosted_functions
-from colocate.worker.glimpse import glimpse
-from colocate.worker.hosted import HostedRole
+from colocate.worker.birth.template import tell_imports
 from colocate.worker.lane import Lane, Work
 from colocate.worker.memory.ledger import LookError, ledger
+from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
+from colocate.worker.serving import failure
+from colocate.worker.serving.functions import hosted_functions
+from colocate.worker.serving.hosted import HostedRole
 from colocate.worker.site import Send, Site
-from colocate.worker.store import Entry
-from colocate.worker.template import tell_imports
 
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
@@ -356,3 +359,43 @@ def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> I
         if call.keep is not None
     ]
     return chain(*kept, at_once.called([worker.lane.take for worker in workers], frames))
+
+
+def glimpse(site: Site) -> dict[str, Any]:
+    """What it runs, what waits, and what its roles hold, as plain data. On any thread; takes as long as a ledger."""
+    now, work = time.time(), site.lane.last()
+    boot = site.boot
+    found: Ledger | None = None
+    trouble: str | None = None
+    try:
+        found = ledger(site, site.sleeper, site.gradients.of)
+    except LookError as error:
+        trouble = f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
+    except Exception as error:  # CUDA's, say, which is out of order
+        trouble = error_text(error)
+    running = [(work.message.role, work.began, now) for work in site.lane.started() if isinstance(work.message, Call)]
+    busy = {} if site.recent is None else site.recent.shares(now, running)
+    roles = [
+        {
+            "role": role.name,
+            "rank": role.ctx.rank,
+            "busy": round(busy.get(role.name, 0.0), 4),
+            "bytes": None if found is None else sum(found.roles.get(role.name, {}).values()),
+            "asleep": None if found is None else found.asleep.get(role.name, 0),
+        }
+        for role in list(site.roles.values())
+        if role.name is not None
+    ]
+    told = {
+        "group": boot.group,
+        "generation": boot.generation,
+        "slot": boot.slot,
+        "node": boot.node,
+        "device": boot.device,
+        "pid": os.getpid(),
+        "queue": max(0, site.lane.waiting - site.gradients.is_due),  # which is no call
+        "call": None if work is None else work.label,
+        "age": None if work is None or not work.began else round(now - work.began, 3),
+        "roles": roles,
+    }
+    return told if trouble is None else {**told, "memory": trouble}

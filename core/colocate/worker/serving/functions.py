@@ -16,11 +16,11 @@ from colocate._role.method import RoleMethod, method
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
 from colocate._values.mesh import Mesh
-from colocate.worker import checkpoint
-from colocate.worker.build import Shipped
-from colocate.worker.handlers import calls_role_code
-from colocate.worker.hosted import HostedRole
 from colocate.worker.memory.sleeping import Outcome
+from colocate.worker.serving import checkpoint
+from colocate.worker.serving.build import Shipped
+from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.hosted import HostedRole
 from colocate.worker.site import Site
 
 

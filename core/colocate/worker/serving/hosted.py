@@ -11,8 +11,8 @@ import attrs
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
-from colocate.worker.handlers import calls_role_code
-from colocate.worker.settings import Setting, Settings
+from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.torch_groups.settings import Setting, Settings
 
 T = TypeVar("T")
 

@@ -30,10 +30,10 @@ from colocate.errors import (
     SerializationError,
     SleepingError,
 )
-from colocate.worker import imports
-from colocate.worker.definitions import Definitions
+from colocate.worker.birth import imports
+from colocate.worker.serving.definitions import Definitions
 
-_OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
+_OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("worker", "_protocol"))
 _RUNS_LANE = (threading.__file__, "<frozen runpy>")
 _NEEDS_MAIN = ("signal only works in main thread", "There is no current event loop in thread")
 _HOST_ERRORS = (ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)

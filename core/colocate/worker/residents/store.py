@@ -17,7 +17,7 @@ from colocate._protocol.uses import Written
 from colocate._values import batch
 from colocate._values.leaving import Watch, tensors
 from colocate.gpus import in_use
-from colocate.worker.scope import Scope
+from colocate.worker.serving.scope import Scope
 
 
 @attrs.define(eq=False)

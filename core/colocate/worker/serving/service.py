@@ -21,8 +21,8 @@ from colocate._protocol.message import Head, is_a, kind_of, read
 from colocate._protocol.versions import base_of
 from colocate._system.limits import STEP_ENDS_WITHIN_S
 from colocate.executor import Boot
-from colocate.worker.host import WorkerHost
-from colocate.worker.supervisor import CLOSES_OTHERS
+from colocate.worker.birth.supervisor import CLOSES_OTHERS
+from colocate.worker.serving.host import WorkerHost
 
 GIVEN_BYTES = 1 << 20
 # What comes through the door in the place of a lane:

@@ -10,9 +10,9 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from colocate._definitions import ids
@@ -50,6 +50,27 @@ def importing(frames: Iterable[FrameType]) -> str | None:
     """The module that code with these frames, the innermost first, imports; of several that which wants the others."""
     names = [str(frame.f_globals["__name__"]) for frame in frames if _imports(frame)]
     return names[-1] if names else None
+
+
+class _Loader(SourceFileLoader):
+    """Runs a module's source that came from the driver, and looks for files beside it: they aren't here."""
+
+    def __init__(self, name: str, source: Source, path: str | None) -> None:
+        super().__init__(name, path or "")
+        self._source = source
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether it is a package."""
+        return self._source.package
+
+    def get_source(self, fullname: str) -> str:
+        """Return its text."""
+        return importlib.util.decode_source(self._source.text)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return what runs."""
+        code: CodeType = compile(self._source.text, self.path or f"<{fullname}>", "exec", dont_inherit=True)
+        return code
 
 
 class DriversModules:
@@ -103,8 +124,6 @@ class DriversModules:
 
 
 def _spec(name: str, source: Source) -> ModuleSpec | None:
-    from colocate.worker.loader import Loader  # only for a module that came
-
     if source.file is not None and _is_here(source):
         return importlib.util.spec_from_file_location(name, source.file)
     path = source.file
@@ -112,7 +131,7 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
         if os.path.exists(path):  # another one
             path = f"driver:{path}"
         _folders_elsewhere.add(os.path.dirname(path))
-    spec = ModuleSpec(name, Loader(source, path), origin=path, is_package=source.package)
+    spec = ModuleSpec(name, _Loader(name, source, path), origin=path, is_package=source.package)
     spec.has_location = path is not None  # then tracebacks and `inspect` read the source through the loader
     return spec
 
@@ -120,7 +139,7 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
 _folders_elsewhere: set[str] = set()  # of modules that came as source
 
 
-_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.\w+'")  # as pickle says it
+_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.[\w.]+'")  # as pickle says it
 
 
 def hint_for(error: BaseException) -> str | None:

@@ -23,16 +23,16 @@ import attrs
 
 from colocate._protocol.to_worker import Operations
 from colocate._role import torch_books, torch_groups, torch_works
-from colocate._role.context import Context
+from colocate._role.context import Context, MeshPlace
 from colocate._role.torch_groups import Plan
 from colocate._role.torch_meetings import all_make, can_not, withdraw
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, GROUPS_CONNECT_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
-from colocate.gpus import backend_for
-from colocate.worker.collective_waits import bury, guard, is_transferring
-from colocate.worker.default_group import DefaultGroup
-from colocate.worker.failure import LOOKING
-from colocate.worker.group_making import Making, Worker
-from colocate.worker.group_places import members, mesh_of, needs_processes
+from colocate._system.nearest import did_you_mean
+from colocate.errors import CapabilityError, ConfigError
+from colocate.gpus import backend_for, number_of
+from colocate.worker.serving.failure import LOOKING
+from colocate.worker.torch_groups.making import DefaultGroup, Making, Worker
+from colocate.worker.torch_groups.waits import bury, guard, is_transferring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -116,7 +116,7 @@ class ProcessGroups:
         """
         self._worker = worker
         self._in_process = in_process
-        self._group, self._device = group, device
+        self._group, self._slot, self._device = group, slot, device
         self._making = Making(worker)
         self.default = DefaultGroup(worker, self._making, group, slot, host, device, ports)
         self._lock = threading.Lock()
@@ -213,6 +213,27 @@ class ProcessGroups:
         """Where the store of the group's slots listens, on slot 0."""
         self.have_default()
         return self.default.rendezvous()
+
+    def torchrun_environment(self, nodes: Sequence[int]) -> dict[str, str]:
+        """Return the variables that torchrun sets, for libraries that read them; they agree with the default group.
+
+        Args:
+            nodes: Which slots lie on one node, as a number for each slot.
+        """
+        host, port = self.rendezvous()
+        here = [each for each, node in enumerate(nodes) if node == nodes[self._slot]]
+        # Libraries take it for the device's number, too; a worker may see but its own.
+        local_rank = here.index(self._slot) if backend_for(self._device) is None else number_of(self._device)
+        return {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "RANK": str(self._slot),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(len(here)),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already
+            "TORCHELASTIC_RESTART_COUNT": str(self.generation),
+        }
 
     def have_default(self) -> None:
         """Have the default group made, unless it is there; threads share that of their process."""
@@ -405,3 +426,62 @@ def _limit(name: str, gone: Mapping[int, Operations]) -> float:
         (told[name][0] if name in told else 0 for slot, told in gone.items() if name in told or slot in slots),
         default=math.inf,
     )
+
+
+def needs_processes(what: str, ctx: Context) -> CapabilityError:
+    """The error where the slots are threads, which torch can give no groups of their own."""
+    return CapabilityError(
+        f"{what} needs a process each, but the slots of group {ctx.group!r} are threads of one: use "
+        "connect('local', processes=True), in a config executor.with.processes=true",
+        capability="OwnProcess",
+        executors=("local with processes=True",),
+        role=ctx.role,
+        rank=ctx.rank,
+    )
+
+
+def members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
+    """The slots of those that share the group, which of them this rank is, and a name that they agree on."""
+    role = ctx.role or ""
+    if axis is None:
+        return ctx.slots, ctx.rank, f"{role}/*"
+    mesh, place, axis = _place(ctx, axis)
+    if place is None:
+        return [ctx.slot], 0, f"{role}/{axis}/{ctx.rank}"
+    if place.size(axis) == ctx.world_size:
+        return members(ctx, None)
+    ranks = place.mesh.line(ctx.rank, axis)
+    others = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
+    return [ctx.slots[rank] for rank in ranks], place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(others)}"
+
+
+def mesh_of(ctx: Context, name: str | None) -> tuple[str, MeshPlace]:
+    """A mesh of the role by its name, or its only one."""
+    if name is None and len(ctx.meshes) == 1:
+        return next(iter(ctx.meshes.items()))
+    if name is None or name not in ctx.meshes:
+        known = " or ".join(repr(each) for each in ctx.meshes if each) or "none that has a name"
+        asked = "" if name is None else repr(name)
+        raise ConfigError(
+            f"ctx.device_mesh({asked}): role {ctx.role!r} has {known}; say which"
+            f"{did_you_mean(name, ctx.meshes) if name else ''}"
+        )
+    return name, ctx.meshes[name]
+
+
+def _place(ctx: Context, axis: str) -> tuple[str, MeshPlace | None, str]:
+    """The mesh that an axis belongs to, by name and as this rank lies in it, and the axis without the mesh's name."""
+    named, dot, rest = axis.rpartition(".")
+    if dot:
+        if named not in ctx.meshes:
+            raise ConfigError(
+                f"ctx.process_group({axis!r}): role {ctx.role!r} has no mesh {named!r}{did_you_mean(named, ctx.meshes)}"
+            )
+        return (named, ctx.meshes[named], rest) if rest in ctx.meshes[named].shape else (named, None, rest)
+    found = [(name, place) for name, place in ctx.meshes.items() if axis in place.shape]
+    if len(found) > 1:
+        known = " or ".join(repr(f"{name}.{axis}") for name, _ in found)
+        raise ConfigError(
+            f"ctx.process_group({axis!r}): several meshes of role {ctx.role!r} have such an axis; say which: {known}"
+        )
+    return (*found[0], axis) if found else ("", None, axis)

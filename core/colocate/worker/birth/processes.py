@@ -8,7 +8,7 @@ import attrs
 import psutil
 
 from colocate.executor import Running
-from colocate.worker.supervisor import MARK, SUPERVISORS, starter_of
+from colocate.worker.birth.supervisor import MARK, SUPERVISORS, starter_of
 
 MODULE = "colocate.worker"
 OF_A_ROLE = "process of a role"

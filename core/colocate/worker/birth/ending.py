@@ -15,7 +15,11 @@ import io
 import os
 import sys
 import threading
+from types import TracebackType
 from typing import Any, NoReturn
+
+from colocate._signals.at_work import begin_users, end_users
+from colocate.wire import track
 
 
 def end(status: int = 0) -> NoReturn:
@@ -36,3 +40,36 @@ def end(status: int = 0) -> NoReturn:
         except (OSError, ValueError):  # nobody reads it, or a role has closed it
             status = 120  # an interpreter's
     os._exit(status & 0xFF)
+
+
+class RoleCode:
+    """A block of role code. A child that it forks ends there, as that of a script does, and not as the worker."""
+
+    def __init__(self, has_thread: bool = True) -> None:
+        """Args: has_thread: Whether nothing else comes on the lane until it ends, as while it awaits something."""
+        self._is_left = True
+        self._has_thread = has_thread
+        self._begun: list[int] = []
+        track(self)
+
+    def forget(self) -> None:
+        """Hear that this is a forked child."""
+        self._is_left = False
+
+    def __enter__(self) -> None:
+        if self._has_thread:
+            self._begun.append(begin_users())
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._has_thread:
+            end_users(self._begun.pop())
+        if self._is_left:
+            return
+        # By the exit code of a script that such an exception ends, which is told as there.
+        if isinstance(error, SystemExit):
+            if error.code is None or isinstance(error.code, int):
+                end(int(error.code or 0))
+            print(error.code, file=sys.stderr)
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        end(0 if error is None else 1)

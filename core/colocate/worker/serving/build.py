@@ -21,11 +21,11 @@ from colocate._system.tracebacks import rebuilding
 from colocate._values.arguments import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
-from colocate.worker.handlers import calls_role_code
-from colocate.worker.hosted import HostedRole
 from colocate.worker.memory.holdings import held_by
 from colocate.worker.memory.storages import Objects
 from colocate.worker.memory.vmm import Elsewhere, kept_addresses
+from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.hosted import HostedRole
 from colocate.worker.site import Site
 
 

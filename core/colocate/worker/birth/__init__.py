@@ -1,0 +1,1 @@
+"""The birth of a worker's process, and its end."""

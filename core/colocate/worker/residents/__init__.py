@@ -1,0 +1,1 @@
+"""Results that stay in a worker, and how others read them."""

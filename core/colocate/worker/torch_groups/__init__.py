@@ -1,0 +1,1 @@
+"""What a worker has of torch: its process groups, and its settings."""
