@@ -107,7 +107,7 @@ def _check_idle(group: Crew) -> None:
             f"group {group.name!r} can't be detached while calls are pending ({len(group.order.pending)}, the first is "
             f"{first.label}): wait for them"
         )
-    if lent := group.residents.lent():
+    if lent := group.residents.borrowers():
         raise ColocateError(f"group {group.name!r} can't be detached: {'; '.join(lent)}. Wait for that")
 
 

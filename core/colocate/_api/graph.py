@@ -133,8 +133,8 @@ def _residents(crew: Crew) -> Iterator[dict[str, Any]]:
             "kind": "resident",
             "name": kept.source.label,
             "state": crew.residents.state_of(kept)[0],
-            "bytes": sum(size for size, _ in kept.known_sizes()),
-            "line": at(kept.line),
+            "bytes": sum(size[0] for size in kept.call.bodies if size is not None),
+            "line": at(kept.call.line),
             "children": [],
         }
 

@@ -23,8 +23,7 @@ from colocate._crew.spawn import Declared, warn_of_rebound
 from colocate._crew.taught import Taught
 from colocate._crew.worker import Worker
 from colocate._crew.workforce import Workforce
-from colocate._kept.kept import Kept
-from colocate._kept.residents import Residents
+from colocate._kept import Residents
 from colocate._owned.lifecycle import State
 from colocate._owned.owned import Owned, raise_together
 from colocate._protocol import from_worker, questions, to_worker
@@ -132,10 +131,10 @@ class Crew(Restartable):
         """Withdraw a call from all ranks, if none has begun it."""
         return self.cancellations.cancel(call)
 
-    def kept(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Kept:
-        """The record of a kept call's resident."""
+    def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
+        """A kept call's resident, as workers know it."""
         assert call.keep is not None
-        return Kept(Source(call.keep, self._origin(call, role, spec)), call)
+        return Source(call.keep, self._origin(call, role, spec))
 
     def _origin(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Origin:
         """One for all residents of a method, so that it is packed once; those of calls that name ranks have their own.

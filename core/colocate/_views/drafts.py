@@ -12,7 +12,7 @@ import attrs
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import Ended
 from colocate._crew.crew import Crew
-from colocate._kept.kept import Hold, Kept
+from colocate._kept import Hold, Kept
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import together
 from colocate._role.info import RoleInfo

@@ -10,7 +10,7 @@ from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._crew.ship import ship
 from colocate._definitions.names import path_of
-from colocate._kept.handles import Consumer, Reference
+from colocate._kept import Consumer, Reference
 from colocate._signals.at_work import refuse_to_wait
 from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end

@@ -14,8 +14,7 @@ from functools import partial
 
 from colocate._calls.failures import never_sent
 from colocate._crew.crew import Crew
-from colocate._kept.handles import Reference
-from colocate._kept.kept import Kept
+from colocate._kept import Kept, Reference
 from colocate._owned.owned import forks
 from colocate._protocol.bundle import Memory
 from colocate._signals.off_main import off_main

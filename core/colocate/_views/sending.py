@@ -12,8 +12,7 @@ from colocate._crew.crew import Crew
 from colocate._definitions.apart import refuse_apart
 from colocate._definitions.codec import pack
 from colocate._definitions.packed import packed_bytes
-from colocate._kept.handles import Consumer, KeptResident, Reference
-from colocate._kept.kept import Kept
+from colocate._kept import Consumer, Kept, KeptResident, Reference
 from colocate._role import context
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
@@ -125,7 +124,7 @@ def keep(draft: Draft) -> KeptResident[Any]:
     residents = crew.residents
     call.keep = crew.base + crew.services.new_key()
     scopes = residents.here()
-    resident: KeptResident[Any] = KeptResident(residents, crew.kept(call, draft.role, draft.spec))
+    resident: KeptResident[Any] = KeptResident(residents, crew.source(call, draft.role, draft.spec), call)
     kept = resident._kept
     if draft.pipeline is not None:
         draft.pipeline.add(draft, kept)

@@ -10,7 +10,7 @@ import attrs
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._kept.handles import Consumer, Reference
+from colocate._kept import Consumer, Reference
 from colocate._role import context
 from colocate._role.call import Call
 from colocate._role.info import RoleInfo

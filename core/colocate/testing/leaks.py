@@ -253,7 +253,7 @@ def _kept(group: Crew) -> Iterator[tuple[str, Thing]]:
         # One whose call has failed holds nothing; what is in a scope is told with that.
         if kept.freed_by is None and kept.call._error is None and not any(kept in s.kept for s in residents.scopes):
             what = f"the resident of {kept.source.label} in group {group.name!r}"
-            words = f"{what}, kept at {_at(kept.line)}, was not freed"
+            words = f"{what}, kept at {_at(kept.call.line)}, was not freed"
             free = lambda kept=kept: residents.release(kept, "the leak check of its test")  # noqa: E731
             yield f"resident {kept.source.key} {group.created}", Thing(words, free, of_group, is_resident=True)
 

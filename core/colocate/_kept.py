@@ -1,0 +1,740 @@
+"""Residents, the driver's half: kept, lent, released when nobody names them, and fetched to the driver.
+
+The group owns the bytes. The handle that `.keep` returns is the lease; its `.ref` stands for the value as an argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import attrs
+
+from colocate import _display as html
+from colocate._calls.failures import failure_error, result_of
+from colocate._calls.link import Link
+from colocate._calls.order import CallOrder
+from colocate._calls.pending import OnEnd, PendingCall
+from colocate._calls.records import FetchRecord
+from colocate._definitions.packed import packed_bytes
+from colocate._owned.owned import Owned
+from colocate._protocol import from_worker, to_worker
+from colocate._protocol.message import Message
+from colocate._protocol.requests import Requests
+from colocate._protocol.uses import Item, Origin, Own, Part, Rows, Source, Use
+from colocate._role.on_driver import OnDriver
+from colocate._role.resident import INSTEAD_OF_RESIDENT, Resident, ResidentSpec
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
+from colocate._system.deadline import Deadline
+from colocate._system.here import Here
+from colocate._system.jobs import error_text
+from colocate._system.limits import RELEASED_AFTER_S
+from colocate._system.lines import at, caller
+from colocate._system.numbers import FOREVER_S, limit, size_text
+from colocate._values import batch
+from colocate._values.batch import Deferred, even_sizes
+from colocate._values.collect import Concat, Gather
+from colocate._values.dispatch import check_items
+from colocate._values.mesh import Mesh, Ranks
+from colocate.errors import ClosedError, ColocateError, DispatchError
+
+if TYPE_CHECKING:
+    from colocate._values.batch import Padding
+    from colocate._values.beside import Beside
+
+T_co = TypeVar("T_co", covariant=True)
+_log = logging.getLogger("colocate")
+
+
+class Hold:
+    """What everybody holds who needs a resident's value in the workers: its handle, and each call that uses it.
+
+    Nothing is counted, so that an interruption of who begins to use it leaves nothing behind: what its frames had is
+    let go of with them.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+class Kept(weakref.ref[Hold]):
+    """The record of one resident, and what notes the end of its hold.
+
+    That comes at any point of any thread, so it is noted by a function in C, in which no signal falls: a finalizer in
+    Python would lose what a signal's handler raises in it, and then the release too.
+
+    Attributes:
+        source: The resident as workers know it.
+        call: The call that makes it.
+        handle: Its handle, which is kept alive by whoever can name the resident.
+        used: Whether anybody has been told what becomes of it.
+        released: What has freed it, but for the end of its handle.
+        lost: Why its workers are gone.
+    """
+
+    __slots__ = ("call", "handle", "lost", "released", "source", "used")
+    source: Source
+    call: PendingCall
+    handle: weakref.ref[KeptResident[Any]]
+    used: bool
+    released: str | None
+    lost: ColocateError | None
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def freed_by(self) -> str | None:
+        """What has ended its lease."""
+        return "dropping its handle" if self.released is None and self.handle() is None else self.released
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why there is no value: its call has failed, or its workers are gone."""
+        return self.call._error or self.lost
+
+    @property
+    def untold(self) -> bool:
+        """Whether its call has failed and nobody knows: by its use, or by another call that has failed of the same."""
+        error = self.call._error
+        return error is not None and not self.used and not (isinstance(error, ColocateError) and error._told)
+
+    def sizes(self) -> list[int]:
+        """Return the rows of each part in the order in which parts are joined, once its call is done."""
+        source = self.source
+        counted = source.collect.sources(source.ranks)
+        sizes = source.ranks.pick([size[1] for size in self.call.bodies], counted)
+        for rank, size in zip(counted, sizes, strict=True):
+            if size is None:
+                raise DispatchError(f"what {source.label} has kept on rank {rank} has no rows to join", rank=rank)
+        return list(sizes)
+
+
+@attrs.frozen(eq=False)
+class Borrow:
+    """An unfinished use by another group's call, which has this for as long."""
+
+    hold: Hold
+    call: weakref.ref[PendingCall]
+    borrower: Residents
+    kept: Kept
+    words: str
+
+    def break_off(self, error: ColocateError) -> None:
+        """Fail the call with this error."""
+        call = self.call()
+        if call is not None:
+            self.borrower.order.break_off(call, error)
+
+
+@attrs.define(eq=False)
+class Scope:
+    """A block of one thread and task that frees what is kept in it; `line` entered it.
+
+    Only the block itself has it, others refer to it weakly: so it ends wherever the block is interrupted.
+    """
+
+    of: Residents
+    line: tuple[str, int]
+    kept: list[Kept] = attrs.field(factory=list)
+    here: Here = attrs.field(factory=Here)
+
+
+class Refused(Exception):
+    """A worker can't send its part: what it has told of that, and the exception as it travels."""
+
+    def __init__(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
+        super().__init__(slot)
+        self.slot, self.failure, self.body = slot, failure, body
+
+
+_open: ContextVar[tuple[weakref.ref[Scope], ...]] = ContextVar("colocate_scopes", default=())
+
+
+class Residents:
+    """What a group keeps in its workers.
+
+    The workers may forget a resident once its handle is dropped or freed, and whatever call uses it has ended.
+
+    Attributes:
+        link: The group.
+        order: The order of its calls.
+        kept: The residents by key: until they are freed and their calls are over, and if these have failed, told.
+        ended: The residents that workers may forget, as their holds end.
+        scopes: The scopes that are open, in whatever thread and task.
+    """
+
+    def __init__(self, link: Link, order: CallOrder) -> None:
+        self.link = link
+        self.order = order
+        self.kept: dict[int, Kept] = {}
+        self.ended: deque[Kept] = deque()
+        self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+        self._told = [0]  # so many of the ended, from the left; another list after each `tell`
+        self._over: list[Kept] = []  # freed in the workers before their calls were over, which now are
+        self._borrows: dict[weakref.ref[Borrow], None] = {}  # in their order
+        self._flushes_by = 0.0  # when somebody does, unless that was interrupted
+        # Questions to the workers of this generation, and what sends them.
+        self._asking: tuple[Requests[int, Any], Callable[[int, Message], None]] = Requests(link.base), link.teller()
+
+    # -- one resident
+
+    def add(self, kept: Kept) -> None:
+        """Note a resident whose call has been sent."""
+        self.kept[kept.source.key] = kept
+
+    def forget_unsent(self, kept: Kept) -> None:
+        """Forget a resident whose call couldn't be sent, of which whoever has made it is told."""
+        kept.used = True
+        self.kept.pop(kept.source.key, None)
+
+    def check(self, kept: Kept) -> None:
+        """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""
+        if self.link.forked:
+            self.link.check()
+        self._check_kept(kept)
+        self.link.check()
+
+    def _check_kept(self, kept: Kept) -> None:
+        if kept.freed_by is not None:
+            raise ClosedError(f"resident of {kept.source.label} was freed by {kept.freed_by}", closed_by=kept.freed_by)
+        if (error := kept.error) is not None:
+            kept.used = True
+            if isinstance(error, ColocateError):
+                error._told = True
+            # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group
+            # holds the original for as long as the handle lives.
+            raise copy.copy(error)
+
+    def use(self, kept: Kept, by: Link) -> None:
+        """Make it an argument of a call of a group that can be called, which may be this one."""
+        if by is self.link:
+            self._check_kept(kept)
+        else:
+            self.check(kept)
+        kept.used = True
+
+    def hold(self, kept: Kept) -> Hold:
+        """Return what keeps the value in the workers. It takes no lock and notes nothing.
+
+        Raises:
+            ClosedError: It has been freed.
+            ColocateError: Its group has failed.
+        """
+        handle = kept.handle()
+        hold = None if handle is None else handle._hold
+        if hold is None or kept.lost is not None:
+            self.check(kept)
+        assert hold is not None, "what was freed is refused"
+        return hold
+
+    def release(self, kept: Kept, by: str) -> None:
+        """Let go of a resident on behalf of `by`, if nobody has done so before, though there may be who can name it."""
+        if kept.freed_by is None:
+            kept.released = by
+            if (handle := kept.handle()) is not None:
+                handle._hold = None
+
+    def state_of(self, kept: Kept) -> tuple[str, str]:
+        """Return what a resident is, in a word, and why it can't be used, if so; nobody is asked."""
+        if kept.freed_by is not None:
+            return "freed", f"freed by {kept.freed_by}"
+        if kept.call._error is not None:
+            return "poisoned", error_text(kept.call._error)
+        if self.link.closed_by is not None:
+            return "lost", f"its group was closed by {self.link.closed_by}"
+        if (lost := kept.lost or self.link.failure) is not None:
+            return "lost", error_text(lost)
+        return "kept" if kept.call.done() else "pending", ""
+
+    # -- scopes
+
+    def here(self) -> tuple[Scope, ...]:
+        """Return the scopes that the caller's thread or task has open."""
+        scopes = (found() for found in _open.get())
+        return tuple(each for each in scopes if each is not None and each.of is self and each.here.is_current)
+
+    def free_with(self, scopes: Sequence[Scope], kept: Kept) -> None:
+        """Free it at the end of some scopes of this thread and task."""
+        for scope in scopes:
+            scope.kept.append(kept)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free what this thread or task keeps in the block; raise the failures of kept calls that nobody has used.
+
+        Where there is nothing to tell, as in nearly every step of a training loop, the main thread leaves by itself.
+        """
+        scope = Scope(self, caller())
+        self.scopes.add(scope)
+        _open.set((*(found for found in _open.get() if found() is not None), weakref.ref(scope)))
+        errors: Sequence[BaseException] = ()
+        silent = True
+        try:
+            yield
+            silent = False
+        finally:
+            _open.set(tuple(found for found in _open.get() if found() is not scope))
+            try:
+                kept = () if silent else (*scope.kept, *list(self.kept.values()))
+                silent = all(each.call._error is None for each in kept)
+                if silent:
+                    self.leave(scope)
+            except BaseException:  # of a signal's handler
+                off_main(lambda: self.leave(scope), in_any_case=True)
+                raise
+            if not silent:
+                errors = off_main(lambda: self._take_untold(scope), in_any_case=True)
+        self._raise(errors)
+
+    def leave(self, scope: Scope) -> None:
+        """Free what was kept in a scope. Idempotent, and it takes no lock."""
+        self.scopes.discard(scope)
+        for kept in scope.kept:
+            self.release(kept, "the end of its scope")
+
+    # -- failures that nobody has been told
+
+    def raise_untold(self) -> None:
+        """Raise what has failed without anybody's having been told, but for what the end of an open scope will."""
+        self._raise(self._take_untold(None))
+
+    def _take_untold(self, scope: Scope | None) -> list[BaseException]:
+        """Return known failures of kept calls that nobody has used, whom the caller tells; and leave a scope.
+
+        They are those of the scope, and those that nobody can use any more.
+        """
+        with self.order.lock:
+            mine = () if scope is None else [kept for kept in scope.kept if kept.call.done()]
+            elsewhere = {kept for other in self.scopes if other is not scope for kept in other.kept}
+            dropped = [kept for kept in list(self.kept.values()) if kept.freed_by and kept not in elsewhere]
+            found: list[BaseException] = []
+            for kept in (*mine, *dropped):
+                error = kept.call._error
+                if kept.untold and error is not None and (error is not self.link.failure or kept in mine):
+                    kept.used = True
+                    found.append(error)
+                    if kept.freed_by:
+                        self.kept.pop(kept.source.key, None)
+        if scope is not None:  # only now: its residents are released by that, and their failures would be logged too
+            self.leave(scope)
+        return list(dict.fromkeys(found))
+
+    def _raise(self, errors: Sequence[BaseException]) -> None:
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup(f"kept calls of group {self.link.name!r} failed and were never used", errors)
+
+    def unseen(self) -> list[BaseException]:
+        """Return failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
+        kept = list(self.kept.values())
+        found = [each for each in kept if each.untold and each.call._error is not self.link.failure]
+        return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
+
+    # -- other groups' calls
+
+    def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Hold | Borrow:
+        """Have a call use a resident, until it lets go of what this returns. It takes no lock.
+
+        Raises:
+            ColocateError: The resident has been freed, or its group has failed.
+        """
+        hold = self.hold(kept)
+        if borrower is self:
+            return hold
+        words = f"{call.label} of group {borrower.link.name!r} uses the resident of {kept.source.label}"
+        borrow = Borrow(hold, weakref.ref(call), borrower, kept, words)
+        self._borrows[weakref.ref(borrow, self._borrows.pop)] = None
+        return borrow
+
+    def _borrowed(self) -> list[Borrow]:
+        return [borrow for each in list(self._borrows) if (borrow := each()) is not None]
+
+    def borrowers(self, closing: Owned | None = None) -> list[str]:
+        """Return unfinished uses by other groups, but for those that lie in what is closing."""
+        borrows = self._borrowed()
+        found = [each.words for each in borrows if closing is None or not each.borrower.link.lies_in(closing)]
+        return list(dict.fromkeys(found))
+
+    def break_borrows(self) -> None:
+        """Fail calls of other groups that use its residents, as the group is closing."""
+        by = self.link.closed_by
+        for borrow in self._borrowed():
+            text = f"{borrow.words}, but group {self.link.name!r} was closed by {by}"
+            borrow.break_off(ClosedError(text, closed_by=by))
+
+    def never_made(self, kept: Kept, error: ColocateError) -> None:
+        """Fail calls of other groups that use a resident which will not be."""
+        for borrow in self._borrowed():
+            if borrow.kept is kept:
+                borrow.break_off(error)
+
+    # -- telling the workers what they may forget
+
+    @property
+    def news(self) -> bool:
+        """Whether the workers may forget something."""
+        return bool(self.ended)
+
+    def untold(self) -> tuple[tuple[int, ...], Callable[[], object]]:
+        """Return what the workers may forget and haven't been told to, and what notes that they have been told.
+
+        It takes no lock, and takes nothing away: that is `tell`'s. What is told twice does no harm.
+        """
+        told = self._told
+        start = told[0]
+        keys = tuple([kept.source.key for kept in list(self.ended)[start:]])
+
+        def note() -> None:
+            told[0] = max(told[0], start + len(keys))  # if `tell` has come meanwhile, nobody looks at this any more
+
+        return keys, note
+
+    def tell(self) -> None:
+        """Have all workers forget now what they may. The order's lock is held."""
+        ended = []
+        while self.ended:
+            ended.append(self.ended.popleft())
+        self._told = [0]
+        over, self._over = self._over, []
+        for kept in (*over, *ended):
+            self._settle(kept)
+        try:
+            if ended:
+                self.link.send(self.link.live(), to_worker.Free(tuple(kept.source.key for kept in ended)))
+        except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
+            self.ended.extend(ended)
+
+    def _settle(self, kept: Kept) -> None:
+        """Drop what is freed once its call is over; one that has failed stays until somebody has seen that."""
+        key, call, link = kept.source.key, kept.call, self.link
+        if self.kept.get(key) is not kept:
+            return
+        if not call.done():
+            call.on_end = partial(self._note_over, kept, call.on_end)  # no message looks at it until then
+        elif not kept.untold:
+            del self.kept[key]
+        elif (error := call._error) is not link.failure:  # which is told by itself
+            # Logged now; and raised by its scope, or else by the group's next scope end, checkpoint or close.
+            text = (
+                f"{kept.source.label} of group {link.name!r}, kept at {call.line[0]}:{call.line[1]}, has failed, and "
+                f"nobody has used its resident (freed by {kept.freed_by}): {error}"
+            )
+            link.services.printer.soon(lambda: _log.error(text))
+
+    def _note_over(self, kept: Kept, then: OnEnd | None, call: PendingCall, error: BaseException | None) -> None:
+        self._over.append(kept)
+        if then is not None:
+            then(call, error)
+
+    def flush_later(self) -> None:
+        """See to it that the workers are told of what is released. It takes no lock; to be told twice does no harm."""
+        if time.monotonic() >= self._flushes_by and (self.kept or self.ended) and self.link.alive:
+            self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
+            self._flushes_by = time.monotonic() + 2 * RELEASED_AFTER_S
+
+    def _flush(self) -> None:
+        """Release what no message has carried, after a while of quiet."""
+        with self.order.lock:
+            self._flushes_by = 0.0
+            if not self.link.alive:  # its end tells what has failed
+                return
+            self.tell()
+        self.flush_later()
+
+    # -- values for the driver
+
+    def made(self, kept: Kept, timeout: float | None) -> Deadline:
+        """Wait until a resident is there; what is left of the time.
+
+        Raises:
+            TimeoutError: It isn't after so many seconds (None: after the runtime's `call_timeout`).
+        """
+        deadline = Deadline(self.link.services.call_timeout if timeout is None else timeout)
+        self.check(kept)
+        kept.call._check_unsent()
+        kept.used = True
+        kept.call._wait(deadline.left)
+        self.check(kept)
+        return deadline
+
+    def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
+        """Return the collected value of a resident; see `made`."""
+        deadline = self.made(kept, timeout)
+        source = kept.source
+        wanted = list(source.collect.sources(source.ranks))
+        answers = dict(zip(wanted, self._ask(kept, wanted, True, deadline), strict=True))
+        parts = [
+            result_of(self.link, kept.call, source.slot(rank), answers[rank]) if rank in answers else None
+            for rank in source.holders
+        ]
+        ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
+        return source.collect.join(parts, ranks)
+
+    def spec_of(self, kept: Kept) -> ResidentSpec:
+        """Return what a resident holds."""
+        deadline = self.made(kept, None)
+        source = kept.source
+        counted = source.collect.sources(source.ranks) or source.holders
+        body = self._ask(kept, counted[:1], False, deadline)[0]
+        structure = result_of(self.link, kept.call, source.slot(counted[0]), body)
+        sizes = tuple(size[0] for size in kept.call.bodies)
+        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
+
+    def rows_of(self, kept: Kept) -> list[int]:
+        """Return the rows of each part of a resident, in the order in which parts are joined; waits for them."""
+        self.made(kept, FOREVER_S)
+        if not isinstance(kept.source.collect, Concat):
+            # It is no sequence of parts: only the value itself tells.
+            return [batch.rows(self.fetch(kept), f"the resident of {kept.source.label}")]
+        return kept.sizes()
+
+    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
+        """Ask some ranks for their parts, or for the structure of these; observers are told of contents."""
+        (requests, tell), link, call = self._asking, self.link, kept.call
+
+        def send(slot: int, token: int) -> None:
+            tell(slot, to_worker.Fetch(token, kept.source.key, contents))
+
+        def too_late(owing: str) -> str:
+            return f"worker {owing} has not sent its part of the resident in time"
+
+        def ask() -> list[Any]:
+            hold, asked = self.hold(kept), time.time()
+            try:
+                bodies = requests.ask([kept.source.slot(rank) for rank in ranks], send, deadline, too_late)
+            except Refused as refused:
+                raise failure_error(link, call, refused.slot, refused.failure, refused.body) from None
+            finally:
+                del hold  # a traceback keeps what is in frames
+            # Unless the parts were in this process anyway.
+            if contents and link.services.observers and not link.services.executor.in_process:
+                nbytes = sum(map(packed_bytes, bodies))
+                record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked, time.time())
+                link.services.tell("colocate_result_fetched", record)
+            return bodies
+
+        return off_main(ask)
+
+    def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
+        """Take the part that a worker has sent."""
+        if fetched.failure is None:
+            self._asking[0].answered(fetched.token, slot, body)
+        else:
+            self._asking[0].refused(fetched.token, Refused(slot, fetched.failure, body))
+
+    def fail(self, error: ColocateError) -> None:
+        """End the waiting for parts, of which none will come any more."""
+        self._asking[0].fail_all(error)
+
+    def renew(self, error: ColocateError) -> None:
+        """Begin anew with other workers, after `fail`. Who still has a handle is told the error.
+
+        What had failed before, and nobody has used, is still to be told. The order's lock is held.
+        """
+        for key, kept in list(self.kept.items()):
+            kept.lost = error
+            if kept.used or kept.call._error in (None, error):
+                del self.kept[key]
+        self._asking = Requests(self.link.base), self.link.teller()
+
+
+@attrs.frozen(eq=False)
+class Consumer:
+    """The role that uses a resident, as far as partitions go.
+
+    `finds_own` is what it has been asked before of residents of its group, which are used again in each step: whether
+    each rank has its part in its own worker, by what made them and how they are taken apart.
+    """
+
+    group: str
+    slots: tuple[int, ...] | range
+    mesh: Callable[[str | None], Mesh]
+    finds_own: dict[tuple[Origin, str, str | None, int], bool] = attrs.field(factory=dict, init=False)
+
+
+class Reference(OnDriver, Deferred):
+    """A resident in a call's arguments. Typed as its value; at run time a placeholder with no use of its own."""
+
+    __slots__ = ("_consumer", "_handle", "_kept", "_lent", "_residents")
+    _instead = INSTEAD_OF_RESIDENT
+
+    def __init__(self, handle: KeptResident[Any], consumer: Consumer | None = None) -> None:
+        self._handle = handle  # the value lives as long as anybody can still name it
+        self._residents = handle._residents
+        self._kept = handle._kept
+        self._consumer = consumer
+        self._lent: object = None
+
+    def bound(self, consumer: Consumer) -> Reference:
+        """Return the same reference, as seen by the role that uses it."""
+        return Reference(self._handle, consumer)
+
+    def lend(self, call: PendingCall, borrower: Residents) -> None:
+        """Have a call use the resident from now on.
+
+        Raises:
+            ColocateError: It has been freed, or its group has failed.
+        """
+        self._lent = self._residents.lend(call, self._kept, borrower)
+
+    def give_back(self) -> None:
+        """End the use by a call that has ended. Idempotent."""
+        self._lent = None
+
+    def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
+        """Return the rows of each part; waits for the call that makes the value."""
+        sizes = self._residents.rows_of(self._kept)
+        return sizes if self._finds_own(axis, mesh, count) else even_sizes(sum(sizes), count, of)
+
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
+        """Return a placeholder for one part."""
+        own = self.own(axis, mesh, count, of) if padding == "none" else None
+        return Part(self._kept.source, index, count, padding == "even", of=of) if own is None else own
+
+    def own(self, axis: str, mesh: str | None, count: int, of: int = 1) -> Any | None:
+        """Return a placeholder for all parts, where each rank finds its own in its own worker."""
+        return Own(self._kept.source, count, of) if self._finds_own(axis, mesh, count) else None
+
+    @property
+    def known(self) -> bool:
+        """Whether the call that makes the value has said how many rows each part has."""
+        return self._kept.call.done() and isinstance(self._kept.source.collect, Concat)
+
+    def share(self, index: int, count: int, padding: Padding, beside: Beside, of: int = 1) -> Any:
+        """Return a placeholder for one even part."""
+        return Part(self._kept.source, index, count, padding == "even", beside, of)
+
+    def items(self, count: int, parameter: str) -> Sequence[Any]:
+        """Return a placeholder for each item; their number is seen now where the value is a list of ranks' results."""
+        source = self._kept.source
+        if type(source.collect) is Gather:
+            check_items(parameter, list(source.holders), count)
+        return [Item(source, index, count, parameter) for index in range(count)]
+
+    def slice(self, start: int, stop: int) -> Any:
+        """Return a placeholder for some rows."""
+        return Rows(self._kept.source, start, stop)
+
+    def whole(self) -> Any:
+        """Return a placeholder for the value."""
+        return Use(self._kept.source)
+
+    def fetch(self) -> Any:
+        """Return the value, on the driver."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
+        return self._residents.fetch(self._kept)
+
+    def _finds_own(self, axis: str, mesh: str | None, count: int) -> bool:
+        """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
+        origin, consumer = self._kept.source.origin, self._consumer
+        if consumer is None or origin.group != consumer.group or origin.ranks.targets is not None:
+            return False
+        asked = origin, axis, mesh, count
+        found = consumer.finds_own.get(asked)
+        if found is None:
+            found, collect = False, origin.collect
+            if isinstance(collect, Concat) and origin.slots == consumer.slots:
+                made, wanted = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
+                if made.size(collect.axis) == count and "pp" not in made.shape:
+                    found = count == origin.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
+            consumer.finds_own[asked] = found
+        return found
+
+    def _no_use(self, *_args: Any, **_options: Any) -> NoReturn:
+        raise TypeError(
+            f"the value of {self._kept.source.label} lives in the workers: .ref only stands for it as an argument of a "
+            "call; .fetch() brings it to the driver"
+        )
+
+    __iter__ = __len__ = __getitem__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _no_use
+    __rsub__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _no_use
+    __float__ = __int__ = __index__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __setitem__ = _no_use
+    __call__ = __array__ = __array_ufunc__ = _no_use  # NumPy would make an array of one object
+    __eq__ = __ne__ = _no_use  # `ref == value` would be False without a word
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a resident's .ref stands for the value of {self._kept.source.label} as an argument of a call; it has no "
+            f"{name!r} here. Use .fetch() to get the value"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the .ref of {self._kept.source.label} can't be pickled: pass it as an argument, or inside lists, tuples "
+            "and dicts, of a role's method"
+        )
+
+    def __repr__(self) -> str:
+        return f"<reference to {self._kept.source.label}>"
+
+
+class KeptResident(Resident[T_co]):
+    """The handle of a kept result. Dropping it ends the lease; its group is told with the next message."""
+
+    def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
+        self._residents = residents
+        self._hold: Hold | None = Hold()  # None once it is freed
+        self._kept = kept = Kept(self._hold, residents.ended.append)
+        kept.source, kept.call, kept.handle = source, call, weakref.ref(self)
+        kept.used, kept.released, kept.lost = False, None, None
+
+    def __repr__(self) -> str:
+        return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
+
+    def _repr_html_(self) -> str:
+        kept = self._kept
+        state, why = self._residents.state_of(kept)
+        parts = [
+            {"rank": rank, "rows": "" if size[1] is None else size[1], "bytes": size_text(size[0])}
+            for rank, size in zip(kept.call.ranks, kept.call.bodies, strict=False)
+            if size is not None
+        ]
+        return html.page(
+            html.heading("resident of", kept.source.label, state, f"group {kept.source.group}, {at(kept.call.line)}"),
+            html.reason(why, "" if state == "freed" else "bad") if why else html.table(parts),
+        )
+
+    @property
+    def ref(self) -> T_co:
+        """Stands for the value as an argument; another name of it keeps it alive as the handle does."""
+        return cast("T_co", Reference(self))
+
+    @property
+    def spec(self) -> ResidentSpec:
+        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+        return self._residents.spec_of(self._kept)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is there, in the workers."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
+        self._residents.made(self._kept, limit(timeout, "wait(timeout)"))
+
+    def fetch(self, timeout: float | None = None) -> T_co:
+        """The collected value, on the driver; waits until it is there."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
+        value: T_co = self._residents.fetch(self._kept, limit(timeout, "fetch(timeout)"))
+        return value
+
+    def free(self) -> None:
+        """Let go of it. Calls that use it already still get it."""
+        link = self._residents.link
+        if link.forked:
+            link.check()
+        off_main(lambda: self._residents.release(self._kept, "free()"), waits_s=None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._residents.link.forked:
+            self.free()

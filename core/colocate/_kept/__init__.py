@@ -1,1 +1,0 @@
-"""Residents, the driver's half."""
