@@ -43,6 +43,7 @@ LAYERS = {
     "_crew": "the workers of a group: start, watch, end, restart",
     "_views": "sending: views, pipelines, functions",
     "_api": "the live objects",
+    "_detached": "pools that change their driver: what `detach` and `attach` of the live objects find on first use",
     "config": "what a file says",
     "_runs": "what is known of a run",
     "report": "a run as a page",
@@ -50,6 +51,9 @@ LAYERS = {
     "cli": "commands",
     "__main__": "`python -m colocate`",
 }
+
+# Who finds what is below, on first use of a public name, and imports nothing of it otherwise.
+ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
 
 
 class Arrow(NamedTuple):
@@ -81,7 +85,7 @@ def arrows(core: Path = CORE) -> list[Arrow]:
         Arrow(name, imported)
         for name, path in known.items()
         for imported in dict.fromkeys(_imported(path, _package(name, path), known))
-        if imported != name
+        if imported != name and (name, imported) not in ON_FIRST_USE
     ]
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colocate._api.audit import Audit
-    from colocate._api.connecting import connect
+    from colocate._api.connecting import connect, spawn
     from colocate._api.group import ColocatedGroup
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
-    from colocate._api.spawning import spawn
     from colocate._api.trace import Trace
     from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
     from colocate._job.launch import launch
@@ -61,107 +60,38 @@ if TYPE_CHECKING:
 __version__ = "0.3.0.dev0"
 
 _HOMES = {
-    "_api.audit": ("Audit",),
-    "_api.connecting": ("connect",),
-    "_values.batch": ("register_batch",),
-    "_role.call": (
-        "Call",
-        "as_completed",
-        "wait",
-    ),
-    "_values.collect": (
-        "Collect",
-        "Concat",
-        "First",
-        "Gather",
-        "Reduce",
-    ),
-    "_role.context": (
-        "Context",
-        "Rendezvous",
-        "context",
-    ),
-    "_values.dispatch": (
-        "Broadcast",
-        "Dispatch",
-        "OnRank",
-        "PerRank",
-        "Scatter",
-    ),
-    "_api.group": ("ColocatedGroup",),
-    "_api.memory": (
-        "GroupMemory",
-        "RoleMemory",
-        "SlotMemory",
-    ),
-    "_job.launch": ("launch",),
-    "_values.mesh": (
-        "Mesh",
-        "Ranks",
-    ),
-    "_role.method": (
-        "RoleCall",
-        "method",
-    ),
-    "_plugins.needs": ("needs",),
-    "_plugins.plugins": ("hookimpl",),
-    "_api.pool": (
-        "Pool",
-        "PoolPart",
-        "Slot",
-    ),
-    "_calls.records": ("CallRecord", "FetchRecord", "MoveRecord", "TransferRecord"),
-    "_role.resident": (
-        "Resident",
-        "ResidentSpec",
-    ),
-    "_role.role": (
-        "Role",
-        "RoleSpec",
-        "role",
-    ),
-    "_job.recording": ("record",),
-    "_job.run": ("Run",),
-    "_runs.record": (
-        "LogRecord",
-        "RunInfo",
-        "RunRecord",
-    ),
-    "_api.runtime": ("Runtime",),
-    "_api.spawning": ("spawn",),
-    "_api.trace": ("Trace",),
-    "_views.view": (
-        "Inspection",
-        "RoleView",
-        "inspect",
-    ),
-    "config": ("load_config",),
+    "_api.audit": "Audit",
+    "_api.connecting": "connect spawn",
+    "_values.batch": "register_batch",
+    "_role.call": "Call as_completed wait",
+    "_values.collect": "Collect Concat First Gather Reduce",
+    "_role.context": "Context Rendezvous context",
+    "_values.dispatch": "Broadcast Dispatch OnRank PerRank Scatter",
+    "_api.group": "ColocatedGroup",
+    "_api.memory": "GroupMemory RoleMemory SlotMemory",
+    "_job.launch": "launch",
+    "_values.mesh": "Mesh Ranks",
+    "_role.method": "RoleCall method",
+    "_plugins.needs": "needs",
+    "_plugins.plugins": "hookimpl",
+    "_api.pool": "Pool PoolPart Slot",
+    "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
+    "_role.resident": "Resident ResidentSpec",
+    "_role.role": "Role RoleSpec role",
+    "_job.recording": "record",
+    "_job.run": "Run",
+    "_runs.record": "LogRecord RunInfo RunRecord",
+    "_api.runtime": "Runtime",
+    "_api.trace": "Trace",
+    "_views.view": "Inspection RoleView inspect",
+    "config": "load_config",
     "errors": (
-        "BorrowedError",
-        "CallCancelled",
-        "CallTimeout",
-        "CapabilityError",
-        "ClosedError",
-        "ColocateError",
-        "ConfigError",
-        "DispatchError",
-        "EngineError",
-        "ForkedError",
-        "GroupRestarted",
-        "MemoryBudgetError",
-        "PipelineError",
-        "PlacementError",
-        "PlacementTimeout",
-        "PluginError",
-        "RenewalError",
-        "RoleError",
-        "RoleStartError",
-        "SerializationError",
-        "SleepingError",
-        "WorkerDied",
+        "BorrowedError CallCancelled CallTimeout CapabilityError ClosedError ColocateError ConfigError DispatchError "
+        "EngineError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError PlacementTimeout "
+        "PluginError RenewalError RoleError RoleStartError SerializationError SleepingError WorkerDied"
     ),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Audit",

@@ -11,7 +11,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
-from colocate._api import slots
+from colocate._api import pool as slots
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._signals.at_work import waited_for

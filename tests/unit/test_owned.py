@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Pool
-from colocate._api import detached
+from colocate import ColocatedGroup, Pool, _detached
 from colocate._owned.owned import Owned
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
@@ -41,7 +40,7 @@ def closing(node: Pool | ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> thr
 def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """A close that has waited for it goes on to close the node."""
     node = group.owner if kind == "pool" else group
-    assert node._node.mark_closed("a detach")
+    assert node._node.life.close("a detach")
     thread = closing(node, monkeypatch)
     node._node.life.reopen()
     thread.join(PATIENCE_S)
@@ -52,7 +51,7 @@ def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pyte
 def test_a_detach_that_does_not_fail() -> None:
     """Whoever has waited for it has nothing left to do."""
     node = Owned("group", "one", None)
-    assert node.mark_closed("a detach")
+    assert node.life.close("a detach")
     with ThreadPoolExecutor(1) as threads:
         left_to_do = threads.submit(node.take_closing, "a close")
         node.life.end()
@@ -63,7 +62,7 @@ def test_a_detach_that_does_not_fail() -> None:
 def test_it_was_open_again_before_anybody_waited() -> None:
     """Nobody waits for what has come to nothing already."""
     node = Owned("group", "one", None)
-    assert node.mark_closed("a detach")
+    assert node.life.close("a detach")
     node.life.reopen()
     assert not node.life.wait_closed()
     assert node.take_closing("a close")
@@ -80,7 +79,7 @@ def test_detaching_while_slots_are_reserved_again() -> None:
             (False, "was given up: close it, and"),
         ):
             with pytest.raises(colocate.ColocateError, match=rf"can't be detached: it has lost slots .*{words}"):
-                detached._close_all(slots, "a test")
+                _detached._close_all(slots, "a test")
             with pytest.raises(colocate.ColocateError, match=rf"pool 'pool-1' has lost slots .*{words}"):
                 pool.spawn({"echo": colocate.role(Echo)})
         assert slots.closed_by is None

@@ -9,7 +9,7 @@ import pytest
 
 import colocate
 from colocate import ColocateError
-from colocate._api import pool_record
+from colocate._detached import load
 
 HERE = platform.python_version().rpartition(".")[0]
 
@@ -24,4 +24,4 @@ HERE = platform.python_version().rpartition(".")[0]
 def test_of_another_form(versions: tuple[str | int, ...], words: str) -> None:
     record = pickle.dumps((versions, b"no pickle at all"))
     with pytest.raises(ColocateError, match=rf"pool 'theirs' was detached by a driver with {words}, and this one has"):
-        pool_record.load(record, "theirs")
+        load(record, "theirs")

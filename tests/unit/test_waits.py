@@ -30,7 +30,7 @@ KNOWN = {
     "_role.call": "calls, by whoever has made them",
     "_signals.off_main": "what is done off the main thread, and the flag that is waited for",
     "_system.jobs": "jobs, by the threads that run them; the end of such a thread, and what several have begun",
-    "_owned.lifecycle": "the state of a runtime, pool or group",
+    "_owned.owned": "the state of a runtime, pool or group",
     "_crew.stages": "how far workers have come",
     "_crew.restart": "the next try, or the group's end",
     "_api.audit": "the next look",

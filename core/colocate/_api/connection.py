@@ -10,7 +10,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from functools import partial
 
 from colocate._api.slow import SlowCalls
 from colocate._calls.failures import thread_error
@@ -110,11 +109,12 @@ class Connection(Owned):
         if self.crews.get(crew.name) is crew:
             self._gone[crew.name] = crew
             self.crews.pop(crew.name, None)
-            self.services.dispatcher.soon(partial(self._nobody_is_told, crew))
 
-    def _nobody_is_told(self, crew: Crew) -> None:
-        if self._gone.get(crew.name) is crew:
-            self._gone.pop(crew.name)
+            def nobody_is_told() -> None:
+                if self._gone.get(crew.name) is crew:
+                    self._gone.pop(crew.name)
+
+            self.services.dispatcher.soon(nobody_is_told)
 
     def crew_of(self, group: str) -> Crew | None:
         """That of a group; None when it is long gone."""
@@ -143,11 +143,11 @@ class Connection(Owned):
             child.give_up(by)  # a pool that waits for slots stops waiting
         super().give_up(by)
 
-    def close_for(self, by: str | None, grace: float, force: bool) -> None:
-        """Close it on behalf of `by` (None: of its caller)."""
+    def close_for(self, by: str, grace: float, force: bool) -> None:
+        """Close it on behalf of `by`."""
         if self.forked:
             self.check()
-        if not self.mark_closed(by):
+        if not self.life.close(by):
             if not self.services.dispatcher.is_current:  # whoever closes it waits for that thread
                 self.life.wait_closed()
             return
@@ -161,13 +161,11 @@ class Connection(Owned):
             except Exception as error:
                 errors.append(error)
             finally:
-                given_up = self.services.dispatcher.is_given_up()
-                if not self.services.dispatcher.close(0 if given_up else None) and not given_up:
-                    errors.append(
-                        ColocateError(
-                            f"a callback or an observer of this runtime goes on:\n{self.services.dispatcher.stack}"
-                        )
-                    )
+                dispatcher = self.services.dispatcher
+                given_up = dispatcher.is_given_up()
+                if not dispatcher.close(0 if given_up else None) and not given_up:
+                    text = f"a callback or an observer of this runtime goes on:\n{dispatcher.stack}"
+                    errors.append(ColocateError(text))
                 self.services.timers.close()
                 self.services.printer.close()
                 live.pop(id(self), None)

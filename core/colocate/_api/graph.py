@@ -1,16 +1,20 @@
-"""The ownership graph as a person or a program reads it: tree, mermaid, dot, JSON."""
+"""What users hold of the ownership graph: `Held`, a name of one of its nodes, and `Graph`, all as text or data."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 from colocate import _display as html
 from colocate._api.memory import GroupMemory, RoleMemory
 from colocate._api.memory import memory as memory_of
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
+from colocate._role.on_driver import OnDriver
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
@@ -23,6 +27,9 @@ FORMATS = ("tree", "mermaid", "dot", "json")
 
 Measured: TypeAlias = Mapping[str, "GroupMemory | BaseException"]
 """By group what its memory is used for, or why that isn't known."""
+
+
+N = TypeVar("N", bound=Owned)
 
 
 class Graph:
@@ -57,7 +64,7 @@ class Graph:
             return json.dumps(data, indent=2)
         if format == "tree":
             return "\n".join(_tree(data, "", ""))
-        return _mermaid(data) if format == "mermaid" else _dot(data)
+        return _drawn(data, format)
 
     def __repr__(self) -> str:
         return self.render("tree")
@@ -80,8 +87,14 @@ def _measured(node: Owned, deadline: Deadline) -> Measured:
 
 
 def _node(node: Owned, measured: Measured) -> dict[str, Any]:
-    data = node.describe()
-    data["children"] = [_node(child, measured) for child in list(node.children.values())]
+    data: dict[str, Any] = {
+        "kind": node.kind,
+        "name": node.name,
+        "state": node.state,
+        "age_s": round(time.time() - node.created, 3),
+        "line": at(node.line),
+        "children": [_node(child, measured) for child in list(node.children.values())],
+    }
     if isinstance(node, Crew):
         found = measured.get(node.name)
         if isinstance(found, BaseException):
@@ -196,26 +209,89 @@ def _tree(data: dict[str, Any], lead: str, branch: str) -> Iterator[str]:
         yield from _tree(child, below, "└─ " if index == len(children) - 1 else "├─ ")
 
 
-def _flat(data: dict[str, Any], number: Iterator[int], owner: int | None) -> Iterator[tuple[int, int | None, str, str]]:
-    own = next(number)
-    yield own, owner, data["kind"], _label(data).replace('"', "'")
-    for child in data["children"]:
-        yield from _flat(child, number, own)
+def _drawn(data: dict[str, Any], format: str) -> str:
+    """Draw a graph as mermaid or dot has it."""
+    first, node, edge, last = {
+        "mermaid": (["graph TD"], '  n{}["{}"]', "  n{} --> n{}", []),
+        "dot": (["digraph ownership {", "  node [shape=box];"], '  n{} [label="{}"];', "  n{} -> n{};", ["}"]),
+    }[format]
+    lines, numbers = list(first), itertools.count()
 
-
-def _mermaid(data: dict[str, Any]) -> str:
-    lines = ["graph TD"]
-    for own, owner, _, label in _flat(data, iter(range(10**9)), None):
-        lines.append(f'  n{own}["{label}"]')
+    def draw(data: dict[str, Any], owner: int | None) -> None:
+        number = next(numbers)
+        lines.append(node.format(number, _label(data).replace('"', "'")))
         if owner is not None:
-            lines.append(f"  n{owner} --> n{own}")
-    return "\n".join(lines)
+            lines.append(edge.format(owner, number))
+        for child in data["children"]:
+            draw(child, number)
+
+    draw(data, None)
+    return "\n".join([*lines, *last])
 
 
-def _dot(data: dict[str, Any]) -> str:
-    lines = ["digraph ownership {", "  node [shape=box];"]
-    for own, owner, _, label in _flat(data, iter(range(10**9)), None):
-        lines.append(f'  n{own} [label="{label}"];')
-        if owner is not None:
-            lines.append(f"  n{owner} -> n{own};")
-    return "\n".join([*lines, "}"])
+_names: dict[type[Owned], type[Held[Any]]] = {}
+
+
+class Held(OnDriver, Generic[N]):
+    """A name of a node, with what users do with it. It owns nothing: the node's owner does."""
+
+    _by: ClassVar[str]
+
+    def __init_subclass__(cls, *, node: type[Owned] | None = None, by: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if node is not None:
+            _names[node] = cls
+            cls._by = by
+
+    def __init__(self, node: N) -> None:
+        if not isinstance(node, Owned):
+            raise TypeError(f"a {type(self).__name__} is made by {self._by}(...), not by its class")
+        self._node: N = node
+
+    @classmethod
+    def _of(cls, node: N) -> Self:
+        """What users hold of a node: the same object as long as it lives."""
+        # In one step and without a lock: a signal's handler may come between any two lines, and ask for the same.
+        found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
+        return found
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._node.name
+
+    @property
+    def owner(self) -> Any:
+        """What closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
+        owner = self._node.owner
+        return None if owner is None else _names[type(owner)]._of(owner)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used."""
+        return self._node.alive
+
+    @property
+    def state(self) -> str:
+        """What it is doing."""
+        return self._node.state
+
+    def __repr__(self) -> str:
+        return repr(self._node)
+
+    def _repr_html_(self) -> str:
+        return shown(self._node)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        node = self._node.closed_as
+        if not node.forked:
+            grace = 10.0 if error is None else 2.0
+            node.close_after(error, f"leaving its with block at {at(node.line)}", grace)

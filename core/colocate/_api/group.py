@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
 
-from colocate._api.graph import shown
-from colocate._api.held import Held
+from colocate._api.graph import Held, shown
 from colocate._api.memory import GroupMemory, memory
 from colocate._crew.crew import Crew
 from colocate._display import table
@@ -21,7 +20,7 @@ from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
-from colocate._system.numbers import limit, seconds
+from colocate._system.numbers import limit
 from colocate._views import checkpoint, functions, sleeping
 from colocate._views.pipeline import pipeline, recording
 from colocate._views.view import RoleView
@@ -338,5 +337,4 @@ class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
             BorrowedError: Another group uses one of its residents (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        refuse_to_wait(f"closing {self._node.kind} {self.name!r}")
-        self._node.closed_as.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)
+        self._node.close_by_caller(grace, force)

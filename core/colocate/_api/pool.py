@@ -1,29 +1,219 @@
-"""`Pool`: slots reserved together, as users hold them, and the groups that they spawn there."""
+"""`Pool`: slots reserved together, who has taken them, and the groups that users spawn there."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import attrs
 
-from colocate._api.detached import detach
+from colocate._api.connection import Connection
+from colocate._api.graph import Held
 from colocate._api.group import ColocatedGroup
-from colocate._api.held import Held
-from colocate._api.slots import Slots
-from colocate._crew.crew import Crew
+from colocate._crew.attachment import Attachment
+from colocate._crew.crew import Crew, Home
 from colocate._crew.spawn import Declared, declare
-from colocate._owned.owned import Making
+from colocate._owned.owned import Making, raise_together
 from colocate._plugins.needs import check_needs
+from colocate._protocol.versions import base_of
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
-from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.at_work import Section, refuse_to_wait
 from colocate._signals.off_main import off_main
-from colocate._system.numbers import amount_problem, limit, name_problem, seconds
+from colocate._system.deadline import Deadline
+from colocate._system.limits import REPLACED_EVERY_S
+from colocate._system.numbers import amount_problem, limit, name_problem
 from colocate._system.tracebacks import without_own_frames
-from colocate.errors import ColocateError, ConfigError
+from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
+from colocate.executor import Place, Request, Reservation
+
+
+class Slots(Home):
+    """The slots of a pool, and the crews on them.
+
+    Attributes:
+        connection: Of its runtime.
+        request: What was asked for.
+        budget: How much memory the roles of each may have.
+        reservation: What the executor has given; None before, and while lost slots are reserved anew.
+        places: Where its slots lie.
+        taken: The crew on each that isn't free; replaced by another mapping when one goes.
+        epoch: How many drivers have commanded it.
+        attachment: How this driver has it, if it was detached once.
+        lock: Held while any of these changes.
+    """
+
+    def __init__(self, connection: Connection, name: str, request: Request, budget: Budget) -> None:
+        super().__init__("pool", name, connection)
+        self.connection = connection
+        self.request = request
+        self.budget = budget
+        self.reservation: Reservation | None = None
+        self.epoch = 1
+        self.attachment: Attachment | None = None
+        self.places: tuple[Place, ...] = ()
+        self.taken: dict[int, Crew] = {}
+        self.lock = Section()
+        self.join()
+
+    @property
+    def crews(self) -> list[Crew]:
+        """Those on it."""
+        return list(dict.fromkeys(list(self.taken.values())))
+
+    def hold(self, reservation: Reservation) -> None:
+        """Take the slots, or give them back at once when it has been closed meanwhile."""
+        with self.lock:
+            if self.closed_by is None:
+                self.reservation = reservation
+                self.places = reservation.places
+                return
+        self._give_back(reservation)
+        self.check()
+
+    def occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> Crew:
+        """Put a group on slots that have to be free; nothing is started."""
+        with self.lock:
+            self.check()
+            if self.reservation is None:
+                raise self.unreserved()
+            busy = {index: self.taken[index].name for index in indices if index in self.taken}
+            if busy:
+                index, holder = next(iter(busy.items()))
+                raise ColocateError(
+                    f"slot {index} of pool {self.name!r} is taken by group {holder!r}: a slot takes one group at a "
+                    "time. Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
+                )
+            return self.place(indices, declared, name, restarts)
+
+    def place(
+        self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
+    ) -> Crew:
+        """Put a group on free slots; nothing is started."""
+        with self.lock:
+            self.check()  # another driver may have taken it: whoever closes it has all groups that were put here
+            with self.connection.naming:
+                name = self.connection.group_name(name)
+                places = [self.places[index] for index in indices]
+                services = self.connection.services
+                crew = Crew(services, self, base_of(self.epoch), indices, places, declared, name, restarts, generation)
+                self.connection.crews[name] = crew
+            for index in indices:
+                self.taken[index] = crew
+            return crew
+
+    def places_for(self, crew: Crew) -> list[Place]:
+        """Where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew.
+
+        Raises:
+            PlacementError: What is left of the cluster has no place for them.
+        """
+        executor = self.connection.services.executor
+        given_back = self.reservation is None  # by an attempt before this one
+        lost = [index for index in crew.indices if given_back or executor.lost(self.places[index])]
+        if lost:
+            with self.lock:
+                self.check()
+                gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
+                if self.attachment is not None:
+                    raise PlacementError(
+                        f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
+                        "such a pool isn't reserved anew"
+                    )
+                others = {other.name for other in self.taken.values() if other is not crew}
+                if others:
+                    raise PlacementError(
+                        f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
+                        f"{', '.join(sorted(others))} lives on others of its slots"
+                    )
+                reservation, self.reservation = self.reservation, None
+            if reservation is not None:
+                executor.release(reservation)
+            deadline = Deadline(self.request.timeout)
+            while self.reservation is None:
+                self.check()  # whoever closes it doesn't wait for all of that time
+                within = deadline.at_most(REPLACED_EVERY_S)
+                try:
+                    self.hold(executor.reserve(attrs.evolve(self.request, timeout=within)))
+                except PlacementTimeout as error:
+                    if within < REPLACED_EVERY_S:
+                        error.add_note(f"that was tried for {self.request.timeout:g} s, since slot {gone} was lost")
+                        raise
+        return [self.places[index] for index in crew.indices]
+
+    def unreserved(self, what: str = "") -> ColocateError:
+        """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
+        if any(crew.life.recovers for crew in self.crews):
+            then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
+        else:
+            then = "and the restart of its group, which does that, was given up: close it, and reserve another pool"
+        return ColocateError(
+            f"pool {self.name!r} {what}has lost slots with their node and has to be reserved anew, {then}"
+        )
+
+    def vacate(self, crew: Crew) -> None:
+        """A group has gone: its slots are free."""
+        with self.lock:
+            self.taken = {index: other for index, other in self.taken.items() if other is not crew}
+            self.forget(crew)
+        self.changed()
+
+    def others(self) -> Mapping[str, Crew]:
+        """The crews of its runtime, by name."""
+        return self.connection.crews
+
+    def forget(self, crew: Crew) -> None:
+        """Its name is free."""
+        self.connection.forget(crew)
+
+    # -- from driver to driver
+
+    def goes_on(self, crew: Crew) -> bool:
+        """Whether a group lives on when this driver lets go of it."""
+        return self.attachment is not None and not self.attachment.own and crew.name in self.attachment.groups
+
+    def changed(self) -> None:
+        """What drivers after this one are to know of its groups has changed."""
+        if self.attachment is not None:
+            self.attachment.changed()
+
+    def close_for(self, by: str, grace: float, force: bool) -> None:
+        """Close it on behalf of `by`."""
+        if not self.take_closing(by, force):
+            return
+        with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
+            reservation = self.reservation
+        errors: list[BaseException] = []
+        try:
+            errors += self.close_children(grace)
+        finally:
+            try:
+                if reservation is not None:
+                    self._give_back(reservation)
+            except Exception as error:
+                errors.append(error)
+            finally:
+                self.disown()
+                self.life.end()
+        raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
+
+    def give_up(self, by: str) -> None:
+        """Close it at once: who was making it has been interrupted. One that was to be attached goes on."""
+        if self.attachment is not None:
+            self.attachment.own = False
+        elif self.reservation is None:
+            self.connection.services.executor.withdraw(self.request)
+        super().give_up(by)
+
+    def _give_back(self, reservation: Reservation) -> None:
+        executor: Any = self.connection.services.executor
+        if self.attachment is None or (self.attachment.own and executor.retain(reservation)):
+            executor.release(reservation)
+        else:  # it goes on: it is borrowed, or another driver has taken it while it was being closed here
+            executor.let_go(reservation)
 
 
 @attrs.frozen
@@ -41,20 +231,6 @@ class Slot:
     node: str
     devices: tuple[int, ...]
     state: str
-
-
-@attrs.frozen
-class Allowance:
-    """How much memory a group has, and how its roles share it."""
-
-    budget: Budget
-    residency: Literal["swap"] | None
-    step: Sequence[str] | None
-
-    def of(self, slot: Budget, declared: Declared) -> Declared:
-        """The roles with that."""
-        found = budgets(slot, self.budget, declared.specs, self.residency, self.step)
-        return attrs.evolve(declared, budgets=found)
 
 
 @attrs.frozen(eq=False)
@@ -84,8 +260,9 @@ class PoolPart:
         step: Sequence[str] | None = None,
     ) -> ColocatedGroup:
         """As `Pool.spawn`, on these slots."""
-        allowance = Allowance(Budget.of(device_memory, host_memory, "spawn() "), residency, step)
-        return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout, restarts, restore, allowance)
+        budget = Budget.of(device_memory, host_memory, "spawn() ")
+        how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step
+        return self.pool._spawn(self.indices, roles, *how)
 
 
 class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
@@ -158,9 +335,9 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             ConfigError: The declaration is wrong; says all mistakes.
             RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
         """
-        allowance = Allowance(Budget.of(device_memory, host_memory, "spawn() "), residency, step)
-        everything = tuple(range(len(self)))
-        return self._spawn(everything, roles, name, mesh, on_failure, timeout, restarts, restore, allowance)
+        budget = Budget.of(device_memory, host_memory, "spawn() ")
+        how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step
+        return self._spawn(tuple(range(len(self))), roles, *how)
 
     def _spawn(
         self,
@@ -172,7 +349,9 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         timeout: float | None,
         restarts: int,
         restore: str | os.PathLike[str] | None,
-        allowance: Allowance,
+        budget: Budget,
+        residency: Literal["swap"] | None,
+        step: Sequence[str] | None,
     ) -> ColocatedGroup:
         node = self._node
         node.check()
@@ -183,7 +362,8 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         if (problem := amount_problem(restarts, whole=True, least=1)) is not None:
             raise ConfigError(f"spawn(restarts) {problem}; a group that isn't restarted has on_failure='fail'")
         timeout = limit(timeout, "spawn(timeout)")
-        declared = allowance.of(node.budget, declare(roles, len(indices), mesh))
+        declared = declare(roles, len(indices), mesh)
+        declared = attrs.evolve(declared, budgets=budgets(node.budget, budget, declared.specs, residency, step))
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
             check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
@@ -219,7 +399,8 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             ColocateError: Calls are pending, or another group uses its residents.
         """
         refuse_to_wait(f"detaching {self._node.kind} {self.name!r}")
-        off_main(lambda: detach(self._node, name, ttl))
+        detached: Any = import_module("colocate._detached")  # which nothing else of core needs
+        off_main(lambda: detached.detach(self._node, name, ttl))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its groups, the newest first, and give its slots back. One that is attached without `own=True` goes on.
@@ -232,5 +413,4 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             BorrowedError: A group elsewhere uses a resident (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        refuse_to_wait(f"closing {self._node.kind} {self.name!r}")
-        self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)
+        self._node.close_by_caller(grace, force)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from colocate._api.audit import Audit, audit
 from colocate._api.connection import Connection, live
-from colocate._api.detached import attach
-from colocate._api.graph import Graph
+from colocate._api.graph import Graph, Held
 from colocate._api.group import ColocatedGroup
-from colocate._api.held import Held
-from colocate._api.pool import Pool
-from colocate._api.slots import Slots
+from colocate._api.pool import Pool, Slots
 from colocate._api.trace import Trace
 from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
@@ -61,26 +59,26 @@ def begin(
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
     collective_timeout = seconds(collective_timeout, "connect(collective_timeout)", positive=True)
-    spill, span = _folder(spill_dir), port_range(ports, "connect(ports)")
+    spill = os.fspath(spill_dir) if isinstance(spill_dir, os.PathLike) else spill_dir
+    if spill is not None and (problem := spill_problem(spill)) is not None:
+        raise ConfigError(f"connect(spill_dir) {problem}")
+    span = port_range(ports, "connect(ports)")
     making: Making[Connection] = Making(f"connect({executor!r})")
 
     def start() -> Connection:
         if replace:
             _close_earlier(executor)
         with told_when_slow(f"connect({executor!r})"):
-            connected = _connected(executor, cls, options)
+            accepted = options_of(cls)
+            if "strict" not in accepted.parameters:
+                options.pop("strict", None)  # its workers are processes: everything goes through the wire format anyway
+            if problems := list(accepted.problems(options)):
+                mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
+                raise ConfigError(f"connect({executor!r}, ...): the options don't fit", mistakes=mistakes)
+            connected = cls.connect(**accepted.built(options))
         return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout, spill, span))
 
     return making.run(start, Runtime._of)
-
-
-def _folder(directory: str | os.PathLike[str] | None) -> str | None:
-    if directory is None:
-        return None
-    path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else directory
-    if (problem := spill_problem(path)) is not None:
-        raise ConfigError(f"connect(spill_dir) {problem}")
-    return path
 
 
 def _close_earlier(executor: str) -> None:
@@ -90,22 +88,9 @@ def _close_earlier(executor: str) -> None:
             try:
                 connection.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
             except BaseExceptionGroup as errors:  # they were the earlier cell's: this one gets its runtime
-                told, line = (
-                    "".join(f"\n  {type(each).__name__}: {each}" for each in errors.exceptions),
-                    connection.line,
-                )
-                _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, at(line), where, told)
-
-
-def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:
-    accepted = options_of(cls)
-    if "strict" not in accepted.parameters:
-        options.pop("strict", None)  # its workers are processes, where everything goes through the wire format anyway
-    problems = list(accepted.problems(options))
-    if problems:
-        mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
-        raise ConfigError(f"connect({name!r}, ...): the options don't fit", mistakes=mistakes)
-    return cls.connect(**accepted.built(options))
+                told = "".join(f"\n  {type(each).__name__}: {each}" for each in errors.exceptions)
+                line = at(connection.line)
+                _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, line, where, told)
 
 
 class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
@@ -245,8 +230,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         self._node.check()
         self._node.require(Detachable, "attach a pool")
+        detached: Any = import_module("colocate._detached")  # which nothing else of core needs
         making: Making[Slots] = Making(f"attach({name!r})")
-        return making.run(lambda: making.made(attach(self._node, name, own)), Pool._of)
+        return making.run(lambda: making.made(detached.attach(self._node, name, own)), Pool._of)
 
     def detached(self) -> list[dict[str, Any]]:
         """The detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
@@ -282,8 +268,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Raises:
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        refuse_to_wait(f"closing {self._node.kind} {self.name!r}")
-        self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)
+        self._node.close_by_caller(grace, force)
 
 
 def _name_holders(error: PlacementTimeout, waited: Slots) -> None:

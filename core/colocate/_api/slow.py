@@ -8,16 +8,20 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 
-from colocate._api.starting import SlowStart
+import attrs
+
 from colocate._calls.services import Services
 from colocate._calls.stacks import Stacks
 from colocate._crew.crew import Crew
 from colocate._crew.workforce import Workforce
-from colocate._system.limits import SLOW_EVERY_S, SLOW_S
+from colocate._system.limits import SLOW_EVERY_S, SLOW_S, STARTING_S
 
 _log = logging.getLogger("colocate")
+_NAMED = 8  # so many workers at most
 
 
 class SlowCalls:
@@ -60,3 +64,52 @@ class SlowCalls:
             self._services.printer.soon(lambda: _log.warning(text))
 
         crew.order.stacks.ask(slots, tell)
+
+
+@attrs.define(eq=False)
+class SlowStart:
+    """What one generation of a group's workers is doing while it starts: imports and large models take long.
+
+    Attributes:
+        steps: What the worker of each slot is at, and since when.
+        said: What was said last, without times, and how old the start was.
+    """
+
+    crew: Crew
+    workforce: Workforce
+    steps: dict[int, tuple[str, float]] = attrs.field(factory=dict)
+    said: tuple[set[str], float] = (set(), 0.0)
+
+    def look(self) -> None:
+        """Find out what those that aren't ready do, and say that, if it is new or has taken twice as long."""
+        slots = self.workforce.starting(STARTING_S)
+        heard = [slot for slot in slots if self.workforce.workers[slot].hello is not None]
+        if slots:
+            self.crew.order.stacks.ask(heard, partial(self._tell, slots, heard))
+
+    def _tell(self, slots: list[int], heard: list[int], stacks: Stacks) -> None:
+        now, since = time.time(), self.workforce.began
+        found: dict[str, list[int]] = defaultdict(list)
+        for slot in slots:
+            step = "starting its process"
+            if slot in heard:  # the first line of its stack says what it does
+                constructor, importing, module = stacks.of(slot).partition("\n")[0].partition(", importing ")
+                constructor = constructor.removeprefix("running ")
+                if not importing and constructor == "nothing":  # it waits for others to start
+                    continue
+                step = f"importing {module}" if importing else constructor
+            before = self.steps.get(slot)
+            if before is None or before[0] != step:
+                self.steps[slot] = step, since if before is None else now
+            if now - self.steps[slot][1] > STARTING_S:
+                found[step].append(slot)
+        words, age = self.said
+        if found and (found.keys() != words or now - since >= 2 * age):
+            self.said = set(found), now - since
+            for step, those in found.items():
+                spent = now - min(self.steps[slot][1] for slot in those)
+                who = f"worker{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}"
+                if len(those) > _NAMED:
+                    who = f"{len(those)} workers"
+                text = f"[colocate] group {self.crew.name!r} starts: {step}: {spent:.0f} s on {who}"
+                self.crew.services.printer.line(text)

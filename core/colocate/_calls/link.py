@@ -8,8 +8,7 @@ from typing import Any
 
 from colocate._calls.pending import PendingCall
 from colocate._calls.services import Services
-from colocate._owned.lifecycle import State
-from colocate._owned.owned import Owned
+from colocate._owned.owned import Owned, State
 from colocate._protocol.message import Message
 from colocate.errors import ColocateError
 

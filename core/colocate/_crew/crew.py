@@ -24,8 +24,7 @@ from colocate._crew.taught import Taught
 from colocate._crew.worker import Worker
 from colocate._crew.workforce import Workforce
 from colocate._kept import Residents
-from colocate._owned.lifecycle import State
-from colocate._owned.owned import Owned, raise_together
+from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Origin, Source
@@ -320,7 +319,7 @@ class Crew(Restartable):
         """It could not be restarted."""
         error.add_note(f"and group {self.name!r} could not be restarted: {error_text(why)}")
         with self.order.lock:
-            self.life.fail_for_good(error)
+            self.life.fail(error, is_told=False, recovers=False)
             self._tell_state(State.FAILED, error)
 
     # -- its start
@@ -393,16 +392,12 @@ class Crew(Restartable):
         super().hurry()
         self.workforce.hurry()
 
-    def close_for(self, by: str | None, grace: float, force: bool) -> None:
-        """Close it on behalf of `by` (None: of its caller)."""
-        if self.forked:
-            self.check()
+    def close_for(self, by: str, grace: float, force: bool) -> None:
+        """Close it on behalf of `by`."""
         if self.home.goes_on(self):
             self._let_go(by)
             return
-        if not force and self.closed_by is None:
-            self.refuse_if_borrowed()
-        if not self.take_closing(by):
+        if not self.take_closing(by, force):
             return
         try:
             with self.order.lock:  # whoever rebuilds it has either made its new workers or will make none
@@ -422,7 +417,7 @@ class Crew(Restartable):
         self.services.tell("colocate_group_closed", self.name)
         raise_together(self._words, errors)
 
-    def _let_go(self, by: str | None) -> None:
+    def _let_go(self, by: str) -> None:
         """Let go of it where it goes on in a borrowed pool: what this driver has in it ends."""
         if not self.take_closing(by):
             return

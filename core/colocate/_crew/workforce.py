@@ -18,7 +18,7 @@ from colocate._crew.saved import Checkpoint
 from colocate._crew.spawn import BuildErrors, Declared, builds
 from colocate._crew.stages import Stage, Stages
 from colocate._crew.worker import NOT_LAUNCHED, Worker, WorkerEvents
-from colocate._owned.lifecycle import State
+from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
 from colocate._protocol import from_worker, to_worker, versions
 from colocate._protocol.message import Message

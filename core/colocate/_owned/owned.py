@@ -1,24 +1,31 @@
 """The ownership law: everything that lives has one owner, is closed in order, and says what closed it.
 
-`Owned` is the base of runtime, pool and group. Its states, and who may close what, are decided here.
+`Owned` is the base of runtime, pool and group. Who may close what is decided here, and `Lifecycle` has what each is
+doing, why it can't be used, and the only ways from state to state:
+
+    starting -> ready -> failed -> restarting -> ready, or failed for good
+
+From each of these it can be closed: closing -> closed. A closing that comes to nothing leads back to where it began.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
-from colocate._owned.lifecycle import Lifecycle, State
 from colocate._role.on_driver import OnDriver
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
-from colocate._system.lines import at, caller, origin
-from colocate.errors import BorrowedError, ClosedError, ForkedError
+from colocate._system.lines import caller, origin
+from colocate._system.numbers import seconds
+from colocate.errors import BorrowedError, ClosedError, ColocateError, ForkedError
 
 N = TypeVar("N", bound="Owned")
 H = TypeVar("H")
@@ -48,6 +55,159 @@ def raise_together(what: str, errors: Sequence[BaseException]) -> None:
             raise error
     if errors:
         raise BaseExceptionGroup(what, errors)
+
+
+class State(enum.StrEnum):
+    """What a node is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    RESTARTING = "restarting"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class Lifecycle:
+    """That of one node. All methods may be called from any thread.
+
+    Attributes:
+        state: What it is doing.
+        closed_by: What closes it or has closed it, and where.
+        failure: What keeps it from going on.
+        recovers: Whether it is rebuilt after that failure.
+        overcome: A failure that it was rebuilt after, as long as nobody has taken note of that.
+        on_change: Called after each change, on any thread but the main one.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.closed_by: str | None = None
+        self.failure: ColocateError | None = None
+        self.recovers = False
+        self.overcome: ColocateError | None = None
+        self._is_told = True  # the failure, to whoever uses it
+        self._before = state
+        self._closer: int | None = None
+        self._closing = threading.Event()  # this closing: set when it has ended, or come to nothing
+        self._news = threading.Condition()
+        self.on_change: Callable[[], object] = lambda: None
+
+    def _enter(self, state: State, *before: State) -> bool:
+        """Be in another state, from one of these; whether that was so. The lock is held."""
+        if self.state not in before:
+            return False
+        self.state = state
+        self._news.notify_all()
+        self.on_change()
+        return True
+
+    # -- use
+
+    def ready(self) -> bool:
+        """It can be used, and no failure is left; False when it is closed."""
+        with self._news:
+            if not self._enter(State.READY, State.STARTING, State.RESTARTING):
+                return False
+            self.failure, self.recovers, self._is_told = None, False, True
+            self.on_change()
+            return True
+
+    def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
+        """It can't go on.
+
+        Args:
+            failure: What those are told who use it.
+            is_told: Whether somebody is about to be.
+            recovers: Whether it will be rebuilt.
+        """
+        with self._news:
+            self.failure, self._is_told, self.recovers = failure, is_told, recovers
+            if recovers:
+                self.overcome = failure
+            self._enter(State.FAILED, State.READY, State.FAILED, State.RESTARTING)
+
+    def restart(self) -> bool:
+        """It is being rebuilt; False when it is closed."""
+        with self._news:
+            return self._enter(State.RESTARTING, State.FAILED, State.RESTARTING)
+
+    def told(self) -> ColocateError | None:
+        """The failure, which somebody is told now."""
+        self._is_told = True
+        return self.failure
+
+    def untold(self) -> ColocateError | None:
+        """The failure, if nobody has been told it."""
+        return None if self._is_told else self.failure
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it is being built, for the first time or anew."""
+        return self.state in (State.STARTING, State.RESTARTING)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it won't come to be usable, or unusable, by itself."""
+        return self.state != State.STARTING and not (self.recovers and self.state in (State.FAILED, State.RESTARTING))
+
+    def wait_settled(self, timeout: float | None) -> bool:
+        """Wait for that, at most so many seconds; whether it is so."""
+        with self._news:
+            return self._news.wait_for(lambda: self.is_settled, timeout)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can be used, and there is nothing that whoever does so is to be told."""
+        return self.state is State.READY and self.failure is None and self.overcome is None
+
+    def noted(self) -> None:
+        """Somebody has taken note that it was rebuilt."""
+        with self._news:
+            self.overcome = None
+            self.on_change()
+
+    # -- closing
+
+    def close(self, by: str) -> bool:
+        """Note what closes it; False when something has done so before."""
+        with self._news:
+            if self.closed_by is not None:
+                return False
+            self.closed_by = by
+            self._closer = threading.get_ident()
+            self._before = self.state
+            self._enter(State.CLOSING, self.state)
+            return True
+
+    def reopen(self) -> None:
+        """What was to close it has come to nothing: it is what it was, and whoever waits for its closing may try."""
+        with self._news:
+            self.closed_by = self._closer = None
+            self._enter(self._before, State.CLOSING)
+            came_to_nothing, self._closing = self._closing, threading.Event()
+        came_to_nothing.set()
+
+    def end(self) -> None:
+        """It is closed."""
+        with self._news:
+            self._enter(State.CLOSED, State.CLOSING)
+        self._closing.set()
+
+    def wait_closed(self) -> bool:
+        """Wait until who closes it has done so, unless that is this very thread, somewhere below.
+
+        Returns:
+            Whether it is closed; False when that has come to nothing.
+        """
+        with self._news:
+            closing = self._closing
+            if self.closed_by is None:
+                return False
+            if self._closer == threading.get_ident():
+                return True
+        closing.wait()
+        return self._closing is closing
 
 
 class Making(Generic[N]):
@@ -158,21 +318,24 @@ class Owned(OnDriver):
         """Whether this is a forked child of the process that made it."""
         return self._born_after != _forks
 
-    def mark_closed(self, by: str | None) -> bool:
-        """Note what closes it; False when something has done so before."""
-        return self.life.close(lambda: by or self.by_caller())
+    def take_closing(self, by: str, force: bool = True) -> bool:
+        """Note what closes it, or wait until what has done so before is through: then there is nothing left to do.
 
-    def take_closing(self, by: str | None) -> bool:
-        """Note what closes it, or wait until what has done so before is through: then there is nothing left to do."""
-        while not self.mark_closed(by):
+        Raises:
+            ForkedError: This is a forked child, which owns nothing.
+            BorrowedError: Somebody's use of it would break (without `force`).
+        """
+        if self.forked:
+            self.check()
+        if not force and self.closed_by is None and (found := self.borrowers(self)):
+            raise BorrowedError(
+                f"{self.kind} {self.name!r} can't be closed: {'; '.join(found)}. Wait for them, or close(force=True)",
+                borrowers=tuple(found),
+            )
+        while not self.life.close(by):
             if self.life.wait_closed():
                 return False
         return True
-
-    def by_caller(self) -> str:
-        """What closes it, when the user's code does."""
-        file, number = caller()
-        return f"{self.kind}.close() at {file}:{number}"
 
     def disown(self) -> None:
         """Take it out of the graph."""
@@ -186,15 +349,6 @@ class Owned(OnDriver):
     def borrowers(self, closing: Owned) -> list[str]:
         """Who uses it, would be broken by closing `closing`, and doesn't lie in that itself."""
         return [name for child in list(self.children.values()) for name in child.borrowers(closing)]
-
-    def refuse_if_borrowed(self) -> None:
-        """Raise BorrowedError when closing it would break somebody's use."""
-        found = self.borrowers(self)
-        if found:
-            raise BorrowedError(
-                f"{self.kind} {self.name!r} can't be closed: {'; '.join(found)}. Wait for them, or close(force=True)",
-                borrowers=tuple(found),
-            )
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
         """Begin nothing any more in it or below it, and tell the calls that run that nobody waits for them.
@@ -218,7 +372,8 @@ class Owned(OnDriver):
         for child in reversed(children):
             if self.hurried:  # Ctrl-C: the others are closed too, but nobody waits any more
                 grace, deadline = 0.0, Deadline(0.0)
-            left = grace if child is children[-1] else max(deadline.left or 0.0, _least(grace))
+            # What is idle needs a moment to end, also when others have used the grace up.
+            left = grace if child is children[-1] else max(deadline.left or 0.0, min(grace, LEAST_GRACE_S))
             try:
                 child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", left, force=True)
             except BaseExceptionGroup as group:
@@ -227,8 +382,8 @@ class Owned(OnDriver):
                 errors.append(error)
         return errors
 
-    def close_for(self, by: str | None, grace: float, force: bool) -> None:
-        """Close it on behalf of `by` (None: of its caller); each kind says how."""
+    def close_for(self, by: str, grace: float, force: bool) -> None:
+        """Close it on behalf of `by`; each kind says how."""
         raise TypeError(f"a {self.kind} is closed by its owner")
 
     def hurry(self) -> None:
@@ -264,11 +419,12 @@ class Owned(OnDriver):
             finally:
                 del wrong  # its traceback has this frame
 
-    def leave_block(self, error: BaseException | None) -> None:
-        """The `with` block that was to close it is left, perhaps with an error in flight."""
-        if not self.forked:
-            by = f"leaving its with block at {at(self.line)}"
-            self.close_after(error, by, 10.0 if error is None else 2.0)
+    def close_by_caller(self, grace: float, force: bool) -> None:
+        """Close it from the line of the user's code that called `close`; see `close_here`."""
+        refuse_to_wait(f"closing {self.kind} {self.name!r}")
+        file, number = caller()
+        grace = seconds(grace, "close(grace)")
+        self.closed_as.close_here(f"{self.kind}.close() at {file}:{number}", grace, force)
 
     def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
         """Close it by force; when an error is in flight already, what goes wrong becomes a note of that one."""
@@ -286,22 +442,3 @@ class Owned(OnDriver):
         self.hurried = True
         with contextlib.suppress(BaseExceptionGroup):
             self.close_for(by, 0.0, True)
-
-    def describe(self) -> dict[str, Any]:
-        """What the graph shows of it."""
-        return {
-            "kind": self.kind,
-            "name": self.name,
-            "state": self.state,
-            "age_s": round(time.time() - self.created, 3),
-            "line": f"{at(self.line)}",
-        }
-
-    def leaves(self) -> list[dict[str, Any]]:
-        """Nodes it owns that are no objects of their own: workers, role instances, calls."""
-        return []
-
-
-def _least(grace: float) -> float:
-    """Seconds that what is idle needs to end, also when others have used the grace up."""
-    return min(grace, LEAST_GRACE_S)

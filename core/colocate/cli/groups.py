@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from colocate._api.detached import close_detached, seen
+from colocate._detached import close_detached, seen
 from colocate._job.screen import console, show_table
 from colocate._system.lines import made_for
 from colocate.cli.cluster import Cluster

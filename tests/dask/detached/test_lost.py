@@ -11,7 +11,7 @@ from distributed import Client
 
 import colocate
 from colocate import Pool, Runtime
-from colocate._api.detached import close_detached
+from colocate._detached import close_detached
 from colocate.cli.cluster import Cluster
 from colocate.cli.groups import show_groups
 from colocate.errors import EngineError, WorkerDied

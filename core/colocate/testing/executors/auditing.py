@@ -15,7 +15,7 @@ import pytest
 
 import colocate
 from colocate import Audit, ColocatedGroup, RoleSpec, Runtime
-from colocate._api.slots import Slots
+from colocate._api.pool import Slots
 from colocate._crew.worker import Worker
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget

@@ -11,7 +11,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._api.slots import Slots
+from colocate._api.pool import Slots
 from colocate.errors import ColocateError, ConfigError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate

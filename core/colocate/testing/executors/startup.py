@@ -172,7 +172,7 @@ class Startup(ExecutorCase):
     @needs(OwnProcess)
     def test_a_start_that_takes_long(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """It says what the workers are doing: which module they import, whose constructor runs."""
-        for place in ("slow.SLOW_EVERY_S", "starting.STARTING_S"):
+        for place in ("slow.SLOW_EVERY_S", "slow.STARTING_S"):
             monkeypatch.setattr(f"colocate._api.{place}", 0.05)
         monkeypatch.setattr("colocate._calls.stacks.STACKS_WITHIN_S", PATIENCE_S)
         monkeypatch.setattr(sys, "stderr", read := io.StringIO())

@@ -1,0 +1,454 @@
+"""Detached pools: a pool changes its driver. What a driver does; `keeper/leased.py` has the other half.
+
+Whoever detaches a pool is through with it. Whoever attaches it borrows it: the end of that, however it comes, leaves
+the pool as it is; or owns it (`own=True`), and then it ends with its driver as any other. One driver commands a pool at
+a time, and each has an epoch higher than any before: the numbers of its calls, holds and residents begin above those of
+the epoch before, so that nothing of one is ever taken for something of another.
+
+A pool's record is what the drivers after the one that made it need to take it up, starting nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import platform
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import attrs
+
+import colocate
+from colocate._api.connection import Connection
+from colocate._api.pool import Slots
+from colocate._calls.failures import hung_error
+from colocate._calls.stacks import NO_ANSWER
+from colocate._crew.attachment import Attachment
+from colocate._crew.crew import Crew
+from colocate._crew.saved import Checkpoint, Tag
+from colocate._crew.spawn import Declared
+from colocate._definitions.bundles import pack_whole, unpack_whole
+from colocate._owned.owned import State, raise_together
+from colocate._role.budget import Budget
+from colocate._role.info import RoleInfo
+from colocate._role.role import check_role
+from colocate._signals.off_main import off_main
+from colocate._system.lines import at, caller, origin
+from colocate._system.numbers import FOREVER_S, duration_problem
+from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
+from colocate.executor import Detachable, Lease, Request, Reservation
+
+_FORM = 8  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_AGAIN_S = 0.5
+
+# -- the record
+
+
+@attrs.frozen
+class GroupRecord:
+    """One group.
+
+    Attributes:
+        name: Its name.
+        roles: Its roles, pickled; classes that no installed distribution has are in it by value.
+        slots: The slots of the pool that it has.
+        tokens: By which its workers are taken up, by slot.
+        generation: How often it has been restarted.
+        seed: That of the runtime that made it.
+        line: The line that made it.
+        created: When.
+        restarts: How often it is rebuilt at most.
+        checkpoint: What it is rebuilt from, if there is something.
+        restored: The tag of what its roles were restored from.
+        script: The process whose script the workers have, as ids have it.
+        modules: The modules that its workers have got from a driver: file and digest, by name.
+        until_woken: The tags of memory that calls leave asleep, by role.
+    """
+
+    name: str
+    roles: bytes = attrs.field(repr=False)
+    slots: tuple[int, ...]
+    tokens: tuple[bytes, ...] = attrs.field(repr=False)
+    generation: int
+    seed: int
+    line: tuple[str, int]
+    created: float
+    restarts: int
+    checkpoint: Checkpoint | None
+    restored: Tag
+    script: int
+    modules: dict[str, tuple[str, str]]
+    until_woken: dict[str, list[str]]
+
+    def declared(self) -> Declared:
+        """Return its roles.
+
+        Raises:
+            ColocateError: They can't be imported here.
+        """
+        try:
+            (default_group, torchrun, distributions, budgets, roles), definitions = unpack_whole(self.roles)
+        except ColocateError as error:
+            raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
+        except Exception as error:  # a module or class that isn't there; anything that its import raises
+            raise ColocateError(
+                f"the roles of group {self.name!r} can't be imported here: {type(error).__name__}: {error}; install "
+                "what they come from (colocate close NAME works without)"
+            ) from error
+        infos = {
+            name: RoleInfo(name, cls, check_role(name, cls), slots, meshes, origin)
+            for name, (cls, _, slots, meshes, origin) in roles.items()
+        }
+        specs = {name: spec for name, (_, spec, *_) in roles.items()}
+        return Declared(infos, specs, distributions, default_group, torchrun, definitions, budgets)
+
+
+@attrs.frozen
+class PoolRecord:
+    """A pool and its groups."""
+
+    name: str
+    request: Request
+    budget: Budget
+    ttl: float
+    groups: tuple[GroupRecord, ...]
+
+
+def _lease(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Lease:
+    """Return what the cluster has of a pool: its workers, its record, and what listings show.
+
+    Raises:
+        SerializationError: A role can't be pickled.
+    """
+    records = []
+    for group in groups:
+        declared, restarts = group.declared, group.restarts
+        roles = {
+            role: (info.cls, declared.specs[role], info.slots, info.meshes, info.origin)
+            for role, info in declared.infos.items()
+        }
+        whole = declared.default_group, declared.torchrun, dict(declared.distributions), declared.budgets, roles
+        records.append(
+            GroupRecord(
+                group.name,
+                pack_whole(whole, f"what the roles of group {group.name!r} are made of"),
+                tuple(group.indices),
+                tuple(worker.host.token for worker in group.workforce.workers),
+                group.generation,
+                group.seed,
+                group.line,
+                group.created,
+                restarts.limit,
+                restarts.checkpoint,
+                restarts.restored,
+                group.taught.script,
+                dict(group.taught.given.contents),
+                group.sleepers.until_woken,
+            )
+        )
+    found = PoolRecord(pool.name, pool.request, pool.budget, float(ttl), tuple(records))
+    about = {
+        "pool": pool.name,
+        "slots": len(pool.places),
+        "nodes": sorted({place.node for place in pool.places}),
+        "groups": {group.name: list(group.roles) for group in groups},
+    }
+    workers = frozenset(token for record in records for token in record.tokens)
+    return Lease(name, float(ttl), workers, pickle.dumps((_versions(), pickle.dumps(found))), about)
+
+
+def load(record: bytes, name: str) -> PoolRecord:
+    """Return what a record says.
+
+    Raises:
+        ColocateError: Other versions have made it.
+    """
+
+    def words(version: str, python: str, form: int = 1) -> str:
+        return f"colocate {version} (records of form {form}) and Python {python}"
+
+    there, body = pickle.loads(record)
+    if there != (here := _versions()):
+        raise ColocateError(
+            f"pool {name!r} was detached by a driver with {words(*there)}, and this one has {words(*here)}: "
+            "attach with the same versions (colocate close NAME works with any)"
+        )
+    found: PoolRecord = pickle.loads(body)
+    return found
+
+
+def _versions() -> tuple[str, str, int]:
+    return colocate.__version__, platform.python_version().rpartition(".")[0], _FORM
+
+
+# -- detach
+
+
+def detach(pool: Slots, name: str, ttl: float) -> None:
+    """See `Pool.detach`."""
+    if not isinstance(name, str) or not name or any(not (each.isalnum() or each in "-_.") for each in name):
+        raise ConfigError(f"a pool can't be detached as {name!r}: use letters, digits, '-', '_' and '.'")
+    if duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
+        raise ConfigError(
+            f"pool.detach({name!r}, ttl={ttl!r}): give seconds. They are how long it lives without a driver; "
+            "a pool without an end would be a leak"
+        )
+    pool.check()
+    pool.connection.require(Detachable, f"detach pool {pool.name!r}")
+    executor = cast("Detachable", pool.connection.services.executor)
+    if not pool.request.detachable:
+        raise ConfigError(
+            f"pool {pool.name!r} was reserved without detachable=True: runtime.reserve(..., detachable=True)"
+        )
+    if pool.attachment is not None and not pool.attachment.own:
+        raise ConfigError(
+            f"pool {pool.name!r} is borrowed, and stays detached as {pool.attachment.name!r} when this borrow is closed"
+            f"; runtime.attach({pool.attachment.name!r}, own=True) takes it, and may detach it again"
+        )
+    file, number = caller()
+    by = f"detaching pool {pool.name!r} as {name!r} at {file}:{number}; runtime.attach({name!r}) takes it up"
+    groups = _close_all(pool, by)
+    reservation = pool.reservation
+    assert reservation is not None
+    try:
+        executor.publish(reservation, _lease(pool, groups, name, ttl))
+    except BaseException:  # be as before, unless another driver has got it meanwhile
+        for node in (pool, *groups):
+            node.life.reopen()
+        if not executor.retain(reservation):
+            lost(pool, "another driver")
+        for group in groups:
+            group.workforce.look()
+        raise
+    failed = [error for group in groups for error in group.residents.unseen()]
+    _left(pool, groups)
+    executor.let_go(reservation)
+    raise_together(f"pool {pool.name!r} was detached, and this had gone wrong", failed)
+
+
+def _close_all(pool: Slots, by: str) -> list[Crew]:
+    """Refuse all new uses at once, or none; the groups.
+
+    Raises:
+        ColocateError: Detaching one of them would break something.
+    """
+    with contextlib.ExitStack() as locks:
+        locks.enter_context(pool.lock)
+        groups = pool.crews
+        for group in groups:
+            locks.enter_context(group.order.lock)
+            group.order.gate.shut("its detaching")  # calls are posted without that lock
+            locks.callback(group.order.gate.open, "its detaching")
+        pool.check()
+        if pool.reservation is None:
+            raise pool.unreserved("can't be detached: it ")
+        for group in groups:
+            group.check()
+            if group.life.state is not State.READY:
+                raise ColocateError(f"group {group.name!r} can't be detached while it is {group.state}")
+            if pending := list(group.order.pending.values()):
+                raise ColocateError(
+                    f"group {group.name!r} can't be detached while calls are pending ({len(pending)}, the first is "
+                    f"{pending[0].label}): wait for them"
+                )
+            if lent := group.residents.borrowers():
+                raise ColocateError(f"group {group.name!r} can't be detached: {'; '.join(lent)}. Wait for that")
+        for each in (pool, *groups):
+            each.life.close(by)
+    return groups
+
+
+# -- attach
+
+
+def attach(connection: Connection, name: str, own: bool) -> Slots:
+    """See `Runtime.attach`."""
+    executor = cast("Detachable", connection.services.executor)
+    fence = _Fence()
+    adopted = executor.adopt(name, _who(), own, fence.fenced)
+    try:
+        connection.check()
+        record = load(adopted.record, name)
+        pool = Slots(connection, record.name, record.request, record.budget)
+    except BaseException:
+        executor.let_go(adopted.reservation)
+        raise
+    named = {group.name for group in record.groups}
+    attachment = pool.attachment = Attachment(name, own, record.ttl, named, changed=lambda: _changed(pool))
+    pool.epoch = adopted.epoch
+    try:
+        pool.hold(adopted.reservation)
+        fence.watch(pool)
+        taken = [_taken(pool, each) for each in record.groups]
+        connection.check()
+        pool.check()  # another driver may have taken it meanwhile
+        for group in taken:
+            _greet(group)
+    except BaseException as error:
+        attachment.own = False  # it goes on
+        pool.close_after(error, "its failed attachment", 0.0)
+        raise
+    return pool
+
+
+def _changed(pool: Slots) -> None:
+    """Tell those after this driver that groups of the pool have come, gone or been restarted."""
+    attachment = pool.attachment
+    executor = pool.connection.services.executor
+    if attachment is None or pool.reservation is None or pool.closed_by is not None:
+        return
+    with attachment.lock:
+        groups = [group for group in pool.crews if attachment.own or group.name in attachment.groups]
+        attachment.groups = {group.name for group in groups}
+        cast("Detachable", executor).renew(pool.reservation, _lease(pool, groups, attachment.name, attachment.ttl))
+
+
+class _Fence:
+    """Hears that another driver has taken a pool, perhaps before there is one."""
+
+    def __init__(self) -> None:
+        self._pool: Slots | None = None
+        self._by: str | None = None
+        self._lock = threading.Lock()
+
+    def fenced(self, by: str) -> None:
+        """Another driver has it. On the thread that hears messages."""
+        with self._lock:
+            self._by = by
+            pool = self._pool
+        if pool is not None:
+            lost(pool, by)
+
+    def watch(self, pool: Slots) -> None:
+        """Tell a pool, also when it has happened already."""
+        with self._lock:
+            self._pool = pool
+            by = self._by
+        if by is not None:
+            lost(pool, by)
+
+
+def _taken(pool: Slots, record: GroupRecord) -> Crew:
+    """Take up a group as it is recorded."""
+    other = pool.connection.crews.get(record.name)
+    if other is not None:
+        assert pool.attachment is not None
+        raise ConfigError(
+            f"pool {pool.attachment.name!r} can't be attached: it has a group {record.name!r}, and so has this "
+            f"runtime, made at {at(other.line)}; names are unique in a runtime. Close that one first, attach by "
+            "another runtime, or give the groups of either names of their own when they are spawned (name=...)"
+        )
+    group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
+    group.seed, group.line, group.created = record.seed, record.line, record.created
+    group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
+    group.taught.follows(record.script, record.modules)
+    for role, tags in record.until_woken.items():
+        group.sleepers.mark(role, tags, until_woken=True)
+    executor = cast("Detachable", pool.connection.services.executor)
+    group.workforce.take(executor, record.tokens)
+    return group
+
+
+def _greet(group: Crew) -> None:
+    """Wait until its workers have heard of their new driver; then have them all come back from what they were in."""
+    silent = group.workforce.wait_hello(group.grace)
+    group.workforce.ready()
+    if silent and group.failure is None:
+        group.fail(hung_error(group, silent[0], False, None, NO_ANSWER))
+    elif group.failure is None:
+        group.order.begin_anew()
+
+
+# -- the end
+
+
+def _left(pool: Slots, groups: Sequence[Crew]) -> None:
+    """Forget it: nothing of it is this driver's any more."""
+    for group in groups:
+        group.leave()
+    pool.disown()
+    pool.life.end()
+
+
+def lost(pool: Slots, by: str) -> None:
+    """Close what another driver has taken. On the thread that hears messages: nothing here waits."""
+    words = f"{by}, who has taken it"
+    with pool.lock:  # whoever puts a group on it has done so, or will not
+        is_first, groups = pool.life.close(words), pool.crews
+    for group in groups:
+        if group.life.close(words):
+            group.residents.break_borrows()
+            if not is_first:  # the pool is being closed here, which this cuts short
+                group.leave()
+    if not is_first:
+        return
+    _left(pool, groups)
+    executor, reservation = cast("Detachable", pool.connection.services.executor), pool.reservation
+
+    def let_go(reservation: Reservation) -> None:
+        try:
+            threading.Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced", daemon=True).start()
+        except RuntimeError:  # no thread is to be had: a moment later
+            pool.connection.services.timers.after(_AGAIN_S, lambda: let_go(reservation))
+
+    if reservation is not None:
+        let_go(reservation)
+
+
+def close_detached(connection: Connection, name: str, force: bool) -> None:
+    """End a detached pool, whoever made it.
+
+    Args:
+        connection: One to its cluster.
+        name: Its name.
+        force: Take it from the driver that is attached.
+
+    Raises:
+        BorrowedError: A driver is attached (without `force`).
+        ConfigError: There is no such pool.
+    """
+    file, number = caller()
+    off_main(lambda: _close(connection, name, force, f"pool.close() at {file}:{number}"))
+
+
+def _close(connection: Connection, name: str, force: bool, by: str) -> None:
+    executor = cast("Detachable", connection.services.executor)
+    borrowed = None
+    if not force:
+        try:
+            borrowed = executor.adopt(name, _who(), False, lambda by: None)  # nobody else gets in from now on
+        except BorrowedError as error:
+            raise BorrowedError(
+                f"pool {name!r} is attached by {'; '.join(error.borrowers)}. Wait for that to end, or break it: "
+                f"colocate close {name} --force",
+                borrowers=error.borrowers,
+            ) from None
+        except EngineError as error:  # it is stuck, or has just gone
+            raise EngineError(
+                f"{error.message}. colocate close {name} --force ends a pool that doesn't answer"
+            ) from None
+    try:
+        pool = attach(connection, name, own=True)
+    except Exception:  # its record is of another version, say: end it without asking its workers
+        try:
+            connection.services.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
+        except EngineError:
+            executor.end(name)
+    else:
+        with contextlib.suppress(ExceptionGroup):  # what had gone wrong with it before
+            pool.close_here(by, 10.0, False)
+    finally:
+        if borrowed is not None:
+            executor.let_go(borrowed.reservation)
+
+
+def _who() -> str:
+    return f"driver {os.getpid()} on {platform.node()} ({at(origin())})"
+
+
+def seen(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a listed pool, as JSON has it."""
+    return {**found, "since": time.strftime("%FT%T%z", time.localtime(found["since"]))}
