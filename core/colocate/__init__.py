@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from colocate._job.launch import launch
     from colocate._job.recording import record
     from colocate._job.run import Run
+    from colocate._plugins.entry_points import hookimpl
     from colocate._plugins.needs import needs
-    from colocate._plugins.plugins import hookimpl
     from colocate._role.call import Call, as_completed, wait
     from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, method
@@ -73,7 +73,7 @@ _HOMES = {
     "_values.mesh": "Mesh Ranks",
     "_role.method": "RoleCall method",
     "_plugins.needs": "needs",
-    "_plugins.plugins": "hookimpl",
+    "_plugins.entry_points": "hookimpl",
     "_api.pool": "Pool PoolPart Slot",
     "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
     "_role.resident": "Resident ResidentSpec",

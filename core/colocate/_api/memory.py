@@ -148,10 +148,6 @@ class GroupMemory:
         lines = columns([names, *(list(row.values()) for row in rows)], [name != "role" for name in names])
         return "\n".join([title, *lines, *self.notes()])
 
-    def notes(self) -> list[str]:
-        """What `print` says below the table: what each slot has in all, and what of sleeping roles is awake and why."""
-        return [line for slot in self.slots for line in (*_totals(slot), *_kept_awake(slot))]
-
     def _repr_html_(self) -> str:
         return html.page(
             html.heading("memory of", self.group, ""), html.table(self.texts()), *map(html.reason, self.notes())
@@ -159,22 +155,44 @@ class GroupMemory:
 
     def texts(self) -> list[dict[str, str]]:
         """As `print` shows it: a row for each role and rank and for what nobody owns, without kinds that nobody has."""
-        return [*map(_texts, self._shown())]
-
-    def _shown(self) -> Iterator[dict[str, Any]]:
-        rows = self.rows()
-        unused = {column for column in (*KINDS, *_SOMETIMES) if not any(row[column] for row in rows)}
+        sizes = (*KINDS, "total", "shared", *_SOMETIMES)
+        shown: list[dict[str, Any]] = []
         for slot in self.slots:
-            for row in _rows(slot):
-                yield {key: value for key, value in row.items() if key not in unused}
+            shown += _rows(slot)
             for what, size in slot.unowned.items():
-                empty = dict.fromkeys((*KINDS, "total", "shared", *_SOMETIMES), 0) | {"total": size}
-                nobody = {"slot": slot.slot, "role": f"({what})", "rank": "", **empty}
-                yield {key: value for key, value in nobody.items() if key not in unused}
+                nobody = {"slot": slot.slot, "role": f"({what})", "rank": ""}
+                shown.append({**nobody, **dict.fromkeys(sizes, 0), "total": size})
+        unused = {each for each in (*KINDS, *_SOMETIMES) if not any(row[each] for row in shown)}
+        return [
+            {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}
+            for row in ({key: value for key, value in row.items() if key not in unused} for row in shown)
+        ]
+
+    def notes(self) -> list[str]:
+        """What `print` says below the table: what each slot has in all, and what of sleeping roles is awake and why."""
+        found = []
+        for slot in self.slots:
+            known = []
+            if slot.process is not None:
+                known.append(f"{size_text(slot.process)} of the host for its process")
+                if slot.shared_with_forks:
+                    forks = size_text(slot.shared_with_forks)
+                    known[0] += f" ({forks} of that shared with workers that are forks as it is)"
+            if slot.gpu is not None:
+                used, total = size_text(slot.gpu["used"]), size_text(slot.gpu["total"])
+                known.append(f"{used} of {total} of {slot.device} for all processes")
+            if known:
+                found.append(f"slot {slot.slot} in all: {', '.join(known)}")
+            for role in slot.roles:
+                if role.kept_awake:
+                    parts = ", ".join(f"{size_text(size)} {why}" for why, size in role.kept_awake.items())
+                    again = f"group.sleep({role.role!r}) again has that go which is free by now"
+                    found.append(f"slot {slot.slot}: role {role.role!r} sleeps but for {parts}; {again}")
+        return found
 
 
 def memory(crew: Crew, deadline: Deadline) -> GroupMemory:
-    """Ask all workers of a group."""
+    """Ask all workers of a group what their memory is used for."""
     slots = [worker.slot for worker in crew.workforce.workers]
     ledgers = crew.ledgers.get(slots, deadline)
     return GroupMemory(crew.name, tuple(_slot(crew, *each) for each in zip(slots, ledgers, strict=True)))
@@ -201,7 +219,10 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         asleep = ledger.asleep.get(name, 0)
         if not (name or held or shared or asleep):  # functions, which have left nothing
             continue
-        activations = None if ledger.peaks is None else _of_role(name, ledger.peaks)
+        activations = None
+        if ledger.peaks is not None:
+            of_role = {label.rpartition("."): peak for label, peak in ledger.peaks.items()}
+            activations = {method: peak for (role, _, method), peak in of_role.items() if role == name}
         kept, whole = ledger.kept_awake.get(name, {}), name not in ledger.partial
         roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, whole, kept))
     parts = ledger.process or {}
@@ -218,11 +239,6 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
     )
 
 
-def _of_role(name: str, peaks: Mapping[str, int]) -> dict[str, int]:
-    labels = {label: label.rpartition(".") for label in peaks}
-    return {method: peaks[label] for label, (role, _, method) in labels.items() if role == name}
-
-
 def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
     for role in slot.roles:
         counts = {kind: role.device.get(kind, 0) + role.host.get(kind, 0) for kind in KINDS}
@@ -237,29 +253,3 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
             "asleep": role.asleep,
             "activations": None if role.activations is None else max(role.activations.values(), default=0),
         }
-
-
-def _totals(slot: SlotMemory) -> Iterator[str]:
-    """What a slot's process and device have in all, as far as anybody knows."""
-    known = [] if slot.process is None else [f"{size_text(slot.process)} of the host for its process"]
-    if known and slot.shared_with_forks:
-        known[0] += f" ({size_text(slot.shared_with_forks)} of that shared with workers that are forks as it is)"
-    if slot.gpu is not None:
-        known.append(
-            f"{size_text(slot.gpu['used'])} of {size_text(slot.gpu['total'])} of {slot.device} for all processes"
-        )
-    if known:
-        yield f"slot {slot.slot} in all: {', '.join(known)}"
-
-
-def _kept_awake(slot: SlotMemory) -> Iterator[str]:
-    for role in slot.roles:
-        if role.kept_awake:
-            parts = ", ".join(f"{size_text(size)} {why}" for why, size in role.kept_awake.items())
-            again = f"group.sleep({role.role!r}) again has that go which is free by now"
-            yield f"slot {slot.slot}: role {role.role!r} sleeps but for {parts}; {again}"
-
-
-def _texts(row: Mapping[str, Any]) -> dict[str, str]:
-    sizes = {*KINDS, "total", "shared", *_SOMETIMES}
-    return {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}

@@ -19,10 +19,8 @@ from colocate._plugins.entry_points import (
     broken,
     distribution_of,
     entry_error,
-    hookimpl,
     hookspec,
     import_reference,
-    let_through,
     listed,
     needed_by_extra,
     origin,
@@ -35,25 +33,6 @@ from colocate.errors import PluginError
 
 if TYPE_CHECKING:
     from colocate.executor import About, Executor
-
-__all__ = [
-    "FoundJob",
-    "FoundObserver",
-    "FoundRole",
-    "PluginInfo",
-    "about_executor",
-    "abouts",
-    "find_executor",
-    "find_job",
-    "find_observer",
-    "find_role",
-    "hookimpl",
-    "hookspec",
-    "jobs_of",
-    "plugins",
-    "plugins_named",
-    "roles_of",
-]
 
 
 class ExecutorHooks:
@@ -153,8 +132,16 @@ class PluginInfo:
 
 @attrs.frozen
 class _Found:
-    """What a name stands for, not yet imported."""
+    """What a name stands for, not yet imported.
 
+    Attributes:
+        name: The name it was found by.
+        target: What it is, or "module:name".
+        distribution: The distribution it comes from; None for a module of the user's own.
+        version: That distribution's version.
+    """
+
+    _noun: ClassVar[str]
     name: str
     target: Any
     distribution: str | None = None
@@ -168,93 +155,78 @@ class _Found:
             return f"module {str(self.target).partition(':')[0]}"
         return origin(self._entry)
 
-    def _resolve(self, noun: str) -> Any:
-        if not isinstance(self.target, str):
-            return self.target
-        return import_reference(self.target, self._what(noun), self._entry)
-
-    def _what(self, noun: str) -> str:
-        return f"{noun} {self.name!r}" if self._entry is None else f"{noun} {self.name!r} ({self.origin})"
+    @property
+    def _what(self) -> str:
+        return f"{self._noun} {self.name!r}" if self._entry is None else f"{self._noun} {self.name!r} ({self.origin})"
 
     def _error(self, message: str) -> PluginError:
-        return PluginError(message, name=self.name, distribution=self.distribution)
-
-
-@attrs.frozen
-class FoundRole(_Found):
-    """The role that a name stands for.
-
-    Attributes:
-        name: The name it was found by.
-        target: Its class, or "module:Class".
-        distribution: The distribution it comes from; None for a module of the user's own.
-        version: That distribution's version.
-    """
-
-    def load(self) -> type:
-        """Import the class.
-
-        Raises:
-            PluginError: It can't be imported, isn't a class, or has no role method.
-        """
-        from colocate._role.role import methods_of
-
-        found = self._resolve("role")
-        if not isinstance(found, type):
-            raise self._error(f"{self._what('role')} is {found!r}, which is not a class")
-        if not methods_of(found):
-            where = f"{found.__module__}.{found.__qualname__}"
-            what = f"{where} has no role methods; decorate at least one with @colocate.method"
-            raise self._error(f"{self._what('role')}: {what}")
-        return found
-
-
-@attrs.frozen
-class _FoundCallable(_Found):
-    """What is called."""
-
-    _noun: ClassVar[str]
+        return PluginError(f"{self._what}{message}", name=self.name, distribution=self.distribution)
 
     def load(self) -> Callable[..., Any]:
         """Import it.
 
         Raises:
-            PluginError: It can't be imported, or can't be called.
+            PluginError: It can't be imported, or can't be called; a role is no class, or has no method; a job can't be
+                called with a run, or does nothing when it is.
         """
-        found = self._resolve(self._noun)
+        is_name = isinstance(self.target, str)
+        found = import_reference(self.target, self._what, self._entry) if is_name else self.target
         if not callable(found):
-            raise self._error(f"{self._what(self._noun)} is {found!r}, which can't be called")
+            raise self._error(f" is {found!r}, which can't be called")
         function: Callable[..., Any] = found
         return function
 
 
 @attrs.frozen
-class FoundJob(_FoundCallable):
-    """The job that a name stands for; its attributes are those of a `FoundRole`."""
+class FoundRole(_Found):
+    """The role that a name stands for."""
+
+    _noun = "role"
+
+    def load(self) -> type:
+        """Import the class; see the base."""
+        from colocate._role.role import methods_of
+
+        is_name = isinstance(self.target, str)
+        found = import_reference(self.target, self._what, self._entry) if is_name else self.target
+        if not isinstance(found, type):
+            raise self._error(f" is {found!r}, which is not a class")
+        if not methods_of(found):
+            where = f"{found.__module__}.{found.__qualname__}"
+            raise self._error(f": {where} has no role methods; decorate at least one with @colocate.method")
+        return found
+
+
+@attrs.frozen
+class FoundJob(_Found):
+    """The job that a name stands for."""
 
     _noun = "job"
 
     def load(self) -> Callable[..., Any]:
-        """Import it.
-
-        Raises:
-            PluginError: It can't be imported, or can't be called with a run, or does nothing when it is.
-        """
+        """Import it; see the base."""
         function = super().load()
         if inspect.iscoroutinefunction(function):
-            what = "is an async function, and a job is a plain one: have it call asyncio.run(...) on that"
-        elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            what = "has a `yield`, so calling it runs nothing of it: a job is a plain function"
-        elif not _takes_run(function):
-            what = "has no first parameter for the run: a job is called as job(run, **options)"
-        else:
+            raise self._error(" is an async function, and a job is a plain one: have it call asyncio.run(...) on that")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise self._error(" has a `yield`, so calling it runs nothing of it: a job is a plain function")
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # some written in C have no signature
             return function
-        raise self._error(f"{self._what(self._noun)} {what}")
+        takes = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        )
+        if not any(each.kind in takes for each in parameters):
+            raise self._error(" has no first parameter for the run: a job is called as job(run, **options)")
+        return function
 
 
 @attrs.frozen
-class FoundObserver(_FoundCallable):
-    """The observer that a name stands for; its attributes are those of a `FoundRole`."""
+class FoundObserver(_Found):
+    """The observer that a name stands for."""
 
     _noun = "observer"
 
@@ -268,18 +240,7 @@ class FoundObserver(_FoundCallable):
         try:
             return factory(**options)
         except RAISED as error:
-            let_through(error)
-            raise broken(f"{self._what('observer')}:", "could not be made", error, self._entry) from error
-
-
-def _takes_run(function: Callable[..., Any]) -> bool:
-    """Whether something may be called with one positional argument, as far as can be known."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some written in C have no signature
-        return True
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(each.kind in (*positional, inspect.Parameter.VAR_POSITIONAL) for each in parameters)
+            raise broken(f"{self._what}:", "could not be made", error, self._entry) from error
 
 
 _F = TypeVar("_F", FoundRole, FoundJob)
@@ -364,8 +325,16 @@ def find_observer(name: str) -> FoundObserver:
 
 
 def plugins() -> list[PluginInfo]:
-    """All plugins there are, by metadata: nothing is imported."""
-    return [*_listing(_EXECUTORS, "executor"), *_listing(_ROLES, "roles"), *_listing(_OBSERVERS, "observer")]
+    """Return all plugins there are, by metadata: nothing is imported."""
+    found = []
+    for group, kind in ((_EXECUTORS, "executor"), (_ROLES, "roles"), (_OBSERVERS, "observer")):
+        by_name: dict[str, list[EntryPoint]] = {}
+        for entry in group.entries():
+            by_name.setdefault(entry.name, []).append(entry)
+        for name, (first, *rivals) in by_name.items():
+            names = tuple(origin(rival) for rival in rivals)
+            found.append(PluginInfo(kind, name, *distribution_of(first), first.value, origin(first), names))
+    return found
 
 
 def plugins_named(name: str) -> list[PluginInfo]:
@@ -405,31 +374,20 @@ def jobs_of(namespace: str) -> list[FoundJob]:
 
 def _all_of(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
     entry = _ROLES.find(namespace)
-    known = _offered(entry, hook)
-    return [_found(kind, f"{namespace}.{short}", target, entry) for short, target in (known or {}).items()]
+    known = _offered(entry, hook) or {}
+    return [kind(f"{namespace}.{short}", target, *distribution_of(entry), entry) for short, target in known.items()]
 
 
 def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
-    """What a plugin has by name; None when it has no such hook."""
-    if not _ROLES.implements(entry, hook):
+    """Return what a plugin has by name; None when it has no such hook."""
+    if (known := _ROLES.call(entry, hook, _ROLES)) is _ROLES:
         return None
-    known = _ROLES.call(entry, hook)
-    _check_names(entry, hook, known)
-    return known  # type: ignore[no-any-return]
-
-
-def _found(kind: type[_F], name: str, target: Any, entry: EntryPoint) -> _F:
-    return kind(name, target, *distribution_of(entry), entry)
-
-
-def _listing(group: PluginGroup, kind: str) -> list[PluginInfo]:
-    entries = group.entries()
-    found = []
-    for name in sorted({entry.name for entry in entries}):
-        first, *rivals = [entry for entry in entries if entry.name == name]
-        names = tuple(origin(rival) for rival in rivals)
-        found.append(PluginInfo(kind, name, *distribution_of(first), first.value, origin(first), names))
-    return found
+    if not isinstance(known, Mapping) or not all(isinstance(key, str) for key in known):
+        raise _wrong_return(entry, hook, known, 'a dict of names to objects or "module:Name"')
+    for key, value in known.items():
+        if isinstance(value, str) and not all(value.partition(":")):
+            raise _wrong_return(entry, hook, {key: value}, '"module:Name" where it gives text')
+    return known
 
 
 def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
@@ -452,21 +410,13 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
         hint = _colon(name) or did_you_mean(short, known)
         message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {there}{hint}"
         raise entry_error(entry, message)
-    return _found(kind, name, known[short], entry)
+    return kind(name, known[short], *distribution_of(entry), entry)
 
 
 def _colon(name: str) -> str:
     """What to write where a class of a module was named with a dot; nothing where it doesn't look like one."""
     module, _, attribute = name.rpartition(".")
     return f"; a class of a module is named with a colon: {module}:{attribute}" if attribute[:1].isupper() else ""
-
-
-def _check_names(entry: EntryPoint, hook: str, found: Any) -> None:
-    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-        raise _wrong_return(entry, hook, found, 'a dict of names to objects or "module:Name"')
-    for key, value in found.items():
-        if isinstance(value, str) and not all(value.partition(":")):
-            raise _wrong_return(entry, hook, {key: value}, '"module:Name" where it gives text')
 
 
 def _wrong_return(entry: EntryPoint, hook: str, found: Any, wanted: str) -> PluginError:

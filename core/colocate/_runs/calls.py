@@ -11,7 +11,7 @@ from typing import TypeVar
 import attrs
 
 from colocate._calls.records import CallRecord, MoveRecord
-from colocate._plugins.plugins import hookimpl
+from colocate._plugins.entry_points import hookimpl
 from colocate._runs.contention import Busy, HandedOver, Move, RoleUse, contention
 from colocate._runs.naps import Naps
 from colocate._runs.restarts import Restart, lost_by

@@ -173,7 +173,7 @@ def rebuilding(what: str | Callable[[], str]) -> Iterator[None]:
     except ColocateError:
         raise
     except (Exception, SystemExit) as why:
-        if _is_of_handler(why):
+        if is_of_handler(why):
             raise
         trace = why.__traceback__
         while trace is not None and is_own_code(trace.tb_frame.f_code.co_filename):
@@ -184,7 +184,7 @@ def rebuilding(what: str | Callable[[], str]) -> Iterator[None]:
         raise error from why
 
 
-def _is_of_handler(error: BaseException) -> bool:
+def is_of_handler(error: BaseException) -> bool:
     """Whether a handler of a signal has raised it, which can be anywhere on the main thread: it isn't the value's."""
     if threading.current_thread() is not threading.main_thread():
         return False
