@@ -57,7 +57,6 @@ from colocate.testing.executors.signals import Signals
 from colocate.testing.executors.sleeping import Sleeping
 from colocate.testing.executors.sleeping_beside import SleepingBeside
 from colocate.testing.executors.startup import Startup
-from colocate.testing.executors.starving import Starving
 from colocate.testing.executors.successors import Successors
 from colocate.testing.executors.templates import Templates
 from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents
@@ -100,7 +99,6 @@ class ExecutorSuite(
     Handlers,
     Startup,
     Templates,
-    Starving,
     Deaths,
     Restarting,
     Checkpoints,
@@ -195,7 +193,6 @@ __all__ = [
     "Smoke",
     "Spawn",
     "Startup",
-    "Starving",
     "Successors",
     "TakingTurns",
     "Templates",

@@ -65,11 +65,3 @@ class DetachedCase(Scripted):
     def start(self, scripts: Scripts, text: str, name: str) -> Driver:
         """Start a driver that has a runtime and knows the name."""
         return scripts.start(HEADER + f"NAME = {name!r}\nruntime = CONNECT\n" + textwrap.dedent(text))
-
-    @contextlib.contextmanager
-    def killed_amid(self, scripts: Scripts, name: str, call: str) -> Iterator[None]:
-        """A driver borrows the pool and submits a call; it is killed when the block has ended."""
-        driver = self.start(scripts, f"pool, view = attached(NAME)\ncall = {call}\nthreading.Event().wait()", name)
-        yield
-        driver.process.kill()
-        driver.process.wait()

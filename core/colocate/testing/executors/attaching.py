@@ -113,23 +113,6 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
-    def test_borrower_killed_in_a_collective(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """So it does when one rank waits for the other in a collective: the next driver's collectives work."""
-        pytest.importorskip("torch")
-        pool, view = new(runtime)
-        assert view.sum() == [2, 2]
-        pool.detach(name, ttl=TTL_S)
-        with Gate() as gate, Gate() as come:
-            with self.killed_amid(scripts, name, f"view.sum_at.submit([{gate.address!r}, None], {come.address!r})"):
-                gate.wait_for()
-                come.wait_for()
-            borrowed = runtime.attach(name)
-            call = counting(borrowed).sum.submit()
-        assert call.result(PATIENCE_S) == [2, 2]
-        borrowed.close()
-
-    @needs(Detachable)
-    @of_executor
     def test_taken_from_a_live_driver(self, runtime: Runtime, name: str) -> None:
         """Who has it is fenced: what it has under way, what it keeps and what it tries later end with who took it."""
         pool, _ = new(runtime)

@@ -181,10 +181,3 @@ class Auditing(ExecutorCase):
         assert group._node.failure is not None
         wait_until(lambda: all(worker.exit for worker in group._node.workforce.workers), "all workers have gone")
         assert not group.owner.owner.audit()
-
-    def test_closed(self) -> None:
-        """A closed runtime has no engine to compare with."""
-        with self.connect() as runtime:
-            assert not runtime.audit()
-        with pytest.raises(colocate.ClosedError):
-            runtime.audit()

@@ -64,15 +64,6 @@ class Budgets(ExecutorCase):
             with pytest.raises(ConfigError, match=r"role 'actor' can't fit: it may have 2 MiB \(device_memory\)"):
                 pool.spawn({"actor": colocate.role(Dozing, 1).on(device_memory="2MiB")})
 
-    def test_budget_of_the_host(self, spawn: Spawn) -> None:
-        """What sleeps counts there."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}, host_memory="5MiB")
-        group.sleep("actor")
-        words = r"the group may have 5 MiB \(host_memory\).* actor 2 MiB \(asleep 2 MiB\)"
-        with pytest.raises(MemoryBudgetError, match=words):
-            group.role("other", Dozing).train()
-
     def test_memory_for_activations(self, spawn: Spawn) -> None:
         """It stays free while the role runs, and only then."""
         pytest.importorskip("torch")

@@ -11,7 +11,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate.errors import CallCancelled, CallTimeout, RoleError
 from colocate.testing.executors._base import ExecutorCase, of_executor
-from colocate.testing.executors.order import cleared
+from colocate.testing.executors.calls import cleared
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Rows

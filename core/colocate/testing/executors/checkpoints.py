@@ -40,17 +40,6 @@ class Checkpoints(ExecutorCase):
         assert [path.name for path in folder.parent.iterdir()] == ["one"]
         assert '"before"' in (folder / "checkpoint.json").read_text()
 
-    def test_what_a_checkpoint_may_replace(self, spawn: Spawn, tmp_path: Path) -> None:
-        """An empty folder, and an earlier checkpoint of the same roles, by whichever group."""
-        folder = tmp_path / "one"
-        folder.mkdir()
-        for count in (1, 2):
-            group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
-            group.role("lasting", Lasting).add(count)
-            group.checkpoint(folder)
-            assert (folder / "lasting" / "0").read_text() == str(count)
-        assert [path.name for path in tmp_path.iterdir()] == ["one"]
-
     def test_what_a_checkpoint_never_replaces(
         self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import colocate
 from colocate import RoleSpec, Runtime
 from colocate._calls.stacks import Stacks
-from colocate.errors import ClosedError, ColocateError, RoleError
+from colocate.errors import ClosedError, RoleError
 from colocate.executor import OwnProcess
 from colocate.keeper.outside import py_spy
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
@@ -53,16 +53,6 @@ class Closing(ExecutorCase):
         kept.free()
         assert group.state == "closed"
 
-    def test_closed_by_its_owner(self, runtime: Runtime) -> None:
-        """What its owner closed says so, up to the line that began it."""
-        pool = runtime.reserve(1, cpus=0, name="owner")
-        group = pool.spawn(ROLES)
-        pool.close()
-        with pytest.raises(ClosedError, match=r"was closed by closing pool 'owner' .*closing\.py:\d+"):
-            group.role("echo", Echo).noop()
-        with pytest.raises(ClosedError, match=r"pool 'owner' was closed by pool\.close\(\) at .*closing\.py:\d+"):
-            pool.spawn(ROLES)
-
     def test_closed_runtime(self) -> None:
         """A closed runtime has closed everything below it."""
         runtime = self.connect()
@@ -72,7 +62,12 @@ class Closing(ExecutorCase):
         assert call.result(PATIENCE_S) == "in time"
         runtime.close()
         runtime.close()
-        for use in (lambda: runtime.reserve(1), lambda: pool.spawn(ROLES), group.role("echo", Echo).noop):
+        for use in (
+            lambda: runtime.reserve(1),
+            lambda: pool.spawn(ROLES),
+            group.role("echo", Echo).noop,
+            runtime.audit,
+        ):
             with pytest.raises(ClosedError, match=r"runtime"):
                 use()
         assert call.result() == "in time"
@@ -84,12 +79,6 @@ class Closing(ExecutorCase):
             echo = group.role("echo", Echo)
         with pytest.raises(ClosedError, match=r"leaving its with block at .*closing\.py:\d+"):
             echo.noop()
-        assert not pool.alive
-
-    def test_with_block_and_error(self, runtime: Runtime) -> None:
-        """An error in the block comes out as it is."""
-        with pytest.raises(ZeroDivisionError), runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES):
-            _ = 1 / 0
         assert not pool.alive
 
     def test_error_and_failure(self, runtime: Runtime) -> None:
@@ -186,17 +175,6 @@ class Closing(ExecutorCase):
         assert "in pass_gate" in seen[0]
         assert "in Faulty.hold_the_gil" in seen[1]
 
-    @of_executor
-    def test_slots_after_a_hung_rank(self, runtime: Runtime) -> None:
-        """The slot of a hung rank is free again: the next group works there."""
-        with Gate() as gate, runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn(ROLES)
-            group.role("faulty", Faulty).wait.submit(gate.address)
-            gate.wait_for()
-            with pytest.raises(ExceptionGroup):
-                group.close(grace=0)
-            assert pool.spawn(ROLES).role("echo", Echo).first("again") == "again"
-
     def test_newest_first(self) -> None:
         """An owner closes what it owns in reverse: the newest first, so that nobody loses what it stands on."""
         closed: list[str] = []
@@ -240,30 +218,6 @@ class Closing(ExecutorCase):
         for thread in threads:
             thread.join()
         assert states == ["closed"] * 3
-
-    def test_waiting_for_a_result(self, spawn: Spawn) -> None:
-        """Whoever waits for a result while another thread closes is told."""
-        group = spawn(ROLES, slots=1)
-        errors: list[BaseException] = []
-        with Gate() as gate:
-            group.role("log", Log).look_until_cancelled.submit(gate.address)
-            gate.wait_for()
-            queued = group.role("echo", Echo).noop.submit()
-
-            def wait() -> None:
-                try:
-                    queued.result()
-                except ColocateError as error:
-                    errors.append(error)
-
-            waiter = threading.Thread(target=wait)
-            waiter.start()
-            closer = threading.Thread(target=group.close)
-            closer.start()
-            wait_until(lambda: not group.alive, "the close has begun")
-        waiter.join()
-        closer.join()
-        assert [type(error) for error in errors] == [ClosedError]
 
     def test_from_a_callback(self, spawn: Spawn) -> None:
         """A done callback may close the group."""

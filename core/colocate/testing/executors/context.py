@@ -49,18 +49,11 @@ class Contexts(ExecutorCase):
         assert pair.role("echo", Echo).ask_sibling("other") == [("another", 0), ("another", 1)]
 
     def test_missing_sibling(self, pair: ColocatedGroup) -> None:
-        """A sibling that isn't on the slot is an error that lists what is."""
-        with pytest.raises(RoleError, match=r"asked for its sibling 'nobody', but slot \d .* has \['echo', 'faulty'"):
-            pair.role("echo", Echo).ask_sibling("nobody")
-
-    def test_sibling_of_another_class(self, pair: ColocatedGroup) -> None:
-        """One that isn't what it is asked as is refused."""
+        """A sibling that isn't on the slot, or isn't what it is asked as, is an error that says what is there."""
         with pytest.raises(RoleError, match=r"asked for its sibling 'faulty' as a Echo, but it is a Faulty"):
             pair.role("echo", Echo).ask_sibling("faulty")
-
-    def test_bare_methods(self, pair: ColocatedGroup) -> None:
-        """Inside a role its own methods are the bare ones."""
-        assert pair.role("echo", Echo).bare() == [0, 1]
+        with pytest.raises(RoleError, match=r"asked for its sibling 'nobody', but slot \d .* has \['echo', 'faulty'"):
+            pair.role("echo", Echo).ask_sibling("nobody")
 
     def test_threads_of_a_role(self, pair: ColocatedGroup) -> None:
         """A thread that a role starts has the role's context by `self.ctx`."""

@@ -76,16 +76,6 @@ class CutProcessGroups(ExecutorCase):
         assert pair.sum(1.0) == [2.0] * 2
 
     @needs(OwnProcess)
-    def test_hold_spares_the_others(self, ring: ColocatedGroup) -> None:
-        """Ranks that the failed call isn't about go on with new groups too."""
-        mesh, pair = ring.role("all", Collective), ring.role("pair", Collective)
-        mesh.sum(1.0)
-        with pytest.raises(RoleError):
-            pair.sum_unless(1.0, 0)
-        assert mesh.sum(1.0) == [4.0] * 4
-        assert mesh.sum(1.0, axis="tp") == [2.0] * 4
-
-    @needs(OwnProcess)
     def test_hold_before_a_later_collective(self, ring: ColocatedGroup) -> None:
         """A rank in a later call's collective, which its peers won't begin before the hold is over, is freed."""
         pair, sender = ring.role("pair", Collective), ring.role("all", Collective)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import signal
-from typing import Any
 
 import psutil
 import pytest
@@ -29,14 +28,17 @@ class Deaths(ExecutorCase):
     @needs(OwnProcess)
     @smoke
     def test_killed_in_a_call(self, spawn: Spawn) -> None:
-        """WorkerDied tells rank, pid, node, signal and what it ran; every pending call of the group gets it."""
+        """WorkerDied tells rank, pid, node, signal and what it ran; each pending call gets it, and the others go."""
         group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
         pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
         faulty = group.role("faulty", Faulty)
+        processes = Processes(pids)
         with Gate() as gate:
             faulty.wait.submit(gate.address)
             calls = [faulty.kill.submit(ranks=(1,)), faulty.fine.submit(), group.role("echo", Echo).noop.submit()]
         error = calls[0].exception(PATIENCE_S)
+        processes.wait()
+        processes.close()
         assert isinstance(error, WorkerDied)
         assert isinstance(error, RuntimeError)
         assert (error.group, error.rank, error.pid, error.node) == (group.name, 1, pids[1], group.owner.slots[1].node)
@@ -50,6 +52,10 @@ class Deaths(ExecutorCase):
         with pytest.raises(WorkerDied) as caught:
             group.role("echo", Echo).noop()
         assert caught.value == error
+        again = pickle.loads(pickle.dumps(error))
+        assert str(again) == str(error)
+        for name in ("group", "rank", "pid", "node", "exitcode", "signal", "log_tail", "running"):
+            assert getattr(again, name) == getattr(error, name), name
         group.close()
 
     @needs(OwnProcess)
@@ -88,32 +94,6 @@ class Deaths(ExecutorCase):
             group.role("faulty", Faulty).kill(signal.SIGSEGV)
         assert caught.value.signal == "SIGSEGV"
         assert "in kill" in str(caught.value.log_tail)
-
-    @needs(OwnProcess)
-    @of_executor
-    def test_survivors_go(self, spawn: Spawn) -> None:
-        """The group fails together: its other workers are ended, whatever they are doing."""
-        group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
-        processes = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
-        with Gate() as gate:
-            waiting = group.role("faulty", Faulty).wait.options(ranks=[0]).submit(gate.address)
-            gate.wait_for()
-            group.role("faulty", Faulty).kill.options(ranks=[1]).submit(ranks=(1,))
-            assert isinstance(waiting.exception(PATIENCE_S), WorkerDied)
-            processes.wait()
-        processes.close()
-
-    @needs(OwnProcess)
-    @of_executor
-    def test_pickle_of_a_death(self, spawn: Spawn) -> None:
-        """The error survives pickling with all that it knows."""
-        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
-        with pytest.raises(WorkerDied) as caught:
-            group.role("faulty", Faulty).exit(3, "bye")
-        again = pickle.loads(pickle.dumps(caught.value))
-        assert str(again) == str(caught.value)
-        for name in ("group", "rank", "pid", "node", "exitcode", "signal", "log_tail", "running"):
-            assert getattr(again, name) == getattr(caught.value, name), name
 
     @needs(OwnProcess)
     @of_executor
@@ -156,39 +136,6 @@ class Deaths(ExecutorCase):
                     group.role("faulty", Faulty).kill()
                 group.close()
             assert [slot.state for slot in pool.slots] == ["free"]
-
-    @needs(OwnProcess)
-    @of_executor
-    def test_observers(self, spawn: Spawn) -> None:
-        """Observers of the runtime hear of a death, of finished calls, and of groups that come and go."""
-
-        class Observer:
-            def __init__(self) -> None:
-                self.heard: list[tuple[str, Any]] = []
-
-            def colocate_group_spawned(self, group: Any) -> None:
-                self.heard.append(("spawned", group.name))
-
-            def colocate_call_finished(self, record: Any) -> None:
-                self.heard.append(("finished", (record.role, record.method, record.error)))
-
-            def colocate_worker_died(self, error: Any) -> None:
-                self.heard.append(("died", error.rank))
-
-            def colocate_group_closed(self, name: str) -> None:
-                self.heard.append(("closed", name))
-
-        observer = Observer()
-        with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
-            runtime.observe(observer)
-            group = pool.spawn({"faulty": colocate.role(Faulty)}, name="watched")
-            group.role("faulty", Faulty).fine()
-            group.role("faulty", Faulty).kill.submit().exception(PATIENCE_S)
-        assert observer.heard[:2] == [("spawned", "watched"), ("finished", ("faulty", "fine", None))]
-        assert ("died", 0) in observer.heard
-        (error,) = [what[2] for kind, what in observer.heard if kind == "finished" and what[1] == "kill"]
-        assert "was killed by SIGKILL while it ran faulty.kill" in error
-        assert observer.heard[-1] == ("closed", "watched")
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("how", ["close", "kill", "exit", "hang", "supervisor"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -23,13 +22,6 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
-
-
-class Missing:
-    """Is pickled as a module that isn't there."""
-
-    def __reduce__(self) -> Any:
-        return importlib.import_module, ("there_is_none",)
 
 
 class Detaching(DetachedCase):
@@ -85,32 +77,6 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
-    def test_class_of_a_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """A role class that no distribution has comes along by value."""
-        driver = self.start(
-            scripts,
-            """
-            class Own(colocate.Role):
-                def __init__(self, start):
-                    self.value = start
-
-                @colocate.method
-                def add(self, number):
-                    self.value += number
-                    return self.value
-
-            pool = runtime.reserve(1, cpus=0, detachable=True)
-            pool.spawn({"own": colocate.role(Own, 40)}, name="own")
-            pool.detach(NAME, ttl=300)
-            """,
-            name,
-        )
-        assert driver.end()[0] == 0
-        with runtime.attach(name) as pool:
-            assert pool.groups["own"].role("own").add(2) == [42]
-
-    @needs(Detachable)
-    @of_executor
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
         """After detach the driver's pool, group and residents are closed, and say where it went; nothing is kept."""
         pool, view = new(runtime)
@@ -153,13 +119,6 @@ class Detaching(DetachedCase):
         pool.close()
         with pytest.raises(ClosedError):
             other_view.add()
-
-    @needs(Detachable)
-    @of_executor
-    def test_who_is_not_there(self, runtime: Runtime, name: str) -> None:
-        """Attaching what isn't detached says what is."""
-        with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
-            runtime.attach(name)
 
     @needs(Detachable)
     @of_executor

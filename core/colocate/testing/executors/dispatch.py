@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import ConfigError, DispatchError, RoleError
+from colocate.errors import ConfigError, DispatchError
 from colocate.testing.executors._base import ExecutorCase, Spawn, smoke
 from colocate.testing.probes.rows import Axes, Block, Own, Rows, Sets
 
@@ -45,11 +45,17 @@ class Dispatching(ExecutorCase):
             rows.zipped([1, 2, 3], [4, 5])
         assert caught.value.parameter == "right"
 
-    def test_too_few_rows(self, pair: ColocatedGroup) -> None:
-        """No rank is skipped: with fewer rows than ranks it is an error naming both numbers."""
-        with pytest.raises(DispatchError, match="'batch' has 1 row for 2 ranks") as caught:
-            pair.role("rows", Rows).double([1])
-        assert caught.value.parameter == "batch"
+    def test_what_does_not_fit(self, pair: ColocatedGroup) -> None:
+        """Fewer rows than ranks, a leaf without rows, a list of another length: it is an error that names both."""
+        rows = pair.role("rows", Rows)
+        for call, words, parameter in (
+            (lambda: rows.double([1]), "'batch' has 1 row for 2 ranks", "batch"),
+            (lambda: rows.seen({"x": [1, 2], "n": 3}), r"batch\['n'\] \(int\) has no rows", "batch"),
+            (lambda: rows.each(["a", "b", "c"]), r"'item' .* has 3 items for 2 ranks", "item"),
+        ):
+            with pytest.raises(DispatchError, match=words) as caught:
+                call()
+            assert caught.value.parameter == parameter
 
     def test_rows_of(self, spawn: Spawn) -> None:
         """With `rows_of` each so many rows stay together: the caller's, those in their workers, and those elsewhere."""
@@ -68,27 +74,6 @@ class Dispatching(ExecutorCase):
                 (rows[:8], rows[:8], 8),
                 (rows[8:], rows[8:], 4),
             ]
-
-    def test_rows_of_no_whole_sets(self, spawn: Spawn) -> None:
-        """Where rows aren't whole sets it is an error, also in the partition that they have in the workers."""
-        group = spawn({"sets": colocate.role(Sets), "one": colocate.role(Sets).on(slots=[1])})
-        sets, one = group.role("sets", Sets), group.role("one", Sets)
-        with pytest.raises(
-            DispatchError, match=r"the parameter 'samples' has 10 rows, which is no multiple of 4"
-        ) as caught:
-            sets.seen([*range(10)])
-        assert caught.value.parameter == "samples"
-        with pytest.raises(DispatchError, match="has 4 rows, in sets of 4, for 2 ranks"):
-            sets.seen([*range(4)])
-        halves = sets.sample.keep([*range(12)], times=1)  # six on each rank
-        wrong = one.sample.keep([*range(5)], times=2)
-        for _ in range(2):
-            for value, rows in ((halves, 6), (wrong, 10)):
-                with pytest.raises((DispatchError, RoleError), match=f"has {rows} rows, which is no multiple of 4"):
-                    sets.seen(value.ref)
-        with pytest.raises((DispatchError, RoleError), match="has 6 rows, which is no multiple of 4"):
-            sets.seen([*range(12)], halves.ref)
-        assert sets.seen([*range(8)]) == [([0, 1, 2, 3], None, 4), ([4, 5, 6, 7], None, 4)]
 
     def test_empty_runs(self, pair: ColocatedGroup) -> None:
         """With empty="run" a rank without rows runs the method on none."""
@@ -111,11 +96,6 @@ class Dispatching(ExecutorCase):
         assert rows.masked([1, 2, 3]) == [([1, 2], 2), ([3, 3], 1)]
         assert rows.masked([1]) == [([1], 1), ([1], 0)]
 
-    def test_no_rows_to_scatter(self, pair: ColocatedGroup) -> None:
-        """A leaf without rows isn't repeated by guess: it is an error with its path."""
-        with pytest.raises(DispatchError, match=r"batch\['n'\] \(int\) has no rows"):
-            pair.role("rows", Rows).seen({"x": [1, 2], "n": 3})
-
     def test_no_rows_to_join(self, pair: ColocatedGroup) -> None:
         """Concat of results without rows is an error that names the rank and the way out."""
         with pytest.raises(DispatchError, match=r"rank 0 returned.*Gather, First or Reduce"):
@@ -125,12 +105,6 @@ class Dispatching(ExecutorCase):
         """Item i of a list goes to rank i; what isn't named goes to every rank."""
         rows = pair.role("rows", Rows)
         assert rows.each(["a", "b"], shared=1) == [(0, "a", 1), (1, "b", 1)]
-
-    def test_per_rank_length(self, pair: ColocatedGroup) -> None:
-        """A list of another length is an error naming the parameter and both numbers: nothing is guessed from it."""
-        with pytest.raises(DispatchError, match=r"'item' .* has 3 items for 2 ranks") as caught:
-            pair.role("rows", Rows).each(["a", "b", "c"])
-        assert caught.value.parameter == "item"
 
     def test_on_rank(self, pair: ColocatedGroup) -> None:
         """OnRank runs on one rank, and its value is the result."""
@@ -153,15 +127,6 @@ class Dispatching(ExecutorCase):
     def test_own_dispatch_and_collect(self, pair: ColocatedGroup) -> None:
         """A dispatch or collect of one's own needs one method, and runs on the driver."""
         assert pair.role("own", Own).swapped() == {0: (0, 1), 1: (1, 0)}
-
-    def test_rows_that_a_collect_is_told(self, pair: ColocatedGroup) -> None:
-        """As many as each rank worked on; nothing where the call has none."""
-        own = pair.role("own", Own)
-        assert own.counted([1, 2, 3]) == [2, 1]
-        assert own.nothing_to_count() is None
-        with pair.pipeline():
-            calls = own.counted.submit([1, 2]), own.nothing_to_count.submit()
-        assert [call.result() for call in calls] == [[1, 1], None]
 
     def test_own_rows(self, pair: ColocatedGroup) -> None:
         """Types given to `register_batch` are split, padded and joined as everything with rows."""

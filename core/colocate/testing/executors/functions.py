@@ -61,17 +61,6 @@ class Functions(ExecutorCase):
         with pytest.raises(TypeError, match=r"runs a function .*, not 3"):
             pair.run(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
-    def test_run_async(self, pair: ColocatedGroup) -> None:
-        """An async function is run to its end."""
-
-        async def slowly(ctx: Context) -> int:
-            import asyncio
-
-            await asyncio.sleep(0)
-            return ctx.rank
-
-        assert pair.run(slowly) == [0, 1]
-
     def test_run_order(self, pair: ColocatedGroup) -> None:
         """It has its place in the order of the group's calls."""
         log = pair.role("log", Log)

@@ -12,7 +12,7 @@ from colocate.testing.executors._base import Spawn, needs
 from colocate.testing.executors.drivers import Scripted
 from colocate.testing.probes.forking import Sandbox
 from colocate.testing.probes.limited import Late, Limited, Looped, answer, is_late
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import PATIENCE_S
 
 
 class Handlers(Scripted):
@@ -39,18 +39,6 @@ class Handlers(Scripted):
                 call()
             assert isinstance(caught.value.__cause__, Late)
         assert limited.seen() == [False]  # what was awaited has been cancelled
-        assert limited.amid_progress()  # not before that was told
-
-    @needs(OwnProcess)
-    def test_between_two_calls(self, spawn: Spawn, capfd: pytest.CaptureFixture[str]) -> None:
-        """What a handler raises then is told where the worker's output is, and no call fails of it."""
-        limited = spawn({"limited": colocate.role(Limited)}, slots=1).role("limited", Limited)
-        printed: list[str] = []
-        limited.leaves()
-        wait_until(lambda: "Late: too late" in "".join(_more(printed, capfd)), "it is printed")
-        assert "a handler that a role has set for SIGALRM has raised between two calls" in "".join(printed)
-        assert "colocate's own" not in "".join(printed)
-        assert limited.seen() == []
 
     def test_event_loops(self, spawn: Spawn) -> None:
         """There is a current loop, in which async methods run, whatever roles have done with it before."""
@@ -72,8 +60,3 @@ class Handlers(Scripted):
         sandbox = spawn({"sandbox": colocate.role(Sandbox)}, slots=1).role("sandbox", Sandbox)
         for fork in (sandbox.forked, sandbox.forked_amid):
             assert fork.submit(how).result(PATIENCE_S) == code
-
-
-def _more(printed: list[str], capfd: pytest.CaptureFixture[str]) -> list[str]:
-    printed += capfd.readouterr()
-    return printed

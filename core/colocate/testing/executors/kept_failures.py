@@ -63,16 +63,6 @@ class KeptFailures(ExecutorCase):
         with pytest.raises(RoleError, match="a plain one"):
             keep()
 
-    def test_unused_poison_in_a_group(self, spawn: Spawn) -> None:
-        """… or else when its group is closed."""
-        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
-        kept = group.role("faulty", Faulty).fail.keep()
-        group.role("faulty", Faulty).fine()
-        with pytest.raises(ExceptionGroup) as caught:
-            group.close()
-        assert [type(error) for error in caught.value.exceptions] == [RoleError]
-        del kept
-
     def test_a_failure_that_was_dropped_is_logged_at_once(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
         """With the line that kept it, whether it fails before its handle is dropped or after; and raised once."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)

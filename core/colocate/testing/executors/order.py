@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import colocate
 from colocate import Call, ColocatedGroup
 from colocate.errors import CallTimeout, ColocateError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
+from colocate.testing.executors.calls import cleared
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
@@ -24,13 +24,6 @@ def error_of(call: Call[Any]) -> BaseException:
     error = call.exception(PATIENCE_S)
     assert error is not None
     return error
-
-
-def cleared(group: ColocatedGroup) -> Log:
-    """The view of the role that remembers, with nothing remembered."""
-    log = group.role("log", Log)
-    log.clear()
-    return log
 
 
 class Order(ExecutorCase):
@@ -48,26 +41,6 @@ class Order(ExecutorCase):
         assert second == list(range(20))
         assert [entry for entry in first if not isinstance(entry, tuple)] == second
         assert [entry for entry in first if isinstance(entry, tuple)] == [("zero", index) for index in range(0, 20, 4)]
-
-    def test_one_order_for_all_threads(self, pair: ColocatedGroup) -> None:
-        """Threads of the driver may submit at the same time: all ranks see one order, each thread's own kept."""
-        log = cleared(pair)
-        start = threading.Barrier(4)
-
-        def submit(name: int) -> None:
-            start.wait()
-            for index in range(25):
-                log.add.submit((name, index))
-
-        threads = [threading.Thread(target=submit, args=[name]) for name in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        first, second = log.read()
-        assert first == second
-        for name in range(4):
-            assert [index for who, index in first if who == name] == list(range(25))
 
     def test_failure_comes_at_once(self, pair: ColocatedGroup) -> None:
         """The caller has the first failure while other ranks are still in the call, with their states."""

@@ -13,7 +13,7 @@ import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._api.pool import Slots
 from colocate.errors import ColocateError, ConfigError
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.executors._base import ExecutorCase
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -107,14 +107,6 @@ class Ownership(ExecutorCase):
         assert {("pool", pool_name), ("group", "still there")} <= shown(runtime)
         assert pool.groups["still there"].role("echo", Echo).noop() == [None]
         pool.close()
-
-    def test_views_own_nothing(self, spawn: Spawn) -> None:
-        """Views and parts of pools are names: they keep nothing open, and end nothing."""
-        group = spawn({"echo": colocate.role(Echo)}, slots=1)
-        view, part = group.role("echo", Echo), group.owner[0:1]
-        del view, part
-        gc.collect()
-        assert group.role("echo", Echo).noop() == [None]
 
     def test_names(self, runtime: Runtime) -> None:
         """A group's name is taken until it is closed; the error says where the other one was made."""

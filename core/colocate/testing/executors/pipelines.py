@@ -14,8 +14,9 @@ from colocate import Call, ColocatedGroup, Resident
 from colocate.errors import ClosedError, PipelineError, RoleError
 from colocate.testing.executors._base import ExecutorCase, of_executor
 from colocate.testing.executors._traffic import Traffic
+from colocate.testing.executors.calls import cleared
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Axes, Rows
 from colocate.testing.probes.tensors import Tensors
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -229,11 +230,6 @@ def who(ctx: colocate.Context) -> int:
     return ctx.rank
 
 
-def known(group: ColocatedGroup, *residents: Any) -> list[Any]:
-    """Those that a group still knows, as it does what its workers may have."""
-    return [each for each in residents if each._kept.source.key in group._node.residents.kept]
-
-
 def elsewhere(do: Callable[[], object]) -> object:
     """Do something in another thread, and wait; what it returned or raised."""
     found: list[object] = []
@@ -248,10 +244,3 @@ def elsewhere(do: Callable[[], object]) -> object:
     thread.start()
     thread.join()
     return found[0]
-
-
-def cleared(group: ColocatedGroup) -> Log:
-    """The role that remembers, with nothing in its memory."""
-    log = group.role("log", Log)
-    log.clear()
-    return log

@@ -47,6 +47,8 @@ class ProcessGroups(ExecutorCase):
         if isinstance(runtime._node.services.executor, OwnProcess):
             assert spawn({"role": colocate.role(Together)}).role("role", Together).sum(1.0) == [2.0, 2.0]
             return
+        with pytest.raises(CapabilityError, match="wants the environment of torchrun"):
+            spawn({"launched": colocate.role(Launched).on(env="torchrun")}, slots=1)
         for role in (colocate.role(Together), colocate.role(Collective).on(default_group=True)):
             with pytest.raises(CapabilityError, match="role 'role' makes process groups of its 2 ranks") as caught:
                 spawn({"role": role})
@@ -88,20 +90,8 @@ class ProcessGroups(ExecutorCase):
             assert (found["RANK"], found["WORLD_SIZE"]) == by_torch == (rank, 2)
             assert 0 <= found["LOCAL_RANK"] < found["LOCAL_WORLD_SIZE"] <= 2
             assert named
-
-    def test_torchrun_on_some_slots(self, spawn: Spawn) -> None:
-        """Its environment is of all slots: a library would wait for those that the role isn't on."""
-        with pytest.raises(
-            ConfigError, match=r"of all 2 slots of the group \(WORLD_SIZE\), and the role is on 1 of them"
-        ):
+        with pytest.raises(ConfigError, match=r"of all 2 slots of the group \(WORLD_SIZE\), and the role is on 1 of"):
             spawn({"launched": colocate.role(Launched).on(slots=[1], env="torchrun")})
-
-    def test_torchrun_on_threads(self, runtime: Runtime, spawn: Spawn) -> None:
-        """They share the environment of their process, which is the driver's."""
-        pytest.importorskip("torch")
-        if not isinstance(runtime._node.services.executor, OwnProcess):
-            with pytest.raises(CapabilityError, match="wants the environment of torchrun"):
-                spawn({"launched": colocate.role(Launched).on(env="torchrun")}, slots=1)
 
     @needs(OwnProcess)
     def test_device_mesh(self, ring: ColocatedGroup) -> None:

@@ -30,7 +30,6 @@ from colocate.testing.probes.trainers import (
 from colocate.testing.waiting import PATIENCE_S
 
 _STEPS = 4
-KINDS: tuple[Kind, ...] = ("ddp", "ddp in the default group", "fsdp2", "tp")
 
 NOT_RENEWED: dict[Kind, str] = {
     "fsdp1": r"FullyShardedDataParallel can't be renewed: .* \(FSDP1\) .* by torch\.distributed\.fsdp\.fully_shard",

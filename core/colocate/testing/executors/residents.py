@@ -12,11 +12,11 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident
-from colocate.errors import CallTimeout, ClosedError, ColocateError, RoleError
+from colocate.errors import ClosedError, ColocateError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -30,18 +30,6 @@ class Residents(ExecutorCase):
         with rows.double.keep([1, 2, 3]) as kept:
             assert isinstance(kept, Resident)
             assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
-
-    def test_used_while_an_async_method_makes_it(self, spawn: Spawn) -> None:
-        """The lane waits, and with it what makes it; whoever gives that up frees the lane, and all goes on."""
-        log = spawn({"log": colocate.role(Log)}, slots=1).role("log", Log)
-        with Gate() as gate:
-            kept = log.peak.keep(gate.address)
-            gate.wait_for(1)
-            unmade: Any = kept.ref
-            error = log.peak.options(timeout=0.2).submit(unmade).exception(PATIENCE_S)
-            assert isinstance(error, CallTimeout)
-            gate.open()
-            kept.wait(PATIENCE_S)
 
     def test_waited_for(self, pair: ColocatedGroup) -> None:
         """It returns when the value is there, and raises what its call has raised."""
@@ -92,18 +80,13 @@ class Residents(ExecutorCase):
             assert rows.zipped(kept.ref, kept.ref) == [(row, row) for row in kept.fetch()]
             assert rows.zipped([1, 2, 3, 4, 5], kept.ref) == list(zip([1, 2, 3, 4, 5], kept.fetch(), strict=True))
 
-    def test_resident_itself(self, pair: ColocatedGroup) -> None:
-        """Passing the resident itself works as passing its ref does."""
-        rows = pair.role("rows", Rows)
-        with rows.double.keep([1, 2]) as kept:
-            assert rows.double(kept) == [4, 8]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-
     def test_inside_containers(self, pair: ColocatedGroup) -> None:
-        """A ref may lie inside lists, tuples and dicts of an argument."""
+        """A ref may lie inside lists, tuples and dicts of an argument; the resident itself may be one, too."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
         with rows.produce.keep(1) as kept, echo.first.keep("text") as text:
             assert echo.first({"a": [kept.ref, 1], "b": (text.ref,)}) == {"a": [[0, 100], 1], "b": ("text",)}
             assert rows.seen({"x": kept.ref, "y": [1, 2]}) == [({"x": [0], "y": [1]}, 1), ({"x": [100], "y": [2]}, 1)]
+            assert rows.double(kept) == [0, 200]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
     @smoke
     def test_between_slots(self, pair: ColocatedGroup) -> None:
@@ -153,17 +136,11 @@ class Residents(ExecutorCase):
             assert kept.spec.bytes_per_rank == (0, 0)
 
     def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
-        """On the driver a ref is a name: using it as the value is an error that says what to do."""
-        with (
-            pair.role("rows", Rows).double.keep([1, 2]) as kept,
-            pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"),
-        ):
-            kept.ref.append(1)
-
-    def test_a_ref_equals_nothing(self, pair: ColocatedGroup) -> None:
-        """Comparing one is an error too: `ref == value` would be false whatever the value."""
+        """On the driver a ref is a name: using or comparing it as the value is an error that says what to do."""
         rows = pair.role("rows", Rows)
         with rows.double.keep([1, 2]) as kept:
+            with pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"):
+                kept.ref.append(1)
             for compare in (operator.eq, operator.ne):
                 for operands in ((kept.ref, [2, 4]), ([2, 4], kept.ref)):
                     with pytest.raises(TypeError, match=r"lives in the workers.*\.fetch\(\)"):

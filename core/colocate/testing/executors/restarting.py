@@ -81,15 +81,6 @@ class Restarting(ExecutorCase):
         group.close()
 
     @needs(OwnProcess)
-    def test_without_a_checkpoint(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """Roles are as constructed."""
-        group = lasting()
-        group.role("lasting", Lasting).add(5)
-        killed(group)
-        assert group.wait_ready(PATIENCE_S) is None
-        assert group.role("lasting", Lasting).add() == [1, 1]
-
-    @needs(OwnProcess)
     def test_what_was_pending_is_told_once(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """Calls and residents of the old generation fail with one GroupRestarted, whose cause is what happened."""
         group = lasting()

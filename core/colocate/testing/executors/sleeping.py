@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate._role.method import Tag
 from colocate.errors import (
     ConfigError,
     MemoryBudgetError,
@@ -123,18 +121,6 @@ class Sleeping(Dozers):
         with pytest.raises(ConfigError, match=r"on_call='fial'.*did you mean 'fail'"):
             dozing.sleep("actor", on_call="fial")  # type: ignore[arg-type]
 
-    def test_training_goes_on(self, spawn: Spawn) -> None:
-        """A model that sleeps between its steps learns what one learns that doesn't."""
-        pytest.importorskip("torch")
-        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
-        group = spawn(roles)
-        one, other = group.role("one", Dozing), group.role("other", Dozing)
-        orders: list[Sequence[Tag] | None] = [None, ["optimizer"], ["weights", "grads"], ["cache"]]
-        for tags in orders:
-            group.sleep("one", tags)
-            assert one.train() == other.train()
-        assert one.digest() == other.digest()
-
     def test_discard(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """What nobody needs comes back as zeros, in place, and all else as it was; what is there later isn't lost."""
         actor = dozing.role("actor", Dozing)
@@ -199,11 +185,6 @@ class Sleeping(Dozers):
             assert kept.digest() == usual.digest()
             if kept.is_on_gpu()[0]:
                 assert kept.addresses() == places
-
-    def test_a_way_to_sleep_that_there_is_not(self) -> None:
-        """It is refused where it is said."""
-        with pytest.raises(ConfigError, match=r"sleep='vnm': it is \"vmm\""):
-            colocate.role(Dozing).on(sleep="vnm")  # type: ignore[arg-type]
 
     def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
         """It stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
@@ -318,6 +299,8 @@ class Sleeping(Dozers):
             dozing.sleep("actor", "weights")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="names 'weight'; a role's memory is of weights, grads, optimizer, cache"):
             dozing.wake("actor", ["weight"])  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match=r"sleep='vnm': it is \"vmm\""):
+            colocate.role(Dozing).on(sleep="vnm")  # type: ignore[arg-type]
 
 
 def _lost(group: ColocatedGroup) -> set[str]:

@@ -29,7 +29,6 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
 _MIBS = 8
-_MOST = 0.98  # of what a role has, the pages at its tensors' ends stay
 
 
 def _reach(ctx: colocate.Context) -> int:

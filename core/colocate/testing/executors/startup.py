@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import io
-import os
 import pickle
-import re
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,24 +29,6 @@ from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtSta
 from colocate.testing.probes.plain import Echo, Plain
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
-
-LATE = """
-import os
-
-import colocate
-from colocate.testing.gate import pass_gate
-
-if os.getpid() != {pid}:
-    pass_gate({imports})
-
-
-class Late(colocate.Role):
-    def __init__(self):
-        pass_gate({constructs})
-
-    @colocate.method
-    def noop(self): ...
-"""
 
 
 class Startup(ExecutorCase):
@@ -168,30 +144,6 @@ class Startup(ExecutorCase):
         assert "the roles of group 'slowly' have been under construction for 0 s\nslot " in caplog.text
         assert "slot 1: running slow.__init__" in caplog.text  # slot 0 may still have been importing the role
         assert caplog.text.count("under construction") == 1
-
-    @needs(OwnProcess)
-    def test_a_start_that_takes_long(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """It says what the workers are doing: which module they import, whose constructor runs."""
-        for place in ("slow.SLOW_EVERY_S", "slow.STARTING_S"):
-            monkeypatch.setattr(f"colocate._api.{place}", 0.05)
-        monkeypatch.setattr("colocate._calls.stacks.STACKS_WITHIN_S", PATIENCE_S)
-        monkeypatch.setattr(sys, "stderr", read := io.StringIO())
-        monkeypatch.syspath_prepend(str(tmp_path))
-        with Gate() as imports, Gate() as constructs:
-            text = LATE.format(pid=os.getpid(), imports=imports.address, constructs=constructs.address)
-            (tmp_path / "late_roles.py").write_text(text)
-            late = importlib.import_module("late_roles").Late
-            with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, ThreadPoolExecutor(1) as other:
-                started = other.submit(pool.spawn, {"late": colocate.role(late)}, "slowly")
-                imports.wait_for(2)
-                words = r"\[colocate\] group 'slowly' starts: importing late_roles: \d+ s on workers 0, 1\n"
-                wait_until(lambda: re.search(words, read.getvalue()), "it says what is imported")
-                imports.open()
-                constructs.wait_for(2)
-                words = r"\[colocate\] group 'slowly' starts: late.__init__: \d+ s on workers 0, 1\n"
-                wait_until(lambda: re.search(words, read.getvalue()), "it says what is constructed")
-                constructs.open()
-                started.result(PATIENCE_S)
 
     def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
         """`wait_ready` of a group that another thread is still starting waits for it."""

@@ -38,7 +38,7 @@ class TensorResidents(TensorCase):
 
     @of_executor
     def test_round_trip(self, torch: Any, tensors: Tensors) -> None:
-        """Tensors of every kind come back as they went."""
+        """Tensors of every kind come back as they went, and so do arrays."""
         values = [
             *(torch.arange(6).to(getattr(torch, name)) for name in DTYPES),
             torch.tensor(1.5),
@@ -56,6 +56,11 @@ class TensorResidents(TensorCase):
                 assert all(torch.equal(a, b) for a, b in zip(back.unbind(), value.unbind(), strict=True))
             else:
                 assert torch.equal(back.to(torch.complex128), value.to(torch.complex128))
+        numpy = pytest.importorskip("numpy")
+        for value in (numpy.arange(6.0).reshape(2, 3), numpy.array("text"), numpy.array([{"object": 1}], dtype=object)):
+            back = tensors.echo(value)
+            assert back.dtype == value.dtype
+            assert (back == value).all()
 
     def test_memory_goes(self, tensors: Tensors) -> None:
         """A tensor that was kept, used and freed is gone from its worker without the help of a garbage collector."""
@@ -88,14 +93,6 @@ class TensorResidents(TensorCase):
             with pytest.raises(DispatchError, match=f"layout torch.{layout} can't be cut by rows"):
                 tensors.mean(value)
 
-    def test_numpy(self, torch: Any, tensors: Tensors) -> None:
-        """So do arrays."""
-        numpy = pytest.importorskip("numpy")
-        for value in (numpy.arange(6.0).reshape(2, 3), numpy.array("text"), numpy.array([{"object": 1}], dtype=object)):
-            back = tensors.echo(value)
-            assert back.dtype == value.dtype
-            assert (back == value).all()
-
     @of_executor
     def test_shared_storage(self, torch: Any, tensors: Tensors) -> None:
         """Two names of one tensor in a message stay two names of one tensor."""
@@ -123,7 +120,9 @@ class TensorResidents(TensorCase):
             assert tensors.address_of_rows(kept.ref) == tensors.own_address()
 
     def test_gradients_stay(self, torch: Any, tensors: Tensors) -> None:
-        """Results leave detached from autograd, parameters as ordinary tensors, kept or not."""
+        """Results leave detached from autograd, parameters as ordinary tensors; leaves that are arguments don't."""
+        leaf = torch.ones(2, requires_grad=True)
+        assert [tensors.facts(x)[0]["requires_grad"] for x in (leaf, leaf * 2, torch.ones(2))] == [True, False, False]
         with tensors.with_gradient.keep(2) as kept:
             for found in (kept.fetch(), tensors.with_gradient(2)):
                 for tensor in found.values():
@@ -137,15 +136,6 @@ class TensorResidents(TensorCase):
             assert not kept.fetch().is_inference()
             assert [fact["inference"] for fact in tensors.facts(kept.ref)] == [False, False]
             assert tensors.train_on(kept.ref) == [4.0, 4.0]
-
-    def test_gradients_of_arguments(self, torch: Any, tensors: Tensors) -> None:
-        """An argument of which gradients are computed arrives so; what autograd has computed arrives detached."""
-        leaf = torch.ones(2, requires_grad=True)
-        assert [tensors.facts(value)[0]["requires_grad"] for value in (leaf, leaf * 2, torch.ones(2))] == [
-            True,
-            False,
-            False,
-        ]
 
 
 _SCRIPT = """
@@ -199,12 +189,6 @@ class Optimizers(TensorCase):
         monkeypatch.setitem(sys.modules, "__main__", module)
         exec(_SCRIPT, module.__dict__)
         return module
-
-    def test_constructor(self, torch: Any, spawn: Spawn) -> None:
-        """So it is for a constructor's arguments."""
-        model = torch.nn.Linear(2, 2)
-        trained = colocate.role(Trainer, model, torch.optim.SGD(model.parameters(), lr=1.0))
-        assert spawn({"trainer": trained}, name="trained").role("trainer", Trainer).step()
 
     @of_executor
     def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
@@ -282,6 +266,8 @@ class Memory(TensorCase):
             ) as caught:
                 tensors.write_into(kept.ref)
             assert caught.value.method == "write_into"
+            with pytest.raises(RoleError, match="changed in place"):  # it is of no use any more
+                tensors.seen(kept.ref)
         assert tensors.make(1).tolist() == [0.0, 100.0]
 
     def test_write_into_the_returned(self, tensors: Tensors) -> None:
@@ -300,14 +286,6 @@ class Memory(TensorCase):
             error = written.exception(PATIENCE_S) or used.exception(PATIENCE_S)
             assert isinstance(error, RoleError)
             assert "changed in place" in str(error)
-
-    def test_a_written_resident_is_no_use(self, tensors: Tensors) -> None:
-        """A resident that was written into can't be used any more."""
-        with tensors.make.keep(2) as kept:
-            with pytest.raises(RoleError):
-                tensors.write_into(kept.ref)
-            with pytest.raises(RoleError, match="changed in place"):
-                tensors.seen(kept.ref)
 
     @of_executor
     def test_strict_contents(self) -> None:

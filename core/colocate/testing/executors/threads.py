@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import queue
 import sys
 import threading
@@ -134,30 +133,6 @@ class Undisturbed(ExecutorCase):
 
 def _make_a_mistake() -> None:
     raise ZeroDivisionError("a mistake")
-
-
-class Once:
-    """Can be packed once."""
-
-    packed = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.packed:
-            raise SystemExit("once only")
-        self.packed = True
-        return int, ()
-
-
-def _leave(ctx: Context) -> None:
-    os._exit(1)
-
-
-def _progress(ctx: Context) -> None:
-    class Count(int):
-        def __reduce__(self) -> tuple[Any, ...]:
-            return exit, ()
-
-    ctx.progress(Count(1), Count(2))
 
 
 def _break_the_transfer(ctx: Context) -> None:

@@ -85,14 +85,6 @@ class Transfers(ExecutorCase):
         assert all(_BYTES <= each.nbytes <= _BYTES + _MORE for each in told.last("whole").transfers)
         assert told.last("whole").handed_over == {"left_tensors": _BYTES}
 
-    def test_rows_from_another_worker(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
-        """Of scattered rows each rank gets its own only."""
-        kept = pair.role("right_tensors", Tensors).make.keep(_ROWS)
-        pair.role("tensors", Tensors).add.keep(kept.ref).wait()
-        assert [(each.rank, each.source) for each in told.transfers("add")] == ([(0, 0)] if travels else [])
-        assert all(_BYTES // 2 <= each.nbytes <= _BYTES // 2 + _MORE for each in told.last("add").transfers)
-        assert told.last("add").handed_over == {"right_tensors": _BYTES // 2}
-
     def test_where_it_lies(self, pair: ColocatedGroup, told: _Told) -> None:
         """Parts that lie where they are used go nowhere; what a role has made itself is nobody else's."""
         tensors = pair.role("tensors", Tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -222,20 +221,6 @@ class TakingTurns(ExecutorCase):
             group.role("two", Dozing).train()
         assert group.role("one", Dozing).train()
 
-    def test_checkpoint_of_roles_that_take_turns(self, turns: ColocatedGroup, tmp_path: Any) -> None:
-        """Each is awake as it is saved."""
-        for name in ("one", "two", "three"):
-            turns.role(name, Dozing).train()
-        turns.checkpoint(tmp_path / "saved")  # `Dozing.save` asserts it
-
-
-def _reach(ctx: Context, *names: str) -> list[int]:
-    """How much of some roles sleeps, when all have been reached."""
-    from colocate.testing.probes.sleepers import asleep
-
-    reached = [ctx.sibling(name, Dozing) for name in names]
-    return [len(asleep(each.ctx)) for each in reached]
-
 
 def _moved(records: list[colocate.MoveRecord]) -> list[tuple[str, str]]:
     return [(record.kind, record.role) for record in records]
@@ -243,10 +228,6 @@ def _moved(records: list[colocate.MoveRecord]) -> list[tuple[str, str]]:
 
 def _is_awake(records: list[colocate.MoveRecord], role: str) -> bool:
     return ("wake", role) in _moved(records)
-
-
-def _pid(ctx: Context) -> int:
-    return os.getpid()
 
 
 def most_in_memory(ctx: Context) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from typing import TYPE_CHECKING, Any, cast
 
 from colocate import PerRank, Role, method, needs
@@ -185,10 +184,6 @@ class Own(Role):
 
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
-def _refuse(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
 
 
 class Launched(Role):

@@ -6,7 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from colocate import Gather, PerRank, Role, method
+from colocate import Gather, Role, method
 from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes.plain import Tracked
 
@@ -75,17 +75,6 @@ class Counting(Role):
             pause.wait(0.002)
         self.count += 1
 
-    @method(dispatch=PerRank("gate"))
-    def sum_at(self, gate: Address | None, come: Address) -> float:
-        """The sum over the ranks of one, after the gate of those that have one; the others say that they have come."""
-        if gate is None:
-            import socket
-
-            socket.create_connection(come).close()
-        else:
-            pass_gate(gate)
-        return self._sum()
-
     @method
     def sum(self) -> float:
         """The sum over the ranks of one."""
@@ -98,36 +87,3 @@ class Counting(Role):
         one = torch.ones(1)
         dist.all_reduce(one, group=self.ctx.process_group())
         return one.item()
-
-
-class Stepping(Counting):
-    """Counts the steps of a model that its ranks share."""
-
-    def __init__(self) -> None:
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
-
-        super().__init__()
-        self.net = DistributedDataParallel(torch.nn.Linear(50, 50), process_group=self.ctx.process_group())
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-
-    def renew(self) -> None:
-        """Go on with a new group."""
-        import colocate.torch
-
-        colocate.torch.renew(self.net, self.optimizer, self.ctx)
-
-    @method
-    def step(self, come: Address | None = None) -> int:
-        """Say that this rank has come, and do a step; how many there were."""
-        import socket
-
-        import torch
-
-        if come is not None:
-            socket.create_connection(come).close()
-        self.net(torch.ones(4, 50)).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.count += 1
-        return self.count

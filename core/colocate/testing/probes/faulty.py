@@ -165,14 +165,6 @@ class Faulty(Role):
         """Raise what is held up on the driver."""
         raise HeldUp(gate)
 
-    @method
-    def fail_from(self) -> None:
-        """Raise with a cause."""
-        try:
-            raise KeyError("the cause")
-        except KeyError as error:
-            raise ValueError("the effect") from error
-
     @method(dispatch=PerRank("gate"))
     def fail_after(self, gate: Address | None, failing: int) -> int:
         """Each rank waits at its gate, if it has one; one of them raises then."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -57,10 +56,6 @@ class Raises:
         signal.raise_signal(signal.SIGALRM)
         return int, (1,)
 
-    def __index__(self) -> int:
-        signal.raise_signal(signal.SIGALRM)
-        return 1
-
 
 class Limited(Role):
     """Sets alarms."""
@@ -86,27 +81,10 @@ class Limited(Role):
         work_on()
 
     @method(collect=First())
-    def leaves(self) -> int:
-        """An alarm that comes when this has ended."""
-        set_alarm()
-        return os.getpid()
-
-    @method(collect=First())
     def returns_slowly(self) -> Raises:
         """A signal while what a method has returned is packed."""
         signal.signal(signal.SIGALRM, late)
         return Raises()
-
-    @method(collect=First())
-    def amid_progress(self) -> bool:
-        """A signal while the method is in colocate's own code."""
-
-        def report() -> None:
-            self.ctx.progress(Raises(), 2)  # type: ignore[arg-type]  # a number of another class
-            self.in_time.append(True)
-            work_on()
-
-        return is_late(report) and bool(self.in_time)
 
     @method(collect=First())
     async def awaits(self) -> str:

@@ -45,18 +45,6 @@ class Talker(Role):
             logging.getLogger(name).info("said")
 
 
-class Names:
-    """Its attributes are what it holds, and there are no others: asked for one, it raises a KeyError."""
-
-    def __init__(self, **held: Any) -> None:
-        self.__dict__["held"] = held
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.__dict__["held"][name]
-
-
 class Echo(Role):
     """Says who it is and gives back what it gets."""
 
@@ -79,11 +67,6 @@ class Echo(Role):
     def first(self, value: Any) -> Any:
         """Give back what it gets, from one rank."""
         return value
-
-    @method
-    def made_with(self) -> tuple[str, Any, int]:
-        """What the constructor got, and the rank that it saw."""
-        return self.tag, self.extra, self.rank_in_constructor
 
     @method
     def who(self) -> dict[str, Any]:
@@ -237,12 +220,6 @@ class Log(Role):
         self.entries.append("in")
         await pass_gate_async(gate)
         self.entries.append("out")
-
-    @method
-    async def async_raise(self) -> None:
-        """Fail after a while."""
-        await asyncio.sleep(0)
-        raise LookupError("async failure")
 
     @method(dispatch=PerRank("gate"), concurrency=3)
     async def async_at(self, gate: Address, failing: int | None = None) -> None:

@@ -220,10 +220,6 @@ class Own(Role):
     def counted(self, batch: list[int]) -> None:
         """Have them counted."""
 
-    @method(collect=Counts())
-    def nothing_to_count(self) -> None:
-        """It works on no rows."""
-
     @method(dispatch=Scatter("block", pad=True), collect=Concat())
     def tripled(self, block: Block) -> Block:
         """Rows of a type of a user's own."""

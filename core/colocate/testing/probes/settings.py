@@ -106,19 +106,6 @@ class Changing(Role):
         return self.saved
 
 
-class Asking(Role):
-    """Asks for another role's object in a block in which it has set something."""
-
-    @method
-    def reach(self, role: str) -> dict[str, Any]:
-        """What is set when it has it."""
-        import torch
-
-        with torch.inference_mode(), torch.device("meta"):
-            self.ctx.sibling(role)
-            return told()
-
-
 class Casting(Role):
     """Computes in 16 bits for good, as its constructor has said."""
 

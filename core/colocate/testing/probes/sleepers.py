@@ -195,31 +195,6 @@ class Dozing(Role):
         """It has saved nothing."""
 
 
-class Engine(Role):
-    """Frees by its own means what it has, in pieces that are too small for mappings of their own."""
-
-    NBYTES = 64 * _MIB
-    _PIECE_BYTES = 1 << 16
-
-    def __init__(self) -> None:
-        self._pieces: list[bytearray] = []
-        self._later: list[bytearray] = []
-        self.wake(())
-
-    def sleep(self, tags: Sequence[str]) -> None:
-        """Called for it."""
-        self._pieces.clear()
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """The same."""
-        self._pieces.extend(bytearray(self._PIECE_BYTES) for _ in range(self.NBYTES // self._PIECE_BYTES))
-        self._later.append(bytearray(self._PIECE_BYTES))  # what is freed isn't at the end of the heap
-
-    @method
-    def call(self) -> None:
-        """Nothing."""
-
-
 class Watching(Dozing):
     """Looks what of another role sleeps, when it is constructed and when it trains."""
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
-import re
 import resource
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NoReturn
-
-from colocate import First, Role, method
 
 
 @contextlib.contextmanager
@@ -47,50 +43,3 @@ def without_descriptors() -> Iterator[None]:
             while True:
                 held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         yield
-
-
-@contextlib.contextmanager
-def without_memory() -> Iterator[None]:
-    """This process gets a MiB more of memory, and nothing larger."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    found = re.search(r"^VmSize:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    resource.setrlimit(resource.RLIMIT_AS, ((int(found[1]) + 1024) * 1024, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-LACKS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "threads": without_threads,
-    "descriptors": without_descriptors,
-    "memory": without_memory,
-}
-
-
-class Starved(Role):
-    """Its process lacks something, as long as it is told to."""
-
-    def __init__(self) -> None:
-        self._lacking = contextlib.ExitStack()
-
-    @method
-    def lack(self, what: str) -> None:
-        """Have nothing more of something, by its name in `LACKS`."""
-        self._lacking.enter_context(LACKS[what]())
-
-    @method
-    def recover(self) -> None:
-        """Have it again."""
-        self._lacking.close()
-
-    @method(collect=First())
-    def text(self, length: int) -> bytes:
-        """So many bytes."""
-        return bytes(length)
-
-    @method(collect=First())
-    def length(self, text: bytes) -> int:
-        """How long it is."""
-        return len(text)
