@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-from tests.chaos import marks, model, mutants, training
+from tests.chaos import marks, model, mutants
 from tests.chaos.calls import HANG_S
 from tests.chaos.player import CLOSE_S, Player
 from tests.chaos.programs import SLOTS, Program, program
@@ -159,7 +159,6 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
             took_s=time.monotonic() - began,
             calls=sum(len(each.sent) for each in outcome.played),
             turns=bool(episode.budget),
-            trained=training.count(outcome.played),
         )
     say(program=played.seed, wrong=[], left=[], hangs=stage.take_hangs())
 

@@ -135,8 +135,6 @@ class Lane:
                 tally.survived += not bad
                 tally.turns += told["turns"]
                 tally.count(told["target"] or told["moment"])
-            for name, number in told["trained"].items():
-                tally.trained[name] = tally.trained.get(name, 0) + number
             if told["error_s"] is not None and (kind == "kill" or told["target"] == "lane"):
                 tally.error_ms.append(round(told["error_s"] * 1000, 1))
             if told["close_over_s"] is not None:

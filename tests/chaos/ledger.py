@@ -61,7 +61,6 @@ class Tally:
         free_ms: From the end of a driver until nothing of it was left.
         targets: Faults by what they hit: moments, sockets.
         turns: Those of the faults tried that came where roles take turns.
-        trained: Steps of training: those that were done, and those that failed as they were told to, by where.
     """
 
     seeds: list[int] = attrs.field(factory=list)
@@ -76,7 +75,6 @@ class Tally:
     free_ms: list[float] = attrs.field(factory=list)
     targets: dict[str, int] = attrs.field(factory=dict)
     turns: int = 0
-    trained: dict[str, int] = attrs.field(factory=dict)
 
     def count(self, target: str) -> None:
         """Note what a fault has hit."""

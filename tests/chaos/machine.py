@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tests.chaos.ballast import Ballast
 
-from colocate import Concat, Gather, Role, Scatter, method
+from colocate import Concat, Gather, Role, method
 
 if TYPE_CHECKING:
-    from colocate._role.context import Context
+    pass
 
 Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
 
 FOR_EVER_S = 3600
 _HOLDS = "holds the gil"
-_STEP_S = 0.005
 
 
 class Deliberate(Exception):
@@ -104,12 +103,6 @@ class Machine(Role):
         self._note(ident)
         return self._seen([zlib.crc32(each) for each in rows])
 
-    @method(dispatch=Scatter("rows"), collect=Concat())
-    def share(self, ident: int, rows: Sequence[bytes]) -> list[tuple[int, int]]:
-        """The checksums of a share of the rows."""
-        self._note(ident)
-        return [(ident, zlib.crc32(each)) for each in rows]
-
     @method(collect=Gather())
     def fail(self, ident: int, work_s: float, ranks: Sequence[int]) -> Seen:
         """Raise on some ranks."""
@@ -117,15 +110,6 @@ class Machine(Role):
         if self.ctx.rank in ranks:
             raise Deliberate(ident, self.ctx.rank)
         return self._seen(None)
-
-    @method(collect=Gather())
-    def until_cancelled(self, ident: int, at_most_s: float) -> Seen:
-        """Go on until nobody waits for it any more."""
-        self._note(ident)
-        deadline = time.monotonic() + at_most_s
-        while not self.ctx.cancelled and time.monotonic() < deadline:
-            time.sleep(_STEP_S)
-        return self._seen(self.ctx.cancelled)
 
     @method(collect=Gather())
     def add(self, ident: int, failing: Sequence[int]) -> Seen:
@@ -177,9 +161,3 @@ def row(ident: int, rank: int, index: int, size: int) -> bytes:
 def put_in(ident: int, rank: int) -> int:
     """What a rank adds."""
     return ident * 1000 + (1, 10, 100, 1000)[rank]
-
-
-def ran(ctx: Context, ident: int) -> tuple[str | None, int, int]:
-    """For `group.run`: note it where role "a" notes its calls."""
-    ctx.sibling("a", Machine).notes.append(ident)
-    return ctx.role, ctx.rank, ident

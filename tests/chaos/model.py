@@ -12,7 +12,6 @@ from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
 
 from colocate._calls.stacks import HAS_LEFT
 from colocate.errors import (
-    CallCancelled,
     CallTimeout,
     ClosedError,
     ColocateError,
@@ -42,12 +41,12 @@ def complaints(played: Sequence[Played], applied: Applied | None) -> list[str]:
         mine = applied if applied is not None and concerns(applied, group) else None
         for sent in group.sent:
             hit = mine if sent.generation == group.struck else None
-            found += (f"{group.name}: {sent}: {words}" for words in _of_call(sent, group, hit, applied))
+            found += (f"{group.name}: {sent}: {words}" for words in _of_call(sent, group, hit))
         found += (f"{group.name}: {words}" for words in order(group))
         found += (f"{group.name}: {words}" for words in training.complaints(group))
         found += (f"{group.name}: {words}" for words in group.wrong)
         found += (f"{group.name}: {words}" for words in _of_spawn(group, mine))
-        found += (f"{group.name}: {words}" for words in _of_close(group, mine, applied))
+        found += (f"{group.name}: {words}" for words in _of_close(group, mine))
     return found
 
 
@@ -59,13 +58,9 @@ def concerns(applied: Applied, group: Played) -> bool:
 # -- calls
 
 
-def _of_call(sent: Sent, group: Played, mine: Applied | None, anywhere: Applied | None) -> Iterator[str]:
+def _of_call(sent: Sent, group: Played, mine: Applied | None) -> Iterator[str]:
     if sent.settled is None:
         yield "was never settled"
-        return
-    if sent.withdrawn:
-        if not isinstance(sent.error, CallCancelled):
-            yield f"cancel() said that it was withdrawn, but it ended with {short(sent.error)}"
         return
     if sent.error is None:
         if sent.fails:
@@ -79,16 +74,16 @@ def _of_call(sent: Sent, group: Played, mine: Applied | None, anywhere: Applied 
         elif (step := training.torn_by(sent, group)) is not None:
             yield f"succeeded although {step} had left ranks without a common state"
         return
-    if not allowed(sent, sent.error, group, mine, anywhere):
+    if not allowed(sent, sent.error, group, mine):
         stacks = sent.error.stacks if isinstance(sent.error, CallTimeout) else {}
         where = "".join(f"\nrank {rank}: {stack}" for rank, stack in stacks.items())
         yield f"ended with {short(sent.error)}{where}"
 
 
-def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | None, anywhere: Applied | None) -> bool:
+def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | None) -> bool:
     """Whether a call may end with this error."""
     if isinstance(error, GroupRestarted):
-        return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine, anywhere)
+        return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine)
     if sent.fails and sent.is_told_by(error):
         return True
     if isinstance(error, RenewalError):
@@ -100,30 +95,12 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
     over = mine is not None and mine.went_on is not None and sent.submitted > mine.went_on
     if mine is not None and not over and may_follow(error, mine):
         return True
-    if _follows(sent, error, group) or (mine is not None and not over and _is_held(sent, error, group, mine)):
-        return True
-    if anywhere is None:
-        return False
-    return (_is_lent(sent, group) and isinstance(error, ColocateError)) or _is_behind(sent, error, group)
+    return _follows(sent, error, group) or (mine is not None and not over and _is_held(sent, error, group, mine))
 
 
 def _all_have_left(error: BaseException) -> bool:
     """Whether it was too late when the ranks that it waited for had left with their group."""
     return isinstance(error, CallTimeout) and set(error.stacks.values()) == {HAS_LEFT}
-
-
-def _is_lent(sent: Sent, group: Played) -> bool:
-    """Whether it uses a value that lies in another group, which the fault may have hit."""
-    return sent.uses is not None and sent.uses not in group.sent
-
-
-def _is_behind(sent: Sent, error: BaseException, group: Played) -> bool:
-    """Whether it was queued behind a call that has waited for such a value as long as it may."""
-    return isinstance(error, CallTimeout) and any(
-        isinstance(each.error, CallTimeout) and _is_lent(each, group) and set(each.ranks) & set(sent.ranks)
-        for each in group.sent
-        if each.ident < sent.ident
-    )
 
 
 def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
@@ -220,8 +197,6 @@ def _of_notes(
         other = by_ident.get(ident)
         if other is None:
             yield f"it has begun call {ident}, which is another group's, or role's, or generation's"
-        elif other.withdrawn:
-            yield f"it has begun {other}, which was withdrawn"
     for other in calls:
         if other.ident >= sent.ident:
             break
@@ -254,10 +229,10 @@ def _of_spawn(group: Played, mine: Applied | None) -> Iterator[str]:
         yield f"spawn says of rank {mine.rank}: {short(error.errors[mine.rank])}"
 
 
-def _of_close(group: Played, mine: Applied | None, anywhere: Applied | None) -> Iterator[str]:
+def _of_close(group: Played, mine: Applied | None) -> Iterator[str]:
     for error in group.close_errors:
         for leaf in leaves(error):
-            if not _told_by_close(leaf, group, mine, anywhere):
+            if not _told_by_close(leaf, group, mine):
                 yield f"close raised {short(leaf)}"
     if must_complain(group, mine) and not group.close_errors:
         assert mine is not None
@@ -278,7 +253,7 @@ def must_complain(group: Played, mine: Applied | None) -> bool:
     )
 
 
-def _told_by_close(leaf: BaseException, group: Played, mine: Applied | None, anywhere: Applied | None) -> bool:
+def _told_by_close(leaf: BaseException, group: Played, mine: Applied | None) -> bool:
     if any(isinstance(sent.error, BaseException) and leaf is sent.error for sent in group.sent):
         return True  # of a kept call that nobody has used: judged as that call's
     if isinstance(leaf, RoleError) and "did not end within" in str(leaf):

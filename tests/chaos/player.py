@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -307,8 +306,7 @@ class Player:
             with self._steps.bound("the group's failure by its own grace", bound):
                 before = played.generation
                 becomes_true(lambda: group._node.failure is not None or group.generation > before, bound + HANG_S)
-        timeout = None if self._fault.ending == "thread" else SHORT_S
-        self._steps.do(Step("submit", group=played.index), timeout)
+        self._steps.do(Step("submit", group=played.index), SHORT_S)
         if self._fault.grace > 0.15:  # otherwise the close comes before the timeouts
             self._steps.settle(_soon(played))
         return fails
@@ -333,33 +331,10 @@ class Player:
         began = played.closing = time.monotonic()
         with self._steps.bound("close", grace + CLOSE_S):
             try:
-                if self._fault.ending == "thread":
-                    self._close_elsewhere(played, grace)
-                else:
-                    group.close(grace, force=True)
+                group.close(grace, force=True)
             except BaseExceptionGroup as error:
                 played.close_errors += (error,)
         self._note_close(played, began)
-
-    def _close_elsewhere(self, played: Played, grace: float) -> None:
-        """On another thread, while this one waits for what it has called."""
-        assert played.group is not None
-        group = played.group
-        raised: list[BaseException] = []
-
-        def close() -> None:
-            try:
-                group.close(grace, force=True)
-            except BaseExceptionGroup as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=close, name="chaos-close")
-        thread.start()
-        self._steps.settle(played.sent)
-        thread.join()
-        for error in raised:
-            assert isinstance(error, BaseExceptionGroup)
-            raise error
 
     def _close_pool(self) -> None:
         began = time.monotonic()

@@ -17,7 +17,7 @@ DROPS = {
 }
 """The sockets that are ours, by executor: `local` has no keeper and no envoy, Dask no envoy."""
 
-MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "run", "sleep", "wake", "spawn", "close")
+MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "sleep", "wake", "spawn", "close")
 TORCH = {"local": 0.45, "ray": 0.05, "dask": 0.05}
 """The share of programs that use process groups and train: importing torch takes longer than all the rest."""
 TEARS = 0.7
@@ -73,8 +73,8 @@ class Fault:
         rank: To which of its slots.
         delay_s: How long after the moment has begun.
         target: What is dropped.
-        ending: How what hangs is ended: by the group's close, the pool's, one from another thread, the group's own
-            grace, or (of a stop) by going on.
+        ending: How what hangs is ended: by the group's close, the pool's, the group's own grace, or (of a stop) by
+            going on.
         grace: That of the close.
     """
 
@@ -177,7 +177,7 @@ def _taking_turns(draw: random.Random, episode: Episode) -> Episode:
         return (*changed[:at], turns, *changed[at:])
 
     fault = episode.fault
-    if fault.moment in ("idle", "call", "queue", "run", "sleep", "wake") and draw.random() < 0.5:
+    if fault.moment in ("idle", "call", "queue", "sleep", "wake") and draw.random() < 0.5:
         fault = attrs.evolve(fault, moment="turns")
     return attrs.evolve(
         episode,
@@ -203,7 +203,7 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
     if kind == "driver":  # it is in the middle of anything, also with ranks that can't listen
         kind = draw.choice(("none", "none", "kill", "stop", "gil"))
     target = ""
-    endings: tuple[str, ...] = ("close", "close", "pool", "thread", "grace")
+    endings: tuple[str, ...] = ("close", "close", "pool", "grace")
     if kind == "drop":
         target = draw.choice(_targets(executor, groups[group]))
         moment = "transfer" if target in PEERS else moment
@@ -232,9 +232,8 @@ def _targets(executor: str, slots: int) -> tuple[str, ...]:
 
 def _step(draw: random.Random, groups: tuple[int, ...], second: str, torch: bool) -> Step:
     what = draw.choice(
-        ("step", "submit", "submit", "some", "use", "use", "lend", "share", "pipeline", "run", "fail", "cancel")
-        + ("until_cancelled", "fetch", "sleep", "sleep", "wake", "wake")
-        + (("add", "add", "add_failing", "train", "train", *["train_failing"] * 8, "train_cancel") if torch else ())
+        ("step", "submit", "submit", "use", "use", "pipeline", "fail", "sleep", "sleep", "wake", "wake")
+        + (("add", "add", "add_failing", "train", "train", *["train_failing"] * 8) if torch else ())
     )
     group = draw.randrange(len(groups))
     role = "b" if second and draw.random() < 0.4 else "a"

@@ -28,7 +28,6 @@ class Sent:
         fails: The slots on which the method is told to raise.
         times_out: Whether it has been made to outlive its timeout.
         call: What was submitted; None when that failed.
-        withdrawn: Whether `cancel()` has said so.
         generation: The group's, when it was made.
         value: Its value.
         error: What it ended with.
@@ -46,13 +45,11 @@ class Sent:
     fails: tuple[int, ...] = ()
     times_out: bool = False
     call: Call[Any] | None = None
-    withdrawn: bool = False
     value: Any = None
     error: BaseException | None = None
     generation: int = 0
     submitted: float = 0.0
     settled: float | None = None
-    uses: Sent | None = None
     where: str = ""
     role: str = "a"
 
@@ -64,7 +61,7 @@ class Sent:
     @property
     def writes(self) -> bool:
         """Whether it writes into its role's memory."""
-        return self.what not in ("look", "run", "sleep", "wake", "memory")
+        return self.what not in ("look", "sleep", "wake", "memory")
 
     @property
     def fine(self) -> bool:

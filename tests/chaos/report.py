@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
-import attrs
 from rich.console import Console
 from rich.table import Table
 from tests.chaos.ledger import Ledger, Tally, ranges
 from tests.chaos.programs import KINDS
-from tests.chaos.trainer import WHERE
-from tests.chaos.training import DONE
 
 NAMES = {
     "kill": "SIGKILL of a worker",
@@ -18,11 +15,6 @@ NAMES = {
     "gil": "hang with the GIL held",
     "drop": "dropped connection",
     "driver": "SIGKILL of the driver",
-}
-FAILED = {
-    "before": "before the forward pass",
-    "backward": "in the backward pass",
-    "after": "after the last collective",
 }
 NOT_APPLICABLE = {"local": "keeper, envoy: local has none", "dask": "envoy: Dask has none", "ray": ""}
 
@@ -47,54 +39,14 @@ def show(ledger: Ledger, console: Console) -> None:
                 console.print(f"{executor} {kind}: seeds {ranges(kinds[kind].seeds)}; hit: {hit}", style="dim")
         if turns := sum(tally.turns for tally in kinds.values()):
             console.print(f"{executor}: faults where roles take turns: {turns}", style="dim")
-        if trained := steps(kinds):
-            console.print(f"{executor}: steps of training: {trained}", style="dim")
         if NOT_APPLICABLE.get(executor):
             console.print(f"{executor}: not applicable: {NOT_APPLICABLE[executor]}", style="dim")
-    for executor, kinds in sorted(ledger.tallies.items()):
-        for bar in bars(kinds):
-            console.print(f"{executor}: {bar}", markup=False, style="green" if bar.met else "red")
     for problem in ledger.problems:
         console.print(
             f"{problem['executor']} seed {problem['seed']} ({problem['kind']}): {problem['what']}: {problem['words']}",
             style="red",
             markup=False,
         )
-
-
-def steps(kinds: Mapping[str, Tally]) -> str:
-    """How many steps of training there were among the calls, and how many of them failed where they were told to."""
-    found = {name: sum(tally.trained.get(name, 0) for tally in kinds.values()) for name in (DONE, *WHERE)}
-    failed = ", ".join(f"{found[name]} {words}" for name, words in FAILED.items())
-    return f"{found[DONE]} done; failed on a rank: {failed}" if any(found.values()) else ""
-
-
-@attrs.frozen
-class Bar:
-    """Something measured, and what it is to be at most, in ms."""
-
-    what: str
-    measured: float
-    bar: float
-
-    @property
-    def met(self) -> bool:
-        """Whether it is."""
-        return self.measured <= self.bar
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.measured:.0f} ms, at most {self.bar:.0f}: {'PASS' if self.met else 'OVER'}"
-
-
-def bars(kinds: Mapping[str, Tally]) -> Iterator[Bar]:
-    """How the times of an executor compare with what they are to be."""
-    if errors := sorted(kinds.get("kill", Tally()).error_ms):
-        yield Bar("SIGKILL of a worker to the first error, p50", quantile(errors, 0.5), 40)
-        yield Bar("SIGKILL of a worker to the first error, p99", quantile(errors, 0.99), 500)
-    if over := sorted(ms for kind in ("stop", "gil") for ms in kinds.get(kind, Tally()).over_ms):
-        yield Bar("close with a hung rank beside its grace, the slowest", over[-1], 1000)
-    if free := sorted(kinds.get("driver", Tally()).free_ms):
-        yield Bar("SIGKILL of a driver until all is free, the slowest", free[-1], 2000)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

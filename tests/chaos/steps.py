@@ -11,15 +11,13 @@ from typing import Any
 
 import attrs
 from tests.chaos.calls import LONG_S, Caller, Say
-from tests.chaos.machine import mixed, put_in, ran, row
-from tests.chaos.model import as_written, seen_by, value_of, within
+from tests.chaos.machine import mixed, put_in, row
+from tests.chaos.model import as_written, seen_by, within
 from tests.chaos.programs import FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
-from colocate._signals.at_work import waited_for
 from colocate._signals.off_main import off_main
-from colocate._views.functions import run as run_later
 from colocate._views.sleeping import start_sleep, start_wake
 
 
@@ -31,12 +29,6 @@ class _Kept:
     sent: Sent
     resident: Any
     rows: list[bytes]
-
-
-def _for_a_user(what: Callable[..., Any], *args: Any) -> Any:
-    """Do it on a thread of the framework, for one that waits for that."""
-    with waited_for():
-        return what(*args)
 
 
 def moved(outcomes: Sequence[Any]) -> str | None:
@@ -97,9 +89,6 @@ class Steps(Caller):
 
     def _submit(self, step: Step, played: Played, timeout: float | None) -> Sent:
         return [self._plain(step, played, timeout) for _ in range(step.count)][-1]
-
-    def _some(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        return self._plain(step, played, timeout, step.ranks)
 
     def _look(self, step: Step, played: Played, timeout: float | None) -> Sent:
         """What a role's memory is."""
@@ -168,7 +157,7 @@ class Steps(Caller):
 
     def _take(self, step: Step, played: Played, timeout: float | None, kept: _Kept) -> Sent:
         role, slots = self._role(played, step)
-        sent = self.new("take", slots, timeout, uses=kept.sent)
+        sent = self.new("take", slots, timeout)
         sums = [zlib.crc32(each) for each in kept.rows]
         sent.expected = seen_by([(rank, sums) for rank in slots])
         self.submit(
@@ -177,23 +166,6 @@ class Steps(Caller):
             lambda view, ident: view.take.options(timeout=timeout).submit(ident, kept.resident.ref),
             role,
         )
-        return sent
-
-    def _lend(self, step: Step, played: Played, timeout: float | None) -> Sent | None:
-        """What one group keeps, another one takes."""
-        other = self._played[(step.group + 1) % len(self._played)]
-        if other.group is None:
-            return None
-        kept = self._make(step, played, timeout)
-        return None if kept is None else self._take(step, other, timeout, kept)
-
-    def _share(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """Rows scattered over the ranks, and joined again."""
-        role, slots = self._role(played, step)
-        sent = self.new("share", slots, timeout)
-        rows = [row(sent.ident, 0, index, min(step.size, 1000)) for index in range(len(slots) + step.count)]
-        sent.expected = value_of([(sent.ident, zlib.crc32(each)) for each in rows])
-        self.submit(played, sent, lambda view, ident: view.share.options(timeout=timeout).submit(ident, rows), role)
         return sent
 
     def _pipeline(self, step: Step, played: Played, timeout: float | None) -> None:
@@ -208,24 +180,6 @@ class Steps(Caller):
         except Exception as error:  # it has failed meanwhile: none of them was sent
             for sent in played.sent[begun:]:
                 sent.error, sent.settled, sent.call = error, time.monotonic(), None
-
-    def _run(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """A plain function on every worker. `group.run` takes no timeout: a close ends it."""
-        assert played.group is not None
-        group = played.group
-        # It wants role "a" by its name, which wakes it where roles take turns only: who knows what it will ask for?
-        if not played.budget:
-            self._moved(Step("wake", group=step.group), played, timeout, start_wake)
-        sent = self.new("run", range(played.slots), None)
-        sent.expected = value_of([(None, rank, sent.ident) for rank in range(played.slots)])
-
-        # Off the main thread it has been sent when this returns: who waits for it at once, as `group.run` does, has it
-        # sent meanwhile, and what is submitted next could come before it.
-        def later(view: Any, ident: int) -> colocate.Call[Any]:
-            return colocate.Call(off_main(lambda: _for_a_user(run_later, group._node, ran, (ident,), {})))
-
-        self.submit(played, sent, later)
-        return sent
 
     def _sleep(self, step: Step, played: Played, timeout: float | None) -> Sent:
         """A role's memory goes to sleep; calls of it wake it."""
@@ -263,42 +217,6 @@ class Steps(Caller):
         )
         return sent
 
-    def _cancel(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """Cancel the last of some calls, which may have begun, or be done."""
-        for _ in range(step.count):
-            sent = self._plain(step, played, timeout)
-        if sent.call is not None:
-            with self.bound(f"cancel() of {sent}", 1.0):
-                sent.withdrawn = sent.call.cancel()
-        return sent
-
-    def _until_cancelled(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """One that outlives its timeout, and comes back when it is told."""
-        role, slots = self._role(played, step)
-        sent = self.new("until_cancelled", slots, 0.15, times_out=True)
-        self.submit(
-            played,
-            sent,
-            lambda view, ident: view.until_cancelled.options(timeout=0.15).submit(ident, 2 * LONG_S),
-            role,
-        )
-        return sent
-
-    def _fetch(self, step: Step, played: Played, timeout: float | None) -> Sent | None:
-        """What was kept, on the driver. Without a timeout of its own: only when all is well."""
-        kept = self._make(step, played, timeout)
-        if kept is None:
-            return None
-        self.wait(kept.sent)
-        if kept.sent.fine:
-            with self.bound("fetch", LONG_S):
-                try:
-                    kept.sent.value = kept.resident.fetch()
-                    kept.sent.expected = value_of(kept.rows)
-                except Exception as error:
-                    kept.sent.error = error
-        return kept.sent
-
     def _add(self, step: Step, played: Played, timeout: float | None, fails: tuple[int, ...] = ()) -> Sent:
         """A collective of all ranks."""
         slots = range(played.slots)
@@ -323,14 +241,6 @@ class Steps(Caller):
             self._one_train(played, timeout, where, step.ranks)
             last = self._one_train(played, timeout)
         return last
-
-    def _train_cancel(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """Cancel the last of some, which is withdrawn from all ranks or from none."""
-        sent = self._train(step, played, timeout)
-        if sent.call is not None:
-            with self.bound(f"cancel() of {sent}", 1.0):
-                sent.withdrawn = sent.call.cancel()
-        return sent
 
     def _tear(self, step: Step, played: Played, timeout: float | None) -> Sent:
         """One that raises on a rank when all others make their update, and what follows."""

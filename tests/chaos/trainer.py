@@ -13,9 +13,6 @@ from colocate import Gather, method, needs
 if TYPE_CHECKING:
     import torch
 
-WHERE = ("before", "backward", "after")
-"""Where a step raises: before the forward pass, in the backward pass, between its last collective and its update."""
-
 RATE, ROWS, FEATURES = 0.05, 6, 4
 
 

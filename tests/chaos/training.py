@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tests.chaos.records import Played, Sent, chain
-from tests.chaos.trainer import RATE, WHERE, batch, make_net
+from tests.chaos.trainer import RATE, batch, make_net
 
 from colocate.errors import CallTimeout, RenewalError
 
 TOLERANCE = 1e-6
 """Between losses in shards and in one piece, relative: a missing update makes a difference of more than a percent."""
-DONE = "done"
 
 
 def complaints(group: Played) -> Iterator[str]:
@@ -80,17 +79,6 @@ def explains(error: RenewalError, sent: Sent, group: Played) -> bool:
         for each in group.sent
         if each.ident < sent.ident and each.generation == sent.generation
     )
-
-
-def count(played: Sequence[Played]) -> dict[str, int]:
-    """The steps that were done, and those that failed as they were told to, by where."""
-    found = dict.fromkeys((DONE, *WHERE), 0)
-    for sent in (sent for group in played for sent in group.sent if sent.trains):
-        if sent.fine:
-            found[DONE] += 1
-        elif sent.raised:
-            found[sent.where] += 1
-    return {name: number for name, number in found.items() if number}
 
 
 class _Losses:

@@ -72,45 +72,6 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120, env={{"PYTHONPATH": {bl
     )
 
 
-def test_state_of_a_module(program: Program) -> None:
-    """It is what the import leaves, whatever the driver has set since."""
-    program(
-        """
-import settings, warnings
-
-settings.LR = 0.5
-warnings.simplefilter("ignore", RuntimeWarning)  # which tells of that
-
-class Actor(Role):
-    @method
-    def lr(self):
-        return settings.LR
-
-with CONNECT as runtime, runtime.reserve(1) as pool:
-    assert pool.spawn({"actor": colocate.role(Actor)})["actor"].lr() == [0.1]
-""",
-        settings="LR = 0.1\n",
-    )
-
-
-def test_module_in_the_place_of_an_installed_one(program: Program) -> None:
-    """The driver's comes first: it is what the driver has under that name."""
-    program(
-        """
-import iniconfig
-
-class Actor(Role):
-    @method
-    def mine(self):
-        return iniconfig.MINE
-
-with CONNECT as runtime, runtime.reserve(1) as pool:
-    assert pool.spawn({"actor": colocate.role(Actor)})["actor"].mine() == [True]
-""",
-        iniconfig="MINE = True\n",
-    )
-
-
 def test_bound_of_the_source(program: Program, blind: str) -> None:
     """So much source isn't sent, which is told as that."""
     program(
@@ -166,37 +127,6 @@ with CONNECT as runtime, runtime.reserve(1, env={{"PYTHONPATH": {blind!r}}}) as 
     )
 
 
-def test_class_that_the_driver_forgets(program: Program) -> None:
-    """It is held for as long as a worker knows it: what comes back is of that very class."""
-    program(
-        """
-import gc, weakref
-
-class Batch:
-    def five(self):
-        return 5
-
-class Actor(Role):
-    @method
-    def take(self, batch):
-        self.batch = batch
-
-    @method
-    def give(self):
-        return self.batch
-
-with CONNECT as runtime, runtime.reserve(1) as pool:
-    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
-    actor.take(Batch())
-    known, number = weakref.ref(Batch), id(Batch)
-    del Batch
-    gc.collect()
-    (given,) = actor.give()
-    assert type(given) is known() and id(type(given)) == number and given.five() == 5
-"""
-    )
-
-
 @pytest.mark.parametrize("executor", PROCESSES)
 def test_class_that_only_another_worker_knows(program: Program, executor: str) -> None:
     """A resident brings a class of the script to a worker which has never been sent that."""
@@ -224,45 +154,4 @@ with CONNECT as runtime, runtime.reserve(2, timeout=120) as pool:
     assert told == [(5, "Batch")] and type(batch) is Batch
 """,
         executor,
-    )
-
-
-def test_definition_whose_sending_failed(program: Program) -> None:
-    """Its workers don't know it, and are sent it with the next message that needs it."""
-    program(
-        """
-class Batch:
-    pass
-
-class Actor(Role):
-    @method
-    def look(self, thing):
-        return type(thing).__name__
-
-with CONNECT as runtime, runtime.reserve(1) as pool:
-    group = pool.spawn({"actor": colocate.role(Actor)})
-    actor = group["actor"]
-    (host,) = [worker.host for worker in group._node.workforce.workers]
-    failing, frame, send, marked = [True], runtime._node.services.executor.frame, host.send, []
-
-    def framed(head, body=None):
-        made = frame(head, body)
-        marked.extend([made] if head[0] == "Define" else [])
-        return made
-
-    def sent(made):
-        if failing and any(made is each for each in marked):
-            del failing[:]
-            raise OSError(24, "Too many open files")
-        send(made)
-
-    runtime._node.services.executor.frame, host.send = framed, sent
-    try:
-        actor.look(Batch())
-    except OSError as error:
-        assert error.errno == 24 and not failing
-    else:
-        assert False
-    assert actor.look(Batch()) == ["Batch"]
-"""
     )

@@ -12,7 +12,7 @@ import pytest
 from tests.conformance.shared import cluster
 
 import colocate
-from colocate import RenewalError, RoleError
+from colocate import RoleError
 from colocate_ppo.recovery import OnStepFailure
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-fsdp2.yaml"
@@ -63,10 +63,6 @@ def failing(folder: Path, where: str, minibatch: int = 1, step: int = AT) -> lis
     return ["groups.policy.roles.actor.use=tests.ppo.faulty:FaultyActor", *given]
 
 
-def parallel(kind: str) -> list[str]:
-    return [f"groups.policy.roles.{role}.with.parallel={kind}" for role in ("actor", "critic")]
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A run in which nothing fails."""
@@ -92,17 +88,6 @@ def test_a_failed_part_is_done_again(tmp_path: Path, expected: Trained, where: s
     assert found.generation == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "none"])
-@pytest.mark.parametrize("where", ["before", "backward", "update"])
-def test_other_layouts(tmp_path: Path, expected: Trained, kind: str, where: str) -> None:
-    """Equal in themselves: sums of gradients are rounded in other orders."""
-    undisturbed = train(tmp_path / "undisturbed", *parallel(kind))
-    found = train(tmp_path / "run", *parallel(kind), *failing(tmp_path, where))
-    assert found.undisturbed == undisturbed.rows
-    assert found.failed == {AT: 1}
-
-
 def test_on_one_slot(tmp_path: Path) -> None:
     """Where nobody waits, models are in the middle of a step all the same."""
     one = "pools.main.slots=1"
@@ -113,23 +98,11 @@ def test_on_one_slot(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("minibatch", [0, 2])
-def test_in_other_minibatches(tmp_path: Path, expected: Trained, minibatch: int) -> None:
-    assert train(tmp_path / "run", *failing(tmp_path, "update", minibatch)).undisturbed == expected.rows
-
-
-@pytest.mark.long
 def test_weights_of_two_steps_go_back_to_the_checkpoint(tmp_path: Path, expected: Trained) -> None:
     """After the last collective the other rank makes its update: the group restarts from step 2."""
     found = train(tmp_path / "run", *failing(tmp_path, "last collective"))
     assert found.rows == expected.rows
     assert found.generation == 1
-
-
-@pytest.mark.long
-def test_without_a_restart_weights_of_two_steps_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RenewalError, match="rank 0 2, rank 1 1"):
-        train(tmp_path / "run", *failing(tmp_path, "last collective"), "groups.policy.on_failure=fail")
 
 
 @pytest.mark.long
