@@ -20,15 +20,14 @@ if TYPE_CHECKING:
     from colocate._job.run import Run
     from colocate._plugins.entry_points import hookimpl
     from colocate._plugins.needs import needs
-    from colocate._role.call import Call, as_completed, wait
+    from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
     from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, method
-    from colocate._role.resident import Resident, ResidentSpec
     from colocate._role.role import Role, RoleSpec, role
     from colocate._runs.record import LogRecord, RunInfo, RunRecord
-    from colocate._values.batch import register_batch
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
+    from colocate._values.leaves import register_batch
     from colocate._values.mesh import Mesh, Ranks
     from colocate._views.view import Inspection, RoleView, inspect
     from colocate.config import load_config
@@ -62,8 +61,8 @@ __version__ = "0.3.0.dev0"
 _HOMES = {
     "_api.audit": "Audit",
     "_api.connecting": "connect spawn",
-    "_values.batch": "register_batch",
-    "_role.call": "Call as_completed wait",
+    "_values.leaves": "register_batch",
+    "_role.call": "Call Resident ResidentSpec as_completed wait",
     "_values.collect": "Collect Concat First Gather Reduce",
     "_role.context": "Context Rendezvous context",
     "_values.dispatch": "Broadcast Dispatch OnRank PerRank Scatter",
@@ -76,7 +75,6 @@ _HOMES = {
     "_plugins.entry_points": "hookimpl",
     "_api.pool": "Pool PoolPart Slot",
     "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
-    "_role.resident": "Resident ResidentSpec",
     "_role.role": "Role RoleSpec role",
     "_job.recording": "record",
     "_job.run": "Run",

@@ -33,8 +33,7 @@ from colocate._crew.spawn import Declared
 from colocate._definitions.bundles import pack_whole, unpack_whole
 from colocate._owned.owned import State, raise_together
 from colocate._role.budget import Budget
-from colocate._role.info import RoleInfo
-from colocate._role.role import check_role
+from colocate._role.role import RoleInfo, check_role
 from colocate._signals.off_main import off_main
 from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem

@@ -31,8 +31,7 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Item, Origin, Own, Part, Rows, Source, Use
-from colocate._role.on_driver import OnDriver
-from colocate._role.resident import INSTEAD_OF_RESIDENT, Resident, ResidentSpec
+from colocate._role.call import INSTEAD_OF_RESIDENT, OnDriver, Resident, ResidentSpec
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
@@ -49,8 +48,7 @@ from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import ClosedError, ColocateError, DispatchError
 
 if TYPE_CHECKING:
-    from colocate._values.batch import Padding
-    from colocate._values.beside import Beside
+    from colocate._values.batch import Beside, Padding
 
 T_co = TypeVar("T_co", covariant=True)
 _log = logging.getLogger("colocate")

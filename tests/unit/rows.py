@@ -12,7 +12,9 @@ import torch
 from hypothesis import strategies as st
 from tensordict import TensorDict, tensorclass
 
-from colocate._values import batch
+import colocate
+from colocate._values.batch import leaf_splitter
+from colocate._values.leaves import take_apart
 
 
 class Pair(NamedTuple):
@@ -49,7 +51,7 @@ def text_length(value: Text) -> int:
     return len(value.lines)
 
 
-batch.register_batch(Text, length=text_length, split=cut_text, concat=join_text)
+colocate.register_batch(Text, length=text_length, split=cut_text, concat=join_text)
 
 
 @tensorclass
@@ -136,3 +138,8 @@ def values(draw: st.DrawFn, rows: int) -> Any:
 def values_and_sizes(draw: st.DrawFn) -> tuple[Any, list[int]]:
     sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     return draw(values(sum(sizes))), sizes
+
+
+def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Contiguous parts with these numbers of rows, which add up to those of the value."""
+    return take_apart(value, len(sizes), leaf_splitter(sizes))

@@ -14,7 +14,7 @@ import pytest
 
 import colocate
 from colocate import Concat, First, Gather, PerRank, Role, Scatter, method
-from colocate._values.arguments import placed
+from colocate._values.leaving import placed
 from colocate.errors import DispatchError
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from tests.unit.played import Cuda  # noqa: E402
 
 from colocate._devices import device_copies  # noqa: E402
 from colocate._devices.device_copies import WORTH_BYTES, Copies, Ring, flat, to_host  # noqa: E402
-from colocate._values.arguments import on_device, placed  # noqa: E402
+from colocate._values.leaving import on_device, placed  # noqa: E402
 from colocate.wire import pack, unpack  # noqa: E402
 
 LARGE = WORTH_BYTES // 4 * 3

@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.rows import split
 
 from colocate._values import batch
 from colocate._values.collect import Concat
 from colocate._values.dispatch import Broadcast, Dispatch, OnRank, Parts, PerRank, Plan, Scatter, plan
+from colocate._values.leaves import map_leaves
 from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import ConfigError, DispatchError
 
@@ -44,9 +46,9 @@ class Away(batch.Deferred):
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: batch.Padding, of: int = 1) -> Any:
         if padding == "even":
-            found = batch.share(self.value, index, count, padding)[0]
+            found = padded(self.value, count)[index]
         else:
-            found = batch.split(self.value, Away.sizes(self, axis, mesh, count, of), "value")[index]
+            found = split(self.value, Away.sizes(self, axis, mesh, count, of))[index]
         return Asked(("part", index, count, axis, mesh, padding), found)
 
     def slice(self, start: int, stop: int) -> Any:
@@ -59,9 +61,15 @@ class Away(batch.Deferred):
         return self.value
 
 
+def padded(value: list[Any], count: int) -> list[Any]:
+    """Equal parts of it, with its last row in place of those that it lacks."""
+    each = -(-len(value) // count)
+    return split(value + value[-1:] * (each * count - len(value)), [each] * count)
+
+
 def in_worker(value: Any) -> Any:
     """What a worker makes of the placeholders."""
-    return batch.map_leaves(value, lambda leaf: leaf.value if isinstance(leaf, Asked) else leaf)
+    return map_leaves(value, lambda leaf: leaf.value if isinstance(leaf, Asked) else leaf)
 
 
 def received(made: Plan) -> list[dict[str, Any]]:
@@ -147,13 +155,13 @@ def test_a_deferred_value_reaches_the_ranks_as_the_value_would(
     size = mesh.size("dp")
     if pad and total:
         sizes = batch.padded_sizes(total, size)[1]
-        expected = [batch.share(x, place, size, "even")[0] for place in range(size)]
+        expected = padded(x, size)
     elif pad and wrap["x"] and wrap["y"]:
         return  # only the workers find out that there are no rows to pad with
     else:
         follows = (wrap["x"] or wrap["y"]) and len(partition) == size
         sizes = partition if follows else batch.even_sizes(total, size)
-        expected = batch.split(x, sizes, "x")
+        expected = split(x, sizes)
     known = not (wrap["x"] and wrap["y"])
     for rank, got in enumerate(received(made)):
         place = mesh.coordinate(rank, "dp")
@@ -190,8 +198,8 @@ def test_deferred_values_elsewhere_are_whole(dispatch: Dispatch) -> None:
     made = plan(dispatch, arguments, Ranks(2))
     leaves: list[Any] = []
     for part in made.arguments:
-        assert not batch.find_deferred(dict(part))
-        batch.map_leaves(dict(part), leaves.append)
+        map_leaves(dict(part), leaves.append)
+    assert not any(isinstance(leaf, Away) for leaf in leaves)
     assert {leaf.what for leaf in leaves if isinstance(leaf, Asked)} == {("whole",)}
     assert isinstance(arguments["items"][1], Away)
 

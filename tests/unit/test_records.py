@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import pytest
 
-from colocate._values.records import CopyError, Records
-from colocate._values.tree import map_leaves
+from colocate._values.leaves import map_leaves
+from colocate._values.leaving import CopyError, Records
 
 
 @dataclasses.dataclass(eq=False)

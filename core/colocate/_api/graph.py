@@ -14,7 +14,7 @@ from colocate._api.memory import GroupMemory, RoleMemory
 from colocate._api.memory import memory as memory_of
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
-from colocate._role.on_driver import OnDriver
+from colocate._role.call import OnDriver
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text

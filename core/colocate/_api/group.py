@@ -13,9 +13,8 @@ from colocate._api.memory import GroupMemory, memory
 from colocate._crew.crew import Crew
 from colocate._display import table
 from colocate._role.context import Context
-from colocate._role.info import RoleInfo
 from colocate._role.method import Discardable, Tag
-from colocate._role.role import written_class
+from colocate._role.role import RoleInfo, written_class
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline

@@ -8,8 +8,8 @@ from typing import Any
 from colocate._calls.failures import result_of
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
-from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
+from colocate._role.role import RoleInfo
 from colocate._values.mesh import Ranks
 
 

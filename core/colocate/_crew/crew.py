@@ -28,8 +28,8 @@ from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Origin, Source
-from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
+from colocate._role.role import RoleInfo
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
 from colocate._values.mesh import Ranks

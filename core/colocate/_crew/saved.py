@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import attrs
 
-from colocate._role.info import RoleInfo
+from colocate._role.role import RoleInfo
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
 from colocate.worker.serving.checkpoint import OWN, RECORD, hook, identity_of, read, takes_ranks

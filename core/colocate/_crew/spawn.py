@@ -14,10 +14,9 @@ from colocate._definitions.apart import refuse_apart
 from colocate._definitions.rebound import rebound
 from colocate._plugins.plugins import find_role
 from colocate._role.budget import NO_BUDGETS, Budgets
-from colocate._role.info import RoleInfo
+from colocate._role.call import refuse_in_constructor
 from colocate._role.method_spec import MethodSpec
-from colocate._role.on_driver import refuse_in_constructor
-from colocate._role.role import RoleSpec, check_role, torchrun_problem
+from colocate._role.role import RoleInfo, RoleSpec, check_role, torchrun_problem
 from colocate._values.collect import check_meshes
 from colocate._values.mesh import parse_meshes
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
-from colocate._role.on_driver import OnDriver
+from colocate._role.call import OnDriver
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline

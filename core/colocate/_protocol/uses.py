@@ -20,14 +20,12 @@ from colocate._protocol.taken import Taken
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
-from colocate._values.batch import even_sizes, padded_sizes
-from colocate._values.beside import Beside, Cut, check_sets
+from colocate._values.batch import Beside, Cut, check_sets, even_sizes, padded_sizes
 from colocate._values.collect import Collect, Concat, Gather
 from colocate._values.dispatch import check_items
-from colocate._values.leaves import Memo
+from colocate._values.leaves import PLAIN, Memo, map_leaves
 from colocate._values.leaving import Watch
 from colocate._values.mesh import Ranks
-from colocate._values.tree import PLAIN, map_leaves
 from colocate.errors import DispatchError
 
 Written: TypeAlias = tuple[int, str, str | None]

@@ -1,25 +1,64 @@
-"""`Call`: one method call on its ranks, as the driver holds it."""
+"""`Call` and `Resident`: what users hold on the driver of one method call, which means something there only."""
 
 from __future__ import annotations
 
 import _thread
+import abc
 import contextlib
 import copy
 import queue
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
 
-from colocate._role.on_driver import OnDriver
+import attrs
+
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import SLICE_S, Flag, on_main
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import limit
+from colocate._values.leaves import map_leaves
+from colocate._values.nesting import no_end, refuse_hidden
 from colocate.errors import ColocateError
 
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
+T_co = TypeVar("T_co", covariant=True)
+INSTEAD_OF_RESIDENT = "Give the constructor the value (.fetch()), or pass this to a method of the role"
 _Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
+
+
+class OnDriver:
+    """Base of what users hold on the driver: runtimes, pools, groups, views, calls, residents."""
+
+    __slots__ = ()
+
+    _instead: ClassVar[str] = "A role finds the others of its worker by ctx.sibling(name, cls)"
+    """What to do where it was given to a role."""
+
+
+def lives_on_driver(kind: type) -> bool:
+    """Whether values of this type mean something on the driver only; of these, residents can be arguments."""
+    return issubclass(kind, OnDriver)
+
+
+def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
+    """Refuse what has no end, or lives on the driver, among the arguments of a role's constructor.
+
+    Raises:
+        SerializationError: There is such a thing, in whatever of its containers, sets and declared fields.
+    """
+    try:
+        map_leaves(list(arguments.values()), lambda item: item, lambda kind: False)
+    except RecursionError:
+        if (error := no_end(arguments, what)) is not None:
+            raise error from None
+        raise
+
+    def why(item: Any, holder: str) -> str:
+        return f"which lives on the driver. {item._instead}"
+
+    refuse_hidden(arguments, what, lives_on_driver, why, holder=what)
 
 
 class Underway(Flag):
@@ -42,11 +81,6 @@ class Underway(Flag):
         self._raised: dict[int, ColocateError] | None = None  # by thread, as a traceback belongs to one
         self._trace: TracebackType | None = None  # of a collect that failed
         self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # and whether it is the framework's
-
-    @property
-    def state(self) -> str:
-        """Whether there is an answer, in a word."""
-        return "pending" if not self.done() else "failed" if self._error is not None else "done"
 
     def cancel(self) -> bool:
         """See `Call.cancel`."""
@@ -74,10 +108,15 @@ class Underway(Flag):
         return self._failure()
 
     def _failure(self) -> BaseException | None:
-        """What it failed with, when it is done; collects the value first, which may be what fails."""
+        """Return what it failed with, when it is done; collects the value first, which may be what fails."""
         if self._error is None:
-            if not self._outcomes:
-                self._collect_once()
+            if self._outcomes:
+                pass
+            elif on_main():  # which holds nothing: a signal's handler may ask for the same value, and has it collected
+                self._collect()
+            else:
+                with self._collecting:
+                    self._collect()
             _, self._error, self._trace = self._outcomes[0]
             if self._error is None:
                 return None
@@ -113,21 +152,8 @@ class Underway(Flag):
         if not self.is_set and not self.wait(timeout):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
 
-    def _refuse_to_wait(self) -> None:
-        """Raise where waiting for it would keep the framework from its work."""
-        if not self.done():
-            refuse_to_wait(self.label)
-
     def _check_unsent(self, *, awaits: bool = False) -> None:
         """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
-
-    def _collect_once(self) -> None:
-        """Collect the value, unless somebody has."""
-        if on_main():  # which holds nothing: a signal's handler may ask for the same value, and has it collected then
-            self._collect()
-            return
-        with self._collecting:
-            self._collect()
 
     def _collect(self) -> None:
         raw, joiner = self._raw, self._joiner
@@ -142,7 +168,7 @@ class Underway(Flag):
         self._raw = self._joiner = None
 
     def _joined(self, raw: Any, joiner: Callable[..., Any] | None) -> Any:
-        return raw if joiner is None else joiner(raw)
+        return raw
 
     def _settle(self, raw: Any, joiner: Callable[..., Any] | None = None) -> bool:
         """Give it its results; False when it was settled already. The caller holds the lock that orders settling."""
@@ -187,7 +213,8 @@ class Call(OnDriver, Generic[C_co]):
         self._underway = underway
 
     def __repr__(self) -> str:
-        return f"<Call {self.label} {self._underway.state}>"
+        state = "pending" if not self.done() else "failed" if self._underway._error is not None else "done"
+        return f"<Call {self.label} {state}>"
 
     @property
     def label(self) -> str:
@@ -218,7 +245,8 @@ class Call(OnDriver, Generic[C_co]):
             TimeoutError: It isn't done yet; the call goes on.
             ColocateError: What went wrong with the call.
         """
-        self._underway._refuse_to_wait()
+        if not self.done():
+            refuse_to_wait(self.label)
         try:
             value: C_co = self._underway.result(timeout)
         finally:
@@ -227,7 +255,8 @@ class Call(OnDriver, Generic[C_co]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error instead of raising it; None when there is none."""
-        self._underway._refuse_to_wait()
+        if not self.done():
+            refuse_to_wait(self.label)
         return self._underway.exception(timeout)
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
@@ -272,17 +301,13 @@ class Call(OnDriver, Generic[C_co]):
         raise TypeError(f"{self!r} lives on the driver and can't be sent; pass its result(), or keep it and pass .ref")
 
 
-def settled(label: str, value: C) -> Call[C]:
-    """A call that is done."""
+def ended(label: str, value: Any = None, error: BaseException | None = None) -> Call[Any]:
+    """Return a call that is done, or has failed."""
     underway = Underway(label)
-    underway._settle(value)
-    return Call(underway)
-
-
-def failed(label: str, error: BaseException) -> Call[Any]:
-    """A call that has failed."""
-    underway = Underway(label)
-    underway._fail(error)
+    if error is None:
+        underway._settle(value)
+    else:
+        underway._fail(error)
     return Call(underway)
 
 
@@ -331,13 +356,9 @@ def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
 def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[Call[C]]:
     pending = set(calls)
     finished: queue.SimpleQueue[Call[C]] = queue.SimpleQueue()
-
-    def tell(call: Call[C]) -> None:
-        call._underway._then(lambda _: finished.put(call))
-
     for call in pending:
         call._underway._check_unsent()
-        tell(call)
+        call._underway._then(lambda _, call=call: finished.put(call))  # type: ignore[misc]
     deadline = Deadline(timeout)
     while pending:
         try:
@@ -348,3 +369,72 @@ def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[C
             continue
         pending.discard(call)
         yield call
+
+
+@attrs.frozen
+class ResidentSpec:
+    """What a resident holds, without its contents.
+
+    Attributes:
+        structure: The value of the first rank whose result counts, with shapes and dtypes in place of tensors.
+        bytes_per_rank: Bytes of tensors and arrays on each rank.
+        rows_per_rank: Rows that the call worked on, on each rank; None where nothing was scattered.
+    """
+
+    structure: Any
+    bytes_per_rank: tuple[int, ...]
+    rows_per_rank: tuple[int | None, ...]
+
+
+class Resident(OnDriver, abc.ABC, Generic[T_co]):
+    """A kept result. Pass `.ref` (or the resident) as an argument; a context manager that frees it at the end."""
+
+    _instead = INSTEAD_OF_RESIDENT
+
+    @property
+    @abc.abstractmethod
+    def ref(self) -> T_co:
+        """Stands for the value as an argument of any role's method."""
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> ResidentSpec:
+        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+
+    @abc.abstractmethod
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is there, in the workers.
+
+        Args:
+            timeout: Seconds to wait at most; None for the runtime's `call_timeout`.
+
+        Raises:
+            TimeoutError: It isn't there yet; the resident stays.
+            RoleError: The call that was to make it has failed; so do other errors that calls raise.
+        """
+
+    @abc.abstractmethod
+    def fetch(self, timeout: float | None = None) -> T_co:
+        """The collected value, on the driver.
+
+        Args:
+            timeout: Seconds to wait at most; None for the runtime's `call_timeout`.
+
+        Raises:
+            TimeoutError: It isn't there yet; the resident stays.
+        """
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """Let go of it. Idempotent; using it afterwards raises ClosedError."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass it (or its .ref) as a call's argument")

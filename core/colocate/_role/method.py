@@ -16,8 +16,7 @@ from colocate._values.dispatch import Broadcast, Dispatch, OnRank
 from colocate.errors import DispatchError
 
 if TYPE_CHECKING:
-    from colocate._role.call import Call
-    from colocate._role.resident import Resident
+    from colocate._role.call import Call, Resident
 
 Tag: TypeAlias = Literal["weights", "grads", "optimizer", "cache"]
 """What of a role's memory can sleep: parameters and buffers; gradients; the state of optimizers; other tensors."""

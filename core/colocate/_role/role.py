@@ -14,6 +14,7 @@ from colocate._role.method import RoleMethod
 from colocate._role.method_spec import MethodSpec
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import parse_bytes
+from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import ConfigError
 
 P = ParamSpec("P")
@@ -141,6 +142,32 @@ class RoleSpec(Generic[R]):
     def label(self) -> str:
         """What errors and the graph call it."""
         return self.target if isinstance(self.target, str) else self.target.__qualname__
+
+
+@attrs.frozen(eq=False)
+class RoleInfo:
+    """One role of a group, as the driver knows it.
+
+    Attributes:
+        name: Its name.
+        cls: Its class.
+        methods: Its methods by name.
+        slots: Its slots in order of rank.
+        meshes: Its meshes by name.
+        origin: Where its class comes from.
+    """
+
+    name: str
+    cls: type
+    methods: Mapping[str, MethodSpec]
+    slots: tuple[int, ...] | range
+    meshes: Mapping[str, Mesh]
+    origin: str
+    key: Any = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True), kw_only=True)
+    """What workers know it by."""
+    ranks: Ranks = attrs.field(
+        init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
+    )
 
 
 def torchrun_problem(ranks: int, slots: int) -> str | None:

@@ -22,7 +22,7 @@ class Codec:
     unpack: Callable[[Any, str | None], Any]
 
     def pack_named(self, value: Any, name: str, what: str) -> Any:
-        """The body for a value.
+        """Pack a value.
 
         Raises:
             SerializationError: It can't be serialised; names the value and the path inside it.
@@ -33,7 +33,7 @@ class Codec:
             raise explain(value, name, what, error) from error
 
     def pack_arguments(self, arguments: dict[str, Any], what: str) -> Any:
-        """The body for a call's arguments, None when there are none."""
+        """Pack a call's arguments; None when there are none."""
         if not arguments:
             return None
         try:
@@ -48,7 +48,7 @@ class Codec:
 
 
 def explain(value: Any, name: str, what: str, error: Exception) -> SerializationError:
-    """The error that says which part of a value can't be sent."""
+    """Return the error that says which part of a value can't be sent."""
     if any(isinstance(each, RecursionError) for each in (error, error.__cause__)):
         endless = no_end({name: value}, what)
         if endless is not None:
@@ -56,10 +56,6 @@ def explain(value: Any, name: str, what: str, error: Exception) -> Serialization
     found = wire.explain(value, name, error)
     found.args = (f"{what}: {found.message}",)
     return found
-
-
-def _by_reference(value: Any) -> Any:
-    return value
 
 
 def _handed_over(value: Any, device: str | None) -> Any:
@@ -73,5 +69,5 @@ def _owned(body: Any, device: str | None) -> Any:
 
 
 BY_VALUE = Codec("value", wire.pack, wire.unpack)
-BY_REFERENCE = Codec("reference", _by_reference, _handed_over)
+BY_REFERENCE = Codec("reference", lambda value: value, _handed_over)
 STRICT = Codec("strict", wire.pack, _owned)

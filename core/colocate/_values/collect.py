@@ -1,21 +1,27 @@
-"""Collect: how the results of the ranks become one value."""
+"""Collect: how the results of the ranks become one value: as they are, joined by rows, or reduced leaf by leaf."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import functools
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import attrs
 
+from colocate._system.imported import imported
 from colocate._system.nearest import did_you_mean
 from colocate._values.batch import concat, rows, slice_rows
-from colocate._values.dispatch import Dispatch, Scatter, check_place
+from colocate._values.dispatch import Dispatch, Scatter, check_place, written
+from colocate._values.leaves import check_alike, is_container, rebuild_dict, rebuild_tuple
 from colocate._values.mesh import Ranks
-from colocate._values.reduce import OPERATIONS, reduce_values
 from colocate.errors import ConfigError, DispatchError
 
-CONVENTIONAL_AXES = frozenset({"dp", "tp", "pp", "cp", "sp", "ep"})
+_AXES = frozenset({"dp", "tp", "pp", "cp", "sp", "ep"})  # the usual ones
+_OPERATIONS = ("mean", "sum", "max", "min")
+_NUMBERS = frozenset({int, float, bool, complex})
 
 
 class Collect(abc.ABC):
@@ -47,9 +53,6 @@ class Gather(Collect):
         """The results as a list."""
         return list(results)
 
-    def __repr__(self) -> str:
-        return "Gather()"
-
 
 @attrs.frozen
 class Concat(Collect):
@@ -74,18 +77,36 @@ class Concat(Collect):
         """The rows of all parts, without padding."""
         sources = self.sources(ranks)
         parts = list(ranks.pick(results, sources))
-        totals = [_result_rows(part, rank) for rank, part in zip(sources, parts, strict=True)]
+        totals = []
+        for part, rank in zip(parts, sources, strict=True):
+            try:
+                totals.append(rows(part, "result"))
+            except DispatchError as error:
+                raise DispatchError(
+                    f"Concat can't join what rank {rank} returned: {error.message}. Return rows, or collect with "
+                    "Gather, First or Reduce",
+                    rank=rank,
+                ) from None
         if ranks.padded is not None and ranks.rows is not None:
-            padded, real = ranks.pick(ranks.padded, sources), ranks.pick(ranks.rows, sources)
-            for place, rank in enumerate(sources):
-                parts[place], totals[place] = _trim(parts[place], totals[place], padded[place], real[place], rank)
+            given = zip(ranks.pick(ranks.padded, sources), ranks.pick(ranks.rows, sources), strict=True)
+            for place, (padded, real) in enumerate(given):
+                if padded is None or real is None:
+                    continue
+                if totals[place] != padded:
+                    raise DispatchError(
+                        f"rank {sources[place]} was given {padded} rows, padding included, and returned "
+                        f"{totals[place]}, so nobody can tell which of them are padding; return one row for each row "
+                        "given, or declare Scatter(pad=False)",
+                        rank=sources[place],
+                    )
+                if real != padded:
+                    parts[place], totals[place] = slice_rows(parts[place], 0, real), real
         # Results of no rows often have other shapes than those with rows, and nothing to add to them.
         kept = [place for place, total in enumerate(totals) if total] or range(len(parts))
         return concat([parts[place] for place in kept], "the results", lambda place: f"rank {sources[kept[place]]}")
 
     def __repr__(self) -> str:
-        options = ([f"axis={self.axis!r}"] if self.axis != "dp" else []) + _mesh_option(self.mesh)
-        return f"Concat({', '.join(options)})"
+        return written(self, axis="dp", mesh=None)
 
 
 @attrs.frozen
@@ -108,7 +129,7 @@ class First(Collect):
         return results[0] if len(results) == 1 else ranks.pick(results, self.sources(ranks))[0]
 
     def __repr__(self) -> str:
-        return f"First({', '.join(_mesh_option(self.mesh))})"
+        return written(self, mesh=None)
 
 
 @attrs.frozen
@@ -131,8 +152,8 @@ class Reduce(Collect):
     mesh: str | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if self.operation not in OPERATIONS:
-            hint = did_you_mean(str(self.operation), OPERATIONS)
+        if self.operation not in _OPERATIONS:
+            hint = did_you_mean(str(self.operation), _OPERATIONS)
             raise ConfigError(f"Reduce({self.operation!r}): use 'mean', 'sum', 'max' or 'min'{hint}")
         if self.weight not in ("rows", None):
             raise ConfigError(f"Reduce(weight={self.weight!r}): use 'rows', or None for equal weights")
@@ -158,9 +179,7 @@ class Reduce(Collect):
         return reduce_values(ranks.pick(results, sources), self.operation, weights, sources)
 
     def __repr__(self) -> str:
-        options = ["weight=None"] if self.weight is None else []
-        options += [f"axis={self.axis!r}"] if self.axis != "dp" else []
-        return f"Reduce({', '.join([repr(self.operation), *options, *_mesh_option(self.mesh)])})"
+        return written(self, repr(self.operation), weight="rows", axis="dp", mesh=None)
 
 
 def check(dispatch: Any, collect: Any, where: str) -> None:
@@ -192,9 +211,9 @@ def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str)
         if mesh is not None and mesh not in ranks.meshes:
             hint = did_you_mean(mesh, ranks.meshes)
             raise DispatchError(f"{where}: {value!r} names the mesh {mesh!r}, which the role doesn't have{hint}")
-        if axis is None or axis in CONVENTIONAL_AXES:
+        if axis is None or axis in _AXES:
             continue
-        known = {name for own in ranks.meshes.values() for name in own.shape} | CONVENTIONAL_AXES
+        known = {name for own in ranks.meshes.values() for name in own.shape} | _AXES
         if axis not in known:
             raise DispatchError(
                 f"{where}: {value!r} names the axis {axis!r}, which none of the role's meshes has"
@@ -202,28 +221,130 @@ def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str)
             )
 
 
-def _result_rows(result: Any, rank: int) -> int:
+def reduce_values(
+    values: Sequence[Any],
+    operation: str,
+    weights: Sequence[int] | None,
+    ranks: Sequence[int],
+    keys: tuple[Any, ...] = (),
+) -> Any:
+    """Make one value of the structure that all values have.
+
+    The types that come out don't depend on how many values there are: a mean of whole numbers is a float.
+
+    Args:
+        values: The values, one at least.
+        operation: One of `_OPERATIONS`.
+        weights: For a mean, above 0; None weighs equally.
+        ranks: Whose values these are, for errors.
+        keys: Where in the results they are.
+
+    Raises:
+        DispatchError: The values differ in structure or shape, or a leaf can't be reduced.
+    """
+    first: Any = values[0]
+    path = "the results" + "".join(f"[{key!r}]" for key in keys)
+    if first is None or isinstance(first, (dict, list, tuple)) or is_container(first):
+        check_alike(values, path, lambda index: f"rank {ranks[index]}")
+        if first is None:
+            return None
+        if isinstance(first, Mapping):
+            columns: Any = ((key, [value[key] for value in values]) for key in first)
+        else:
+            columns = enumerate(zip(*values, strict=True))
+        made = {key: reduce_values(items, operation, weights, ranks, (*keys, key)) for key, items in columns}
+        if isinstance(first, Mapping):
+            return rebuild_dict(first, made)
+        return list(made.values()) if isinstance(first, list) else rebuild_tuple(first, made.values())
+    family = _family(first)
+    for index, value in enumerate(values):
+        if family is None or _family(value) is not family:
+            what = "None" if value is None else f"a {type(value).__name__}"
+            others = "" if family is None else f", where rank {ranks[0]} has a {type(first).__name__}"
+            raise DispatchError(
+                f"{path}: rank {ranks[index]} has {what}{others}; numbers, tensors and arrays alike on all ranks "
+                "can be reduced, so return those, or collect with Gather or First",
+                rank=ranks[index],
+            )
+        if family is not _number and value.shape != first.shape:
+            raise DispatchError(
+                f"{path}: the shapes are {tuple(first.shape)} on rank {ranks[0]} and {tuple(value.shape)} on "
+                f"rank {ranks[index]}; equal shapes can be reduced",
+                rank=ranks[index],
+            )
     try:
-        return rows(result, "result")
-    except DispatchError as error:
-        raise DispatchError(
-            f"Concat can't join what rank {rank} returned: {error.message}. Return rows, or collect with "
-            "Gather, First or Reduce",
-            rank=rank,
-        ) from None
+        return family(values, operation, weights or [1] * len(values))
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise DispatchError(f"{path}: no {operation} can be made of {type(first).__name__}: {error}") from error
 
 
-def _trim(part: Any, total: int, padded: int | None, real: int | None, rank: int) -> tuple[Any, int]:
-    if padded is None or real is None:
-        return part, total
-    if total != padded:
-        raise DispatchError(
-            f"rank {rank} was given {padded} rows, padding included, and returned {total}, so nobody can tell which of "
-            "them are padding; return one row for each row given, or declare Scatter(pad=False)",
-            rank=rank,
-        )
-    return (part, total) if real == padded else (slice_rows(part, 0, real), real)
+def _family(value: Any) -> Any:
+    """Return the function that reduces such values, None when there is none."""
+    if type(value) in _NUMBERS or isinstance(value, numbers.Number):
+        return _number
+    numpy, torch = imported("numpy"), imported("torch")
+    if numpy is not None and isinstance(value, numpy.bool_):
+        return _number
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return _array
+    return _tensor if torch is not None and isinstance(value, torch.Tensor) and not value.is_nested else None
 
 
-def _mesh_option(mesh: str | None) -> list[str]:
-    return [] if mesh is None else [f"mesh={mesh!r}"]
+def _number(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
+    numpy = imported("numpy")
+    kinds = {getattr(getattr(value, "dtype", None), "kind", "") for value in values}
+    # A NumPy number's own product with the rows of a rank may be too large for it.
+    if numpy is not None and operation in ("mean", "sum") and not kinds.isdisjoint("biufc"):
+        return _array(list(map(numpy.asarray, values)), operation, weights)[()]
+    if operation == "mean":
+        return sum(map(operator.mul, values, weights)) / sum(weights)
+    if operation == "sum":
+        return sum(values)
+    # Python's own max and min let a NaN through or not, depending on where it stands.
+    strange = [value for value in values if value != value]
+    return strange[0] if strange else max(values) if operation == "max" else min(values)
+
+
+def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
+    """Reduce arrays; the sum of whole numbers is in the largest type of their kind, as NumPy's own sum is."""
+    import numpy as np
+
+    if operation in ("max", "min"):
+        return functools.reduce(np.maximum if operation == "max" else np.minimum, values)
+    dtype = np.result_type(*values)
+    if operation == "sum" and dtype.kind != "f":
+        if dtype.kind in "biu":
+            values = [value.astype(np.uint64 if dtype.kind == "u" else np.int64) for value in values]
+        return functools.reduce(np.add, values)
+    inexact = dtype if dtype.kind in "fc" else np.result_type(dtype, np.float64)
+    wide = np.result_type(inexact, np.float32)  # halves lose too much on the way
+    parts = [value.astype(wide) for value in values]
+    if operation == "mean":
+        total = sum(weights)
+        parts = [part * (weight / total) for part, weight in zip(parts, weights, strict=True)]
+    return np.asanyarray(functools.reduce(np.add, parts)).astype(inexact)  # a masked one stays masked
+
+
+def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
+    """Reduce tensors; the sum of whole numbers is int64, as torch's own sum is."""
+    import torch
+
+    values = [value.detach().to(values[0].device) for value in values]
+    if operation in ("max", "min"):
+        return functools.reduce(torch.maximum if operation == "max" else torch.minimum, values)
+    dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
+    if operation == "sum":
+        wide = dtype
+        if dtype.is_floating_point:
+            wide = torch.promote_types(dtype, torch.float32)  # halves lose too much on the way
+        elif not dtype.is_complex and not values[0].is_quantized and dtype is not torch.uint64:
+            dtype = wide = torch.int64
+        return functools.reduce(torch.add, [value.to(wide) for value in values]).to(dtype)
+    inexact = dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
+    if len(values) == 1:
+        return values[0].to(inexact)
+    total, wide = sum(weights), torch.promote_types(inexact, torch.float32)  # halves lose too much on the way
+    mean = values[0].to(wide) * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean.add_(value.to(wide), alpha=weight / total)
+    return mean.to(inexact)

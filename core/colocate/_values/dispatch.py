@@ -1,44 +1,50 @@
-"""Dispatch: how the arguments of a call reach the ranks."""
+"""Dispatch: how the arguments of a call reach the ranks, and which rows `Scatter` gives to whom."""
 
 from __future__ import annotations
 
 import abc
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, overload
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Literal
 
 import attrs
 
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import amount_problem
-from colocate._values.batch import Deferred, is_deferred, resolve
+from colocate._system.numbers import amount_problem, plural
+from colocate._values.batch import (
+    Beside,
+    Cut,
+    Deferred,
+    Padding,
+    check_sets,
+    count_rows,
+    even_sizes,
+    is_deferred,
+    leaf_splitter,
+    padded_sizes,
+    resolve,
+    same_rows,
+)
+from colocate._values.leaves import PLAIN, leaves, take_apart
 from colocate._values.mesh import Ranks
-from colocate._values.scatter import lay_out, own_parts
-from colocate._values.tree import PLAIN
 from colocate.errors import ConfigError, DispatchError
 
 Arguments = Mapping[str, Any]
 
 
-@attrs.frozen
-class Parts(Sequence[Arguments]):
-    """One mapping per rank, with the rows that each got where that is known."""
+class Parts(list[Arguments]):
+    """One mapping per rank, with the real rows that each got, and those with padding, where that is known."""
 
-    items: Sequence[Arguments]
-    valid: Sequence[int | None] | None = None
-    """The real rows of each rank."""
-    padded: Sequence[int | None] | None = None
-    """The rows of each rank with padding, None where there is no padding."""
-
-    @overload
-    def __getitem__(self, index: int) -> Arguments: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Arguments]: ...
-    def __getitem__(self, index: int | slice) -> Arguments | Sequence[Arguments]:
-        return self.items[index]
-
-    def __len__(self) -> int:
-        return len(self.items)
+    def __init__(
+        self,
+        items: Iterable[Arguments],
+        valid: Sequence[int | None] | None = None,
+        padded: Sequence[int | None] | None = None,
+    ) -> None:
+        super().__init__(items)
+        self.valid = valid
+        self.padded = padded
 
 
 class Dispatch(abc.ABC):
@@ -90,9 +96,6 @@ class Broadcast(Dispatch):
         """The same mapping for every rank."""
         return [whole(arguments)] * ranks.world_size
 
-    def __repr__(self) -> str:
-        return "Broadcast()"
-
 
 @attrs.frozen
 class OnRank(Dispatch):
@@ -123,8 +126,26 @@ class OnRank(Dispatch):
         return f"OnRank({self.rank})"
 
 
+class _Named(Dispatch):
+    """A dispatch that names parameters of its method."""
+
+    parameters: tuple[str, ...]
+
+    def declare(self, parameters: Sequence[str], method: str) -> None:
+        """Check that the parameters exist."""
+        for name in self.parameters:
+            if name not in parameters:
+                known = ", ".join(map(repr, parameters)) or "none"
+                raise DispatchError(
+                    f"{method}: {self!r} names {name!r}, but the method has no such parameter"
+                    f"; its parameters: {known}{did_you_mean(name, parameters)}",
+                    method=method,
+                    parameter=name,
+                )
+
+
 @attrs.frozen(init=False)
-class PerRank(Dispatch):
+class PerRank(_Named):
     """The named parameters are lists: item i goes to rank i (of the ranks that the call names, if it names some)."""
 
     accepts_deferred: ClassVar[bool] = True
@@ -136,15 +157,17 @@ class PerRank(Dispatch):
         _check_names(type(self), parameters)
         self.__attrs_init__(parameters)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def declare(self, parameters: Sequence[str], method: str) -> None:
-        """Check that the parameters exist."""
-        _declare(self, self.parameters, parameters, method)
-
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
         """Item i of each list for rank i, everything else for all."""
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
-        lists = {name: arguments[name] for name in self.parameters if arguments.get(name) is not None}
-        lists = {name: _items(name, value, len(targets)) for name, value in lists.items()}
+        lists: dict[str, Sequence[Any]] = {}
+        for name in self.parameters:
+            value = arguments.get(name)
+            if isinstance(value, Deferred) and (items := value.items(len(targets), name)) is not None:
+                lists[name] = items
+            elif value is not None:
+                value = value.fetch() if isinstance(value, Deferred) else value
+                lists[name] = check_items(name, value, len(targets))
         others = whole({name: value for name, value in arguments.items() if name not in lists})
         result: list[Arguments] = [others] * ranks.world_size
         for place, rank in enumerate(targets):
@@ -157,7 +180,7 @@ class PerRank(Dispatch):
 
 
 @attrs.frozen(init=False)
-class Scatter(Dispatch):
+class Scatter(_Named):
     """The rows of the named parameters are spread over an axis of the mesh and repeated along the others.
 
     Splits are contiguous and, when they have to be, uneven.
@@ -204,10 +227,6 @@ class Scatter(Dispatch):
             )
         self.__attrs_init__(parameters, axis, pad, empty, mesh, rows_of)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def declare(self, parameters: Sequence[str], method: str) -> None:
-        """Check that the parameters exist."""
-        _declare(self, self.parameters, parameters, method)
-
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
         """The parts of the named parameters, everything else whole."""
         mesh = ranks.mesh(self.mesh)
@@ -217,22 +236,97 @@ class Scatter(Dispatch):
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         others = whole({name: value for name, value in arguments.items() if name not in scattered})
         base = {name: others.get(name) for name in arguments}  # in the order of the call, and so are its copies
-        if not self.pad and (own := own_parts(scattered, self.axis, self.mesh, count, self.rows_of)) is not None:
-            return [{**base, **own}] * ranks.world_size
-        padding: Literal["none", "even"] = "even" if self.pad else "none"
-        layout = lay_out(scattered, self.axis, self.mesh, count, padding, self.empty, self.rows_of)
-        if (shared := layout.shared(scattered)) is not None:
-            return [{**base, **shared}] * ranks.world_size
-        parts = [{**base, **own} for own in layout.cut(scattered)]
+        parts, sizes, each = self._spread(scattered, count)
+        made = [{**base, **own} for own in parts]
+        if len(made) < count:
+            return made * ranks.world_size
         if count == ranks.world_size:
             places: Sequence[int] = range(count)
         else:
             places = [mesh.coordinate(rank, self.axis) for rank in range(ranks.world_size)]
         return Parts(
-            [parts[place] for place in places],
-            None if layout.sizes is None else [layout.sizes[place] for place in places],
-            None if layout.each is None else [layout.each] * ranks.world_size,
+            [made[place] for place in places],
+            None if sizes is None else [sizes[place] for place in places],
+            None if each is None else [each] * ranks.world_size,
         )
+
+    def _spread(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
+        """Work out who gets which rows, of which each `rows_of` stay together.
+
+        Values on the driver are spread evenly. Where values in the workers are among them, the partition of the first
+        of those governs; where there are only such ones, or the rows of one aren't known yet, the workers see to it.
+
+        Returns:
+            The parts, or one for all ranks where each finds in its own worker what governs; their real rows, and the
+            rows of each with padding, both None when only the workers will know.
+        """
+        axis, mesh, of = self.axis, self.mesh, self.rows_of
+        padding: Padding = "even" if self.pad else "none"
+        name, total = _plain_rows(values)
+        deferred = [
+            (owner, leaf) for owner, value in values.items() for leaf in leaves(value) if is_deferred(type(leaf))
+        ]
+        owned: dict[int, Any] = {}  # what each rank has in its own worker already
+        if not self.pad:
+            owned = {id(leaf): leaf.own(axis, mesh, count, of) for _, leaf in deferred}
+        sizes: Sequence[int] | None = None
+        each: int | None = None
+        beside: dict[int, Beside] = {}  # what leaves in the workers are compared with there, by the leaf's id
+        by: Any = None  # the placeholder of the one whose partition governs, when that is its producer's
+        if total is None:
+            if deferred and not self.pad and None not in owned.values():
+                return take_apart(values, 1, lambda leaf: [owned[id(leaf)]]), None, None
+        else:
+            check_sets(f"the parameter {name!r}", total, of, name)
+            sizes = even_sizes(total, count, of)
+            if not all(leaf.known for _, leaf in deferred):
+                beside = {id(leaf): Beside(name, total, owner) for owner, leaf in deferred}
+                by = owned.get(id(deferred[0][1]))
+            else:
+                for place, (owner, leaf) in enumerate(deferred):
+                    theirs = leaf.sizes(axis, mesh, count, of)
+                    same_rows(name, total, owner, sum(theirs))
+                    if place == 0:
+                        sizes = theirs
+                        for size in sizes:
+                            check_sets(f"a part of {owner!r}, as it lies in the workers,", size, of, owner)
+            if self.pad and (total > 0 or self.empty == "error"):
+                each, sizes = padded_sizes(total, count)
+            if self.empty == "error" and (total == 0 or (each is None and 0 in sizes)):
+                raise self._too_few(name, total, count)
+        split = None if sizes is None else leaf_splitter(sizes, each)
+
+        def parts_of(leaf: Any) -> Sequence[Any]:
+            if not isinstance(leaf, Deferred):
+                leaf = whole(leaf) if isinstance(leaf, list) else leaf
+                if by is not None:
+                    return [Cut(leaf, by, next(iter(beside.values())))]
+                assert split is not None, "without sizes there are no plain rows"
+                return split(leaf)
+            if by is not None:
+                own = owned[id(leaf)]
+                return [leaf.share(0, count, padding, beside[id(leaf)], of) if own is None else own]
+            if beside:
+                return [leaf.share(index, count, padding, beside[id(leaf)], of) for index in range(count)]
+            if sizes is None or self.pad:
+                return [leaf.part(index, count, axis, mesh, padding, of) for index in range(count)]
+            return [leaf.slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+        if by is not None:
+            return take_apart(values, 1, parts_of), None, None
+        return take_apart(values, count, parts_of), sizes, each
+
+    def _too_few(self, name: str, total: int, count: int) -> DispatchError:
+        of = self.rows_of
+        if total < count * of:
+            sets = f", in sets of {of}," if of > 1 else ""
+            ranks = f"{plural(count, 'rank')} along {self.axis!r}"
+            what = f"the parameter {name!r} has {plural(total, 'row')}{sets} for {ranks}"
+        else:
+            what = f"some of the {count} ranks along {self.axis!r} have none of the {total} rows of {name!r} where "
+            what += "they lie now"
+        hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if total and of == 1 else "")
+        return DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=name)
 
     def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
         """What `split` gives where it is seen without looking into anything, as of most calls of a step; else None.
@@ -259,9 +353,30 @@ class Scatter(Dispatch):
         return found if scattered else None
 
     def __repr__(self) -> str:
-        usual = {"axis": "dp", "pad": False, "empty": "error", "mesh": None, "rows_of": 1}
-        said = [f"{name}={own!r}" for name, default in usual.items() if (own := getattr(self, name)) != default]
-        return f"Scatter({', '.join([*map(repr, self.parameters), *said])})"
+        names = map(repr, self.parameters)
+        return written(self, *names, axis="dp", pad=False, empty="error", mesh=None, rows_of=1)
+
+
+def written(value: Any, *positional: str, **usual: Any) -> str:
+    """Return how a declaration was written: its options but for those that are as usual."""
+    said = [f"{name}={own!r}" for name, default in usual.items() if (own := getattr(value, name)) != default]
+    return f"{type(value).__name__}({', '.join([*positional, *said])})"
+
+
+def _plain_rows(values: Arguments) -> tuple[str, int | None]:
+    """Return the first parameter whose rows the driver knows, and these rows; the others agree with it."""
+    first: tuple[str, int | None] = "", None
+    for name, value in values.items():
+        try:
+            total = count_rows(value, name)
+        except DispatchError as error:
+            error.parameter = name
+            raise
+        if total is not None and first[1] is None:
+            first = name, total
+        elif total is not None and first[1] is not None:
+            same_rows(first[0], first[1], name, total)
+    return first
 
 
 @attrs.frozen
@@ -289,12 +404,26 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
         DispatchError: The arguments don't fit, or the dispatch gave something that can't be sent.
     """
     if select is not None:
-        ranks = attrs.evolve(ranks, targets=_check_select(dispatch, select, ranks))
+        if not dispatch.selectable:
+            raise DispatchError(
+                f"the call names its ranks, which {dispatch!r} has no place for; only Broadcast, PerRank and OnRank "
+                "take options(ranks=...)"
+            )
+        _check_targets("options(ranks=...)", select, ranks)
+        ranks = attrs.evolve(ranks, targets=select)
     if not dispatch.accepts_deferred:
         arguments = resolve(arguments, lambda leaf: leaf.fetch())
-    made = dispatch.split(arguments, ranks)
-    parts, valid, padded = (made.items, made.valid, made.padded) if isinstance(made, Parts) else (made, None, None)
-    _check_parts(dispatch, parts, ranks)
+    parts: Any = dispatch.split(arguments, ranks)
+    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # nearly always a list, of dicts
+        got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
+        raise DispatchError(f"{dispatch!r}: split gave {got} for {ranks.world_size} ranks; it has to give one for each")
+    for cls in {*map(type, parts)} - {dict}:
+        if not issubclass(cls, (dict, Mapping)):
+            raise DispatchError(
+                f"{dispatch!r}: split gave a {cls.__name__} for a rank; it has to give a mapping from "
+                "parameters to values"
+            )
+    valid, padded = (parts.valid, parts.padded) if isinstance(parts, Parts) else (None, None)
     targets = dispatch.targets(ranks)
     if targets is None:
         targets = ranks.targets
@@ -307,12 +436,8 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
 
 
 def whole(value: Any) -> Any:
-    """The value with placeholders for what isn't on the driver."""
-    return resolve(value, _whole)
-
-
-def _whole(leaf: Deferred) -> Any:
-    return leaf.whole()
+    """Return the value with placeholders for what isn't on the driver."""
+    return resolve(value, lambda leaf: leaf.whole())
 
 
 def check_place(what: str, axis: str, mesh: str | None) -> None:
@@ -337,27 +462,6 @@ def _check_names(dispatch: type[Dispatch], parameters: tuple[Any, ...]) -> None:
         raise ConfigError(f"{what}({', '.join(map(repr, parameters))}): a parameter is named twice")
 
 
-def _declare(dispatch: Dispatch, named: Sequence[str], parameters: Sequence[str], method: str) -> None:
-    for name in named:
-        if name not in parameters:
-            known = ", ".join(map(repr, parameters)) or "none"
-            raise DispatchError(
-                f"{method}: {dispatch!r} names {name!r}, but the method has no such parameter"
-                f"; its parameters: {known}{did_you_mean(name, parameters)}",
-                method=method,
-                parameter=name,
-            )
-
-
-def _items(name: str, value: Any, count: int) -> Sequence[Any]:
-    if isinstance(value, Deferred):
-        placeholders = value.items(count, name)
-        if placeholders is not None:
-            return placeholders
-        value = value.fetch()
-    return check_items(name, value, count)
-
-
 def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
     """What a `PerRank` parameter was given, if it is a list of so many items.
 
@@ -376,16 +480,6 @@ def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
             parameter=name,
         )
     return value
-
-
-def _check_select(dispatch: Dispatch, select: Sequence[int], ranks: Ranks) -> Sequence[int]:
-    if not dispatch.selectable:
-        raise DispatchError(
-            f"the call names its ranks, which {dispatch!r} has no place for; only Broadcast, PerRank and OnRank take "
-            "options(ranks=...)"
-        )
-    _check_targets("options(ranks=...)", select, ranks)
-    return select
 
 
 def chosen_ranks(ranks: Iterable[int]) -> Sequence[int]:
@@ -407,16 +501,4 @@ def _check_targets(what: str, targets: Sequence[int], ranks: Ranks) -> None:
         if not isinstance(rank, int) or not 0 <= rank < ranks.world_size:
             raise DispatchError(
                 f"{what} goes to rank {rank!r}, but the role has {ranks.world_size}, from 0 to {ranks.world_size - 1}"
-            )
-
-
-def _check_parts(dispatch: Dispatch, parts: Any, ranks: Ranks) -> None:
-    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # nearly always a list, of dicts
-        got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
-        raise DispatchError(f"{dispatch!r}: split gave {got} for {ranks.world_size} ranks; it has to give one for each")
-    for cls in {*map(type, parts)} - {dict}:
-        if not issubclass(cls, (dict, Mapping)):
-            raise DispatchError(
-                f"{dispatch!r}: split gave a {cls.__name__} for a rank; it has to give a mapping from "
-                "parameters to values"
             )

@@ -1,22 +1,30 @@
-"""The kinds of values that have rows: how each is counted, cut and joined.
+"""Values with rows: the kinds of their leaves, how each is counted, cut and joined, and the ways to the leaves.
 
-The kinds of other libraries are found by their class's name, so that none of those libraries is imported here: whoever
-holds a tensor has imported torch already.
+A value is a leaf with rows, a tuple or mapping of values, or None. The kinds of other libraries are found by their
+class's name, so that none of those libraries is imported here: whoever holds a tensor has imported torch already.
 """
 
 from __future__ import annotations
 
-import abc
+import copy
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate.errors import ConfigError, DispatchError
+
+B = TypeVar("B")
+
+PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
+"""Types of values in which there is nothing else: what long lists are mostly made of."""
+
+Label = Callable[[int], str]
+"""What to call one of several values in an error."""
 
 
 @attrs.define(eq=False)
@@ -30,50 +38,36 @@ class Memo:
     _found: dict[Hashable, tuple[Any, Any]] = attrs.field(factory=dict)
 
     def get(self, what: str, sources: Sequence[Any], extra: Hashable, make: Callable[[], Any]) -> Any:
-        """The result of `make` for these very source objects, made once."""
+        """Return the result of `make` for these very source objects, made once."""
         key = (what, *map(id, sources), extra)
         if key not in self._found:
             self._found[key] = (make(), tuple(sources))  # the sources are held, or their ids could be reused
         return self._found[key][0]
 
 
-class Kind(abc.ABC):
-    """One kind of leaf with rows."""
+class Kind:
+    """One kind of leaf with rows; this one is a list's."""
 
-    @abc.abstractmethod
     def length(self, value: Any) -> int | None:
-        """The number of rows, None when this very value has none (a 0-d tensor)."""
-
-    @abc.abstractmethod
-    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
-        """The rows from `start` to before `stop`."""
-
-    @abc.abstractmethod
-    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
-        """The parts, at least two, one after the other."""
-
-    def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
-        """Contiguous parts of these sizes, which add up to the length."""
-        return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
-
-
-class _List(Kind):
-    def length(self, value: Any) -> int | None:
+        """Return the number of rows, None when this very value has none (a 0-d tensor)."""
         return len(value)
 
     def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
+        """Return the rows from `start` to before `stop`."""
         return value[start:stop]
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
+        """Join the parts, at least two, one after the other."""
         return list(chain.from_iterable(parts))
+
+    def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
+        """Cut contiguous parts of these sizes, which add up to the length."""
+        return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 class _Array(Kind):
     def length(self, value: Any) -> int | None:
         return len(value) if value.ndim else None
-
-    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
-        return value[start:stop]
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
         import numpy as np
@@ -90,12 +84,15 @@ class _Array(Kind):
 class _Tensor(Kind):
     def length(self, value: Any) -> int | None:
         if value.is_nested:
-            return int(value.size(0)) if _is_jagged(value) else None
+            return int(value.size(0)) if str(value.layout) == "torch.jagged" else None
         return int(value.shape[0]) if value.dim() else None
 
     def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
-        if str(value.layout).startswith("torch.sparse_"):
-            return _slice_sparse(value, start, stop)
+        layout = str(value.layout)
+        if layout == "torch.sparse_coo":
+            return value.narrow_copy(0, start, stop - start)
+        if layout.startswith("torch.sparse_"):
+            raise DispatchError(f"a tensor of layout {layout} can't be cut by rows; give it as .to_sparse_coo()")
         return _slice_jagged(value, start, stop, memo) if value.is_nested else value[start:stop]
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
@@ -105,8 +102,10 @@ class _Tensor(Kind):
         parts = [part if part.device == device else part.to(device) for part in parts]
         if any(part.is_nested for part in parts):
             return _concat_jagged(parts, memo)
-        if len({part.shape[1:] for part in parts}) > 1:  # torch lets an empty vector through whatever the others are
-            raise ValueError(f"their shapes are {_listed(tuple(part.shape) for part in parts)}")
+        shapes = [tuple(part.shape) for part in parts]
+        if len({shape[1:] for shape in shapes}) > 1:  # torch lets an empty vector through whatever the others are
+            more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
+            raise ValueError(f"their shapes are {', '.join(map(str, shapes[:6]))}{more}")
         return torch.cat(list(parts))
 
     def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
@@ -115,22 +114,8 @@ class _Tensor(Kind):
         return list(value.split(list(sizes)))
 
 
-def _slice_sparse(value: Any, start: int, stop: int) -> Any:
-    import torch
-
-    if value.layout is not torch.sparse_coo:
-        raise DispatchError(f"a tensor of layout {value.layout} can't be cut by rows; give it as .to_sparse_coo()")
-    return value.narrow_copy(0, start, stop - start)
-
-
-def _is_jagged(value: Any) -> bool:
-    import torch
-
-    return bool(value.layout is torch.jagged)
-
-
 def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
-    """A jagged tensor's values without holes, their offsets, and the dimension in which the values are ragged."""
+    """Return a jagged tensor's values without holes, their offsets, and the dimension in which they are ragged."""
     import torch
 
     dim, offsets, lengths = value._ragged_idx, value.offsets(), value.lengths()
@@ -145,23 +130,20 @@ def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
     return values, memo.get("packed", [offsets, lengths], None, add_up), dim - 1
 
 
-def _jagged(values: Any, offsets: Any, dim: int) -> Any:
+def _slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
     import torch
 
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=dim + 1)
-
-
-def _slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
     values, offsets, dim = _packed(value, memo)
     first, last = int(offsets[start]), int(offsets[stop])
     part = memo.get("slice", [offsets], (start, stop), lambda: offsets[start : stop + 1] - first)
-    return _jagged(values.narrow(dim, first, last - first), part, dim)
+    values = values.narrow(dim, first, last - first)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=part, jagged_dim=dim + 1)
 
 
 def _concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
     import torch
 
-    if not all(part.is_nested and _is_jagged(part) for part in parts):
+    if not all(part.is_nested and part.layout is torch.jagged for part in parts):
         raise ValueError("some of them are jagged tensors and some are not")
     packed = [_packed(part, memo) for part in parts]
     dim = packed[0][2]
@@ -169,13 +151,13 @@ def _concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
         raise ValueError("they are jagged in different dimensions")
 
     def chained() -> Any:
-        starts = accumulate((int(offsets[-1]) for _, offsets, _ in packed), initial=0)
-        shifted = [offsets[:-1] + start for (_, offsets, _), start in zip(packed, starts, strict=False)]
-        end = sum(int(offsets[-1]) for _, offsets, _ in packed)
+        *starts, end = accumulate((int(offsets[-1]) for _, offsets, _ in packed), initial=0)
+        shifted = [offsets[:-1] + start for (_, offsets, _), start in zip(packed, starts, strict=True)]
         return torch.cat([*shifted, packed[-1][1].new_tensor([end])])
 
     offsets = memo.get("concat", [offsets for _, offsets, _ in packed], None, chained)
-    return _jagged(torch.cat([values for values, _, _ in packed], dim), offsets, dim)
+    values = torch.cat([values for values, _, _ in packed], dim)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=dim + 1)
 
 
 class _TensorDict(Kind):
@@ -185,30 +167,36 @@ class _TensorDict(Kind):
         return int(value.batch_size[0]) if value.batch_size else None
 
     def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
-        ragged = _ragged_entries(value)
-        if not ragged:
-            return value[start:stop]
-        part = value.exclude(*ragged)[start:stop]
-        for key in ragged:
-            part.set(key, _slice_jagged(value.get(key), start, stop, memo))
-        return _in_order(part, value, ragged)
+        return _each_way(
+            [value],
+            lambda parts: parts[0][start:stop],
+            lambda entries: _slice_jagged(entries[0], start, stop, memo),
+        )
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
         import torch
 
         device = _device_of(parts[0])
         parts = [part if _device_of(part) in (device, None) else part.to(device) for part in parts]
-        ragged = _ragged_entries(parts[0])
-        if not ragged:
-            return torch.cat(list(parts))
-        whole: Any = torch.cat([part.exclude(*ragged) for part in parts])
-        for key in ragged:
-            whole.set(key, _concat_jagged([part.get(key) for part in parts], memo))
-        return _in_order(whole, parts[0], ragged)
+        return _each_way(parts, torch.cat, lambda entries: _concat_jagged(entries, memo))
+
+
+def _each_way(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[list[Any]], Any]) -> Any:
+    """Make one TensorDict of several: jagged entries in their way, all others together, in the order of the first."""
+    ragged = _ragged_entries(parts[0])
+    if not ragged:
+        return usual(parts)
+    made = usual([part.exclude(*ragged) for part in parts])
+    for key in ragged:
+        made.set(key, jagged([part.get(key) for part in parts]))
+    for place in {key[:-1] for key in ragged}:  # where they were put last
+        like = parts[0].get(place) if place else parts[0]
+        (made.get(place) if place else made).select(*like.keys(), inplace=True)
+    return made
 
 
 def _device_of(value: Any) -> Any:
-    """Where a TensorDict is, by its own word or that of its first tensor; None when it has none."""
+    """Return where a TensorDict is, by its own word or that of its first tensor; None when it has none."""
     if value.device is not None:
         return value.device
     if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # looking inside would stack its rows
@@ -227,13 +215,6 @@ def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str,
         elif getattr(item, "is_nested", False):
             found.append((*prefix, key))
     return found
-
-
-def _in_order(made: Any, like: Any, ragged: list[tuple[str, ...]]) -> Any:
-    """The same, with its keys as another has them, wherever jagged entries were put last."""
-    for place in {key[:-1] for key in ragged}:
-        (made.get(place) if place else made).select(*(like.get(place) if place else like).keys(), inplace=True)
-    return made
 
 
 @attrs.frozen
@@ -264,7 +245,7 @@ class Registered(Kind):
         return parts
 
 
-_kinds: dict[type, Kind] = {list: _List()}
+_kinds: dict[type, Kind] = {list: Kind()}
 _named_kinds: dict[str, Kind] = {
     "numpy.ndarray": _Array(),
     "torch.Tensor": _Tensor(),
@@ -283,7 +264,7 @@ def is_collection(kind: type) -> bool:
 
 @by_type
 def kind_of(cls: type) -> Kind | None:
-    """How values of this type are counted, cut and joined; None when they have no rows.
+    """Return how values of this type are counted, cut and joined; None when they have no rows.
 
     The nearest class in the method resolution order decides.
     """
@@ -296,12 +277,27 @@ def kind_of(cls: type) -> Kind | None:
     return None
 
 
-def register(cls: type, kind: Registered) -> None:
-    """Make `cls` and its subclasses a kind of leaf.
+def register_batch(
+    cls: type[B],
+    *,
+    length: Callable[[B], int],
+    split: Callable[[B, Sequence[int]], Sequence[B]],
+    concat: Callable[[Sequence[B]], B],
+) -> None:
+    """Teach colocate the rows of a type and its subclasses, so that it can be scattered and joined.
+
+    Register in the module that defines the type: workers import it too.
+
+    Args:
+        cls: The type.
+        length: The number of rows of a value.
+        split: `split(value, sizes)` gives contiguous parts with these numbers of rows, leaving the value as it is.
+        concat: The inverse: one value from parts.
 
     Raises:
-        ConfigError: Colocate knows the type already, or it was registered with other functions.
+        ConfigError: The type is known already, unless it was registered with these very functions.
     """
+    kind = Registered(length, split, concat)
     known = _kinds.get(cls) or _named_kinds.get(f"{cls.__module__}.{cls.__qualname__}")
     if cls in (tuple, dict, type(None), object) or (known is not None and not isinstance(known, Registered)):
         raise ConfigError(
@@ -315,9 +311,152 @@ def register(cls: type, kind: Registered) -> None:
         )
     _kinds[cls] = kind
     kind_of.cache_clear()
+    _is_container.cache_clear()
 
 
-def _listed(items: Any) -> str:
-    """A few of the items, in words."""
-    texts = [str(item) for item in items]
-    return ", ".join(texts[:6]) + (f" and {len(texts) - 6} more" if len(texts) > 6 else "")
+def is_container(value: Any) -> bool:
+    """Whether the value is a tuple or mapping of values, and not itself a leaf with rows."""
+    return _is_container(type(value))
+
+
+@by_type
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, (Mapping, tuple)) and kind_of(kind) is None
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return every leaf but None, in order."""
+    if not is_container(value):
+        return [] if value is None else [value]
+    found = []
+    for item in value if isinstance(value, tuple) else value.values():
+        if is_container(item):
+            found += leaves(item)
+        elif item is not None:
+            found.append(item)
+    return found
+
+
+def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Give every leaf but None with its path, in order."""
+    if value is None:
+        return
+    if not is_container(value):
+        yield path, value
+        return
+    for key, item in enumerate(value) if isinstance(value, tuple) else value.items():
+        yield from named_leaves(item, f"{path}[{key!r}]")
+
+
+def map_leaves(
+    value: Any,
+    leaf: Callable[[Any], Any],
+    matters: Callable[[type], bool] | None = None,
+    key: Callable[[Any], object] | None = None,
+) -> Any:
+    """Replace each leaf of nested lists, tuples and dicts by `leaf(it)`; what nothing changed in is the same object.
+
+    Args:
+        value: The value.
+        leaf: What becomes of each leaf.
+        matters: Whether `leaf` may change a leaf of this type; it is asked for no other one. Long lists of what doesn't
+            matter are then cheap.
+        key: Looks at each key that is no string. Keys stay as they are.
+    """
+    if isinstance(value, dict):
+        if key is not None:
+            for name in value:
+                if type(name) is not str:
+                    key(name)
+        changed = {name: new for name, old in value.items() if (new := map_leaves(old, leaf, matters, key)) is not old}
+        return rebuild_dict(value, changed) if changed else value
+    if isinstance(value, (list, tuple)):
+        if matters is not None:
+            kinds = set(map(type, value))
+            if not any(issubclass(kind, (dict, list, tuple)) or matters(kind) for kind in kinds):
+                return value
+        items = [map_leaves(item, leaf, matters, key) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return rebuild_tuple(value, items) if isinstance(value, tuple) else items
+    return leaf(value) if matters is None or matters(type(value)) else value
+
+
+def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> list[Any]:
+    """Return `count` values of the structure of this one, where `leaf` gives the parts of each leaf."""
+    if value is None:
+        return [None] * count
+    if not is_container(value):
+        return list(leaf(value))
+    if not value:
+        return [value] * count
+    if not isinstance(value, tuple):
+        columns = [take_apart(item, count, leaf) for item in value.values()]
+        return [rebuild_dict(value, dict(zip(value, items, strict=True))) for items in zip(*columns, strict=True)]
+    return [rebuild_tuple(value, items) for items in zip(*(take_apart(i, count, leaf) for i in value), strict=True)]
+
+
+def rebuild_dict(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Make a mapping of the same type and order with these items in place of its own.
+
+    One that is no dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is made by its class of a dict: what it
+    has besides its items may be of its rows.
+    """
+    if type(value) is dict:
+        return items if len(items) == len(value) else {**value, **items}
+    if not isinstance(value, dict):
+        if all(items.get(key) is item for key, item in value.items()):
+            return value
+        made: Any = type(value)
+        try:
+            return made({**value, **items})
+        except Exception as error:
+            raise _cannot_be_made(value, error, "Make it of a dict alone, or pass that") from error
+    new = copy.copy(value)  # the one way that keeps what subclasses hold besides their items
+    for key, item in items.items():
+        new[key] = item
+    return new
+
+
+def _cannot_be_made(value: Any, error: Exception, instead: str) -> DispatchError:
+    return DispatchError(f"no {type(value).__qualname__} can be made of other items: {error}. {instead}")
+
+
+def rebuild_tuple(value: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    """Make a tuple of the same type with these items, which are as many."""
+    if type(value) is tuple:
+        return tuple(items)
+    make: Callable[[Iterable[Any]], tuple[Any, ...]] = getattr(type(value), "_make", type(value))
+    try:
+        return make(items)
+    except Exception as error:
+        instead = "Give the class a classmethod _make(items), as a named tuple has it, or pass a plain tuple"
+        raise _cannot_be_made(value, error, instead) from error
+
+
+def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
+    """Check that all values are None, or mappings with equal keys, or sequences of equal length as the first is.
+
+    Raises:
+        DispatchError: They aren't.
+    """
+    first = values[0]
+    for index, value in enumerate(values):
+        if (value is None) is not (first is None):
+            gone, there = (index, 0) if value is None else (0, index)
+            raise DispatchError(f"{path}: that of {label(gone)} is None and that of {label(there)} is not")
+        if isinstance(first, Mapping):
+            if not isinstance(value, Mapping) or value.keys() != first.keys():
+                shown = f"the keys {list(value)}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+                raise DispatchError(
+                    f"{path}: {label(0)} has the keys {list(first)} and {label(index)} has {shown}; they have "
+                    "to be equal"
+                )
+        elif isinstance(first, (list, tuple)):
+            kind = list if isinstance(first, list) else tuple
+            if not isinstance(value, kind) or len(value) != len(first):
+                shown = f"one of {len(value)}" if isinstance(value, kind) else f"a {type(value).__name__}"
+                raise DispatchError(
+                    f"{path}: {label(0)} has a {kind.__name__} of {len(first)} items and {label(index)} has {shown}; "
+                    "they have to be equal"
+                )

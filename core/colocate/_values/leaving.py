@@ -1,43 +1,285 @@
-"""What becomes of a value when it leaves a role method, and how a write in place is noticed."""
+"""What becomes of the tensors in a value, as a method gets it and as it leaves one; how a write in place is noticed.
+
+A method finds its tensors on its slot's device, whatever made them. What it returns has no graph of autograd's. Tensors
+in records, values of users' classes that have others as attributes, are among them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
 import functools
 import hashlib
-from collections import deque
-from collections.abc import Callable
+import types
+from collections import UserDict, deque
+from collections.abc import Callable, Collection
 from typing import Any
 
-from colocate._devices.device_copies import exposed, flat
+import attrs
+
+from colocate._definitions.codec import is_trained
+from colocate._devices.device_copies import Copies, exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
-from colocate._values.leaves import is_collection
-from colocate._values.records import CopyError, Records, fields
-from colocate._values.tree import PLAIN, map_leaves
+from colocate._system.jobs import error_text
+from colocate._values.leaves import PLAIN, is_collection, map_leaves
+from colocate.errors import DispatchError
+from colocate.gpus import KIND
 
 _PLAIN = (int, float, str, type(None))
 _COMPARED = (*_PLAIN, complex, bytes, bytearray)
 
 
-def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
-    """The value with its tensors detached from autograd, and inference tensors as ordinary ones.
+@by_type
+def fields(kind: type) -> tuple[str, ...]:
+    """Return the attributes in which a record has its values; none of other types.
 
-    Those in its dataclasses and classes made by attrs are among them, where these can be copied and the value isn't
-    nested too deep. Parameters of a model or an optimizer that is in the value stay what they are to that.
-    Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary, and
-    one that others will write into without torch's noticing.
+    Records are dataclasses, classes made by attrs, and `UserDict`.
+    """
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    if issubclass(kind, UserDict):
+        return ("data",)
+    return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
+
+
+@by_type
+def slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Return a type's slots, also private ones and those that a base has under the same name."""
+    members = (member for base in kind.__mro__ if base is not object for member in vars(base).values())
+    return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
+
+
+class CopyError(Exception):
+    """A record can't be copied, or the copy not be given other values."""
+
+
+class Records:
+    """Makes records anew in which something changes; no record itself is changed.
+
+    Each once, so that two names of one stay two names of one; one that leads to itself does so again. Who uses them is
+    no part of them: that would be a circle, which holds what was made until the garbage collector comes.
+    """
+
+    def __init__(self, by_itself: Callable[[Any], Any] | None = None) -> None:
+        """Args: by_itself: Copies one in its own way, with code of its class; None: none of that is run."""
+        self._by_itself = by_itself
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of; None while nothing else is needed
+        self._inside: list[int] | None = None  # the outermost one's, and of all in it; None between two
+        self._leads_back = self._copies_back = False
+
+    def of(self, item: Any, change: Callable[[Any], Any]) -> Any:
+        """Return what a record becomes: itself where nothing in it changes.
+
+        Args:
+            item: The record.
+            change: What becomes of a field's value, the very object where nothing does; it comes back here for those
+                in it.
+
+        Raises:
+            CopyError: It can't be copied. It stays as it is.
+        """
+        known, made = self._made.get(id(item), (None, None))
+        if made is not None:
+            return made
+        if known is not None:  # it leads to itself
+            self._leads_back = True
+            if not self._copies_back:
+                return item
+            made = self._copy(item)
+            self._made[id(item)] = item, made
+            return made
+        if self._inside is None:
+            return self._outermost(item, change)
+        self._inside.append(id(item))
+        self._made[id(item)] = item, None
+        made = item
+        try:  # without another frame: records may be nested deep
+            changed = {}
+            for name in fields(type(item)):
+                old = getattr(item, name, None)
+                if (new := change(old)) is not old:
+                    changed[name] = new
+            copied = self._made[id(item)][1]
+            if changed and copied is None:
+                copied = self._copy(item)
+            for name, new in changed.items():
+                try:
+                    object.__setattr__(copied, name, new)  # it may be frozen
+                except AttributeError as error:
+                    raise CopyError(f"{name} can't be set") from error
+            made = item if copied is None else copied
+        finally:
+            self._made[id(item)] = item, made
+        return made
+
+    def _outermost(self, item: Any, change: Callable[[Any], Any]) -> Any:
+        self._inside, self._leads_back, self._copies_back = [], False, False
+        try:
+            made = self.of(item, change)
+            if self._leads_back and made is not item:  # all of it once more: what leads back leads to copies now
+                for key in self._inside:
+                    del self._made[key]
+                self._inside, self._copies_back = [], True
+                made = self.of(item, change)
+            return made
+        finally:
+            self._inside = None
+
+    def _copy(self, item: Any) -> Any:
+        if self._by_itself is not None:
+            try:
+                made = self._by_itself(item)
+            except Exception as error:
+                raise CopyError(error_text(error)) from error
+            if made is not item:
+                return made
+        kind = type(item)
+        try:
+            made = object.__new__(kind)
+            if kind.__dictoffset__:
+                vars(made).update(vars(item))
+            for member in slots(kind):
+                with contextlib.suppress(AttributeError):  # nothing is in it
+                    member.__set__(made, member.__get__(item))
+        except (AttributeError, TypeError) as error:  # it is of a type that is made otherwise
+            raise CopyError(str(error)) from error
+        return made
+
+
+def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:
+    """Return a method's arguments with their tensors on a device. What is there already is the very object that it was.
+
+    Args:
+        arguments: By parameter.
+        device: What torch calls it.
+        host: The parameters whose tensors are on the host instead.
+    """
+    torch = imported("torch")
+    if torch is None:
+        return arguments
+    there, here = _Moves(torch, device), _Moves(torch, "cpu")
+    try:
+        return {name: (here if name in host else there).value(value) for name, value in arguments.items()}
+    finally:
+        there.copies.wait()
+
+
+def on_device(value: Any, device: str) -> Any:
+    """Return a value with its tensors on a device."""
+    return placed({"": value}, device)[""]
+
+
+def gpu_is_used() -> bool:
+    """Whether this process has used a GPU, so that values in it may be there."""
+    torch = imported("torch")
+    return torch is not None and bool(getattr(torch, KIND.device).is_initialized())
+
+
+class _Moves:
+    """Moves values to one device: each tensor once, so that two names of one stay two names of one.
+
+    So a model that is moved and its optimizer have the same parameters there.
+    """
+
+    def __init__(self, torch: Any, device: str) -> None:
+        self._torch = torch
+        self._device = torch.device(device)
+        self.copies = Copies(self._device)
+        self._records = Records(copy.copy)
+        self._moved: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of: an id may be used again
+        self._memo: dict[int, Any] = {}  # the same for `copy.deepcopy`
+
+    def value(self, value: Any) -> Any:
+        return map_leaves(value, self._leaf, _may_hold_tensors)
+
+    def _leaf(self, item: Any) -> Any:
+        kind: type = type(item)
+        if not _may_hold_tensors(kind):
+            return item
+        if _is_whole(kind):
+            known = self._moved.get(id(item))
+            if known is None:
+                known = self._moved[id(item)] = item, self._moved_leaf(item, kind)
+            return known[1]
+        try:
+            # `self.value` with a frame less for each record within another one: they may be nested deep.
+            return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_hold_tensors))
+        except CopyError as error:
+            raise DispatchError(
+                f"an argument has a {kind.__qualname__} with tensors that aren't on {self._device}, and it can't "
+                f"be copied ({error}): give its tensors by themselves, or name the parameter in @method(host=...) and "
+                "move them in the method"
+            ) from error
+
+    def _moved_leaf(self, item: Any, kind: type) -> Any:
+        torch = self._torch
+        if isinstance(item, torch.Tensor):
+            return item if self._is_there(item) else self._moved_tensor(item)
+        if is_collection(kind):
+            if all(self._is_there(each) for each in memories(item) if isinstance(each, torch.Tensor)):
+                return item
+            moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
+            return moved.to(self._device)  # which is there: it only has to say so
+        if isinstance(item, torch.nn.Module):
+            held = [*item.parameters(), *item.buffers()]
+        else:
+            optimizer = item if isinstance(item, torch.optim.Optimizer) else item.optimizer
+            states = (each for state in optimizer.state.values() for name, each in state.items() if name != "step")
+            held = [each for group in optimizer.param_groups for each in group["params"]]
+            held += [each for each in states if isinstance(each, torch.Tensor)]
+        if all(map(self._is_there, held)):
+            return item
+        # A copy on the device: the thing itself may be somebody's who uses it where it is.
+        self._memo.update({id(tensor): self._leaf(tensor) for tensor in held})
+        return copy.deepcopy(item, self._memo)
+
+    def _is_there(self, tensor: Any) -> bool:
+        there: bool = tensor.device == self._device or tensor.is_meta  # which has no contents to be moved
+        return there
+
+    def _moved_tensor(self, tensor: Any) -> Any:
+        if not is_trained(tensor):
+            return self.copies.of(tensor)
+        if isinstance(tensor, self._torch.nn.parameter.UninitializedTensorMixin):
+            return type(tensor)(tensor.requires_grad, self._device, tensor.data.dtype)
+        moved = self.copies.of(tensor.detach())
+        if isinstance(tensor, self._torch.nn.Parameter):
+            return self._torch.nn.Parameter(moved, tensor.requires_grad)
+        return moved.requires_grad_()
+
+
+@by_type
+def _is_whole(kind: type) -> bool:
+    """Whether values of this type are moved as a whole: tensors, collections of them, and what has parameters."""
+    torch = imported("torch")
+    wholes = torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+    return is_collection(kind) or issubclass(kind, wholes)
+
+
+@by_type
+def _may_hold_tensors(kind: type) -> bool:
+    return _is_whole(kind) or bool(fields(kind))
+
+
+def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
+    """Return the value with its tensors detached from autograd, and inference tensors as ordinary ones.
+
+    Those in its records are among them, where these can be copied and the value isn't nested too deep. Parameters of a
+    model or an optimizer that is in the value stay what they are to that. Shares memory with the value; only an
+    inference tensor is cloned, since nothing but a copy can make it ordinary, and one that others will write into
+    without torch's noticing.
 
     Args:
         value: The value.
         is_lent: Whether a tensor is such a one.
     """
-    if isinstance(value, _PLAIN):
-        return value
-    return _Ordinary(is_lent).value(value)
+    return value if isinstance(value, _PLAIN) else _Ordinary(is_lent).value(value)
 
 
 def handed_over(value: Any) -> Any:
-    """An argument as a method gets it within one process: as `ordinary` has it, but parameters stay parameters."""
+    """Return an argument as a method gets it within one process: ordinary, but parameters stay parameters."""
     return value if isinstance(value, _PLAIN) else _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
 
 
@@ -54,14 +296,12 @@ class _Ordinary:
         self._is_inside = False
 
     def value(self, value: Any) -> Any:
-        """What becomes of a value."""
+        """Return what becomes of a value."""
         self._value = value
-        return map_leaves(value, self._leaf, _may_have_memory)
+        return value if self._torch is None else map_leaves(value, self._leaf, _may_have_memory)
 
     def _leaf(self, item: Any) -> Any:
         torch = self._torch
-        if torch is None:
-            return item
         if isinstance(item, torch.Tensor):
             if self._is_copied(item):
                 with torch.inference_mode(False), torch.no_grad():
@@ -69,8 +309,10 @@ class _Ordinary:
             return item.detach() if self._is_detached(item) and not self._stays(item) else item
         kind: type = type(item)
         if is_collection(kind):
-            is_as_it_is = self._is_inside and not self._has_changes(item)
-            return item if is_as_it_is else item.apply(self._leaf, filter_empty=False)
+            found = [each for each in memories(item) if isinstance(each, torch.Tensor)] if self._is_inside else []
+            if self._is_inside and not any(self._is_detached(each) or self._is_copied(each) for each in found):
+                return item
+            return item.apply(self._leaf, filter_empty=False)
         if not fields(kind) or isinstance(item, torch.nn.Module):
             return item
         if PLAIN.issuperset([type(getattr(item, name, None)) for name in fields(kind)]):
@@ -89,42 +331,32 @@ class _Ordinary:
             self._is_inside = is_inside
 
     def _is_copied(self, tensor: Any) -> bool:
-        return _is_inference(tensor) or self._is_lent(tensor)
+        # `is_inference()` lets go of the interpreter's lock, which takes long to come back where other threads want it
+        # too. Such tensors, and no others, have no version.
+        try:
+            tensor._version  # noqa: B018 - it is asked for, that is all
+        except RuntimeError:
+            if tensor.is_inference():
+                return True
+        return self._is_lent(tensor)
 
     def _is_detached(self, tensor: Any) -> bool:
         return tensor.requires_grad or isinstance(tensor, self._torch.nn.Parameter)
 
     def _stays(self, tensor: Any) -> bool:
         """Whether a tensor is to stay what gradients are computed of: the value has a model or optimizer of it."""
+        torch = self._torch
         if self._trained is None:
-            self._trained = set()
-            map_leaves(self._value, self._note, self._is_trainer)
+            trained = self._trained = set[int]()
+
+            def note(trainer: Any) -> Any:
+                model = isinstance(trainer, torch.nn.Module)
+                groups = [trainer.parameters()] if model else [group["params"] for group in trainer.param_groups]
+                trained.update(id(parameter) for group in groups for parameter in group)
+                return trainer
+
+            map_leaves(self._value, note, lambda kind: issubclass(kind, (torch.nn.Module, torch.optim.Optimizer)))
         return tensor.is_leaf and (self._keeps_leaves or id(tensor) in self._trained)
-
-    def _is_trainer(self, kind: type) -> bool:
-        return issubclass(kind, (self._torch.nn.Module, self._torch.optim.Optimizer))
-
-    def _note(self, trainer: Any) -> Any:
-        """Note the parameters of a model or an optimizer."""
-        model = isinstance(trainer, self._torch.nn.Module)
-        groups = [trainer.parameters()] if model else [group["params"] for group in trainer.param_groups]
-        assert self._trained is not None
-        self._trained.update(id(parameter) for group in groups for parameter in group)
-        return trainer
-
-    def _has_changes(self, value: Any) -> bool:
-        found = [item for item in memories(value) if isinstance(item, self._torch.Tensor)]
-        return any(self._is_detached(item) or self._is_copied(item) for item in found)
-
-
-def _is_inference(tensor: Any) -> bool:
-    # `is_inference()` lets go of the interpreter's lock, which takes long to come back where other threads want it too.
-    # Such tensors, and no others, have no version.
-    try:
-        tensor._version  # noqa: B018 - it is asked for, that is all
-    except RuntimeError:
-        return bool(tensor.is_inference())
-    return False
 
 
 class Watch:
@@ -152,21 +384,18 @@ class Watch:
         before, self._seen = self._seen, self._state()
         return before != self._seen
 
-    def _state(self) -> tuple[list[int], list[bytes]]:
-        return [tensor._version for tensor in self._tensors], [_digest(value) for value in self._contents]
-
-
-def _digest(value: Any) -> bytes:
-    """A digest of a value's structure, of the contents of its tensors and arrays, and of its numbers and strings.
-
-    Those in its dataclasses and classes made by attrs are among them; what other objects have as attributes isn't.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    _add(digest, value, {})
-    return digest.digest()
+    def _state(self) -> tuple[list[int], bytes]:
+        digest = hashlib.blake2b(digest_size=16)
+        for value in self._contents:
+            _add(digest, value, {})
+        return [tensor._version for tensor in self._tensors], digest.digest()
 
 
 def _add(digest: hashlib.blake2b, value: Any, looked_at: dict[int, Any]) -> None:
+    """Add a value's structure, the contents of its tensors and arrays, and its numbers and strings.
+
+    Those in its records are among them; what other objects have as attributes isn't.
+    """
     kind: Any = type(value)
     if isinstance(value, dict):
         digest.update(b"{%d" % len(value))
@@ -205,7 +434,7 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
 
 
 def memories(value: Any) -> list[Any]:
-    """The tensors and arrays in a value, in order, those in its dataclasses and classes made by attrs among them."""
+    """Return the tensors and arrays in a value, in order, those in its records among them."""
     found: list[Any] = []
     map_leaves(value, functools.partial(_find, found, {}), _may_have_memory)
     return found
@@ -238,7 +467,7 @@ def has_memory(kind: type) -> bool:
 
 
 def tensors(value: Any) -> list[Any]:
-    """The tensors in a value that have a storage, those of jagged ones among them."""
+    """Return the tensors in a value that have a storage, those of jagged ones among them."""
     torch = imported("torch")
     if torch is None:
         return []
@@ -248,7 +477,7 @@ def tensors(value: Any) -> list[Any]:
 
 
 def sparse_parts(item: Any) -> list[Any] | None:
-    """What a sparse tensor consists of, None of any other."""
+    """Return what a sparse tensor consists of, None of any other."""
     layout = str(getattr(item, "layout", ""))
     if layout == "torch.sparse_coo":
         return [item._indices(), item._values()]
@@ -267,25 +496,20 @@ def _nbytes(item: Any) -> int:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors and arrays in a value (0 when there are none)."""
+    """Count the bytes of the tensors and arrays in a value (0 when there are none)."""
     return sum(map(_nbytes, memories(value)))
 
 
-def _shape(item: Any) -> list[Any] | str:
-    torch = imported("torch")
-    if torch is not None and isinstance(item, torch.Tensor) and item.is_nested and item.layout is torch.strided:
-        return "[nested]"  # which has none
-    return [*getattr(item, "shape", ())]
-
-
 def describe(value: Any) -> Any:
-    """The structure of a value with shapes and dtypes instead of contents, as plain data."""
+    """Return the structure of a value with shapes and dtypes instead of contents, as plain data."""
 
     def leaf(item: Any) -> Any:
         kind: type = type(item)
         if not (has_memory(kind) and hasattr(kind, "dtype")):  # no other value is asked for its attributes
             return kind.__name__
-        return f"{kind.__name__}{_shape(item)} {str(item.dtype).removeprefix('torch.')}"
+        has_shape = not getattr(item, "is_nested", False) or str(item.layout) == "torch.jagged"
+        shape = [*getattr(item, "shape", ())] if has_shape else "[nested]"
+        return f"{kind.__name__}{shape} {str(item.dtype).removeprefix('torch.')}"
 
     if isinstance(value, list) and len(value) > 8 and not has_memory(type(value[0])):
         return f"list[{len(value)}] of {type(value[0]).__name__}"

@@ -44,11 +44,11 @@ class Mesh:
         return dict(self.axes)
 
     def size(self, axis: str) -> int:
-        """The size of an axis."""
+        """Return the size of an axis."""
         return self._strides.get(axis, (1, 1))[1]
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where along the axis a rank is."""
+        """Return where along the axis a rank is."""
         stride, size = self._strides.get(axis, (1, 1))
         return rank // stride % size
 
@@ -58,13 +58,13 @@ class Mesh:
         return mine == theirs or mine[1] == theirs[1] == 1
 
     def line(self, rank: int, axis: str) -> range:
-        """The ranks that differ from this one along the axis only, itself among them, in order."""
+        """Return the ranks that differ from this one along the axis only, itself among them, in order."""
         stride, size = self._strides.get(axis, (1, 1))
         start = rank - self.coordinate(rank, axis) * stride
         return range(start, start + size * stride, stride)
 
     def leaders(self, axis: str) -> range:
-        """One rank for each place along the axis: the first along the other axes, of the last pipeline stage."""
+        """Return one rank for each place along the axis: the first along the other axes, of the last pipeline stage."""
         stage = 0
         if axis != PIPELINE_AXIS:
             stride, size = self._strides.get(PIPELINE_AXIS, (1, 1))
@@ -91,7 +91,7 @@ class Ranks:
     """The ranks that the call goes to, in order; None when it goes to all."""
 
     def mesh(self, name: str | None = None) -> Mesh:
-        """The mesh of that name; without a name the unnamed or only one.
+        """Return the mesh of that name; without a name the unnamed or only one.
 
         Raises:
             DispatchError: There is no such mesh, or there are several and none was named.
@@ -108,7 +108,7 @@ class Ranks:
         raise DispatchError(f"the role has several meshes ({known}): say which one with mesh=")
 
     def pick(self, items: Sequence[Any], ranks: Sequence[int]) -> Sequence[Any]:
-        """The items, one per target, that belong to these ranks."""
+        """Return the items, one per target, that belong to these ranks."""
         if self.targets is None:
             if isinstance(ranks, range) and ranks == range(self.world_size):
                 return items
@@ -117,7 +117,7 @@ class Ranks:
         return [items[places[rank]] for rank in ranks]
 
     def leaders(self, axis: str, mesh: str | None = None) -> Sequence[int]:
-        """As `Mesh.leaders`, of the ranks that the call goes to: places without any are left out."""
+        """Return what `Mesh.leaders` does, of the ranks that the call goes to: places without any are left out."""
         where = self.mesh(mesh)
         if self.targets is None:
             return where.leaders(axis)
@@ -130,7 +130,7 @@ class Ranks:
 
 
 def parse_meshes(spec: Mapping[str, Any] | None, slots: int) -> dict[str, Mesh]:
-    """The meshes of a role from what was declared: nothing, one mesh, or several by name.
+    """Return the meshes of a role from what was declared: nothing, one mesh, or several by name.
 
     Args:
         spec: None (one axis, `dp`), `{"dp": 2, "tp": 4}`, or `{"train": {"dp": 8}, "infer": {"dp": 2, "tp": 4}}`.

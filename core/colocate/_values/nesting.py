@@ -7,13 +7,12 @@ import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import compress, islice
 from typing import Any, TypeAlias
 
 from colocate._system.by_type import by_type
-from colocate._values.leaves import is_collection
-from colocate._values.tree import PLAIN
+from colocate._values.leaves import PLAIN, is_collection
 from colocate.errors import SerializationError
 
 _DEEP = 100  # levels; whatever walks values has room for more of them
@@ -26,7 +25,7 @@ Step: TypeAlias = "tuple[Step | None, str]"
 
 
 def no_end(arguments: Mapping[str, Any], what: str) -> SerializationError | None:
-    """The error for a value that can't be walked to its end, since it contains itself or is nested too deeply.
+    """Return the error for a value that can't be walked to its end, since it contains itself or is nested too deeply.
 
     Args:
         arguments: The values by name.
@@ -44,7 +43,7 @@ def no_end(arguments: Mapping[str, Any], what: str) -> SerializationError | None
 
 
 def _no_end(value: Any, name: str) -> tuple[str, str] | None:
-    """Path and words."""
+    """Return where a value has no end, and words for it."""
     done: set[int] = set()
     on_way: dict[int, int] = {}  # what contains what is looked at, with its level
     steps: list[str] = [name]
@@ -64,7 +63,7 @@ def _no_end(value: Any, name: str) -> tuple[str, str] | None:
             continue
         level = on_way.get(id(part))
         if level is not None:
-            if any(not _is_plain(each) for each, _ in walk[level:]):
+            if not all(isinstance(each, dict | list | tuple) for each, _ in walk[level:]):
                 continue  # an object may know itself
             path = _short([*steps, step])
             there = _short(steps[: level + 1])
@@ -92,10 +91,6 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     return iter(())
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple)
-
-
 def _short(steps: list[str]) -> str:
     if len(steps) <= 2 * _SHOWN:
         return "".join(steps)
@@ -103,7 +98,7 @@ def _short(steps: list[str]) -> str:
 
 
 def kinds_inside(value: Any) -> set[type]:
-    """The types of all that lies in a value: in its lists, tuples, dicts, sets and declared fields, however deep.
+    """Return the types of all that lies in a value, in lists, tuples, dicts, sets and declared fields, however deep.
 
     There may be more: the interpreter knows what objects refer to, fields or not. It knows that so fast that a batch of
     objects is looked through here first, and one by one only where something of a type that matters has been found.
@@ -124,19 +119,53 @@ def kinds_inside(value: Any) -> set[type]:
 
 
 @by_type
-def has_attributes(kind: type) -> bool:
-    """Whether `refuse_hidden` looks at attributes of values of this type that their class doesn't declare."""
-    return not (kind in PLAIN or _opens(kind)) and _attributes(kind) is not None
-
-
-@by_type
 def _opens(kind: type) -> bool:
     return issubclass(kind, dict | list | tuple) or has_fields(kind)
 
 
+@by_type
+def _declared(kind: type) -> tuple[str, ...] | None:
+    """Return the fields that a class declares, or () of a set; None of other types."""
+    if is_collection(kind):
+        return None
+    if issubclass(kind, set | frozenset | deque):
+        return ()
+    attrs = (each.name for each in getattr(kind, "__attrs_attrs__", ()))
+    return (*getattr(kind, "__dataclass_fields__", ()), *attrs) or None
+
+
 def has_fields(kind: type) -> bool:
     """Whether values of this type are sets, or of a class that declares its fields."""
-    return _fields(kind) is not None
+    return _declared(kind) is not None
+
+
+@by_type
+def has_attributes(kind: type) -> bool:
+    """Whether `refuse_hidden` looks at attributes of values of this type that their class doesn't declare.
+
+    It does if these are what whoever pickles one sends.
+    """
+    if kind in PLAIN or _opens(kind):
+        return False
+    if kind is types.SimpleNamespace:  # is pickled in its own way, which sends them
+        return True
+    own_way: tuple[Any, ...] = kind.__reduce_ex__, kind.__reduce__, kind.__getstate__
+    has_own = own_way != _USUAL or kind in copyreg.dispatch_table
+    return not (has_own or is_collection(kind) or issubclass(kind, _BY_NAME))
+
+
+def _parts(item: Any, most: int, declared: bool) -> Iterator[tuple[str, Any]]:
+    """Give the items or declared fields of a value, or else its attributes unless only declared ones count."""
+    kind: type = type(item)
+    names = _declared(kind)
+    if names:
+        yield from ((f".{name}", getattr(item, name, None)) for name in names[:most])
+    elif names is not None:
+        yield from ((f"[{index}]", each) for index, each in enumerate(list(islice(item, most))))
+    elif not declared and has_attributes(kind):
+        state: Any = object.__getstate__(item)
+        for each in state if isinstance(state, tuple) else (state,):  # with slots there are two
+            yield from ((f".{name}", part) for name, part in islice((each or {}).items(), most))
 
 
 def hides(value: Any, matters: Callable[[type], bool]) -> bool:
@@ -175,7 +204,12 @@ def refuse_hidden(
         found, left = _hidden(value, name, matters, holder, left)
         if found is not None:
             way, culprit, holds = found
-            path = _path(way)
+            steps: list[str] = []
+            step: Step | None = way
+            while step is not None:
+                step, part = step
+                steps.append(part)
+            path = "".join(reversed(steps))
             raise SerializationError(
                 f"{what}: {path} can't be sent: it is {culprit!r}, {why(culprit, holds)}", argument=name, path=path
             )
@@ -184,7 +218,7 @@ def refuse_hidden(
 def _hidden(
     value: Any, name: str, matters: Callable[[type], bool], holder: str, looks: int, declared: bool = False
 ) -> tuple[tuple[Step, Any, str] | None, int]:
-    """How it is reached, it, and what kind of thing holds it; and how many looks are left.
+    """Return how what matters is reached, it, and what kind of thing holds it; and how many looks are left.
 
     Args:
         value: Where to look.
@@ -223,50 +257,8 @@ def _hidden(
                 (each, (way, f"[{index}]"), holder) for index, each in enumerate(items) if type(each) not in PLAIN
             )
             looks -= len(items)
-        elif (fields := _fields(kind) or (None if declared else _attributes(kind))) is not None:
-            near.extend(
-                (each, (way, step), kind.__qualname__) for step, each in fields(item, looks) if type(each) not in PLAIN
-            )
+        else:
+            parts = _parts(item, looks, declared)
+            near.extend((each, (way, step), kind.__qualname__) for step, each in parts if type(each) not in PLAIN)
         looks -= 1
     return None, looks
-
-
-def _path(way: Step | None) -> str:
-    steps: list[str] = []
-    while way is not None:
-        way, step = way
-        steps.append(step)
-    return "".join(reversed(steps))
-
-
-_Parts: TypeAlias = Callable[[Any, int], Iterable[tuple[str, Any]]]
-
-
-@by_type
-def _fields(kind: type) -> _Parts | None:
-    """What gives the items or fields of values of this type, up to so many, if that is known of it."""
-    if is_collection(kind):
-        return None
-    if issubclass(kind, set | frozenset | deque):
-        return lambda value, most: [(f"[{i}]", each) for i, each in enumerate(list(islice(value, most)))]
-    names = [*getattr(kind, "__dataclass_fields__", ()), *(each.name for each in getattr(kind, "__attrs_attrs__", ()))]
-    if not names:
-        return None
-    return lambda value, most: [(f".{name}", getattr(value, name, None)) for name in names[:most]]
-
-
-@by_type
-def _attributes(kind: type) -> _Parts | None:
-    """What gives the attributes of values of this type, if these are what whoever pickles one sends."""
-    if kind is types.SimpleNamespace:  # is pickled in its own way, which sends them
-        return _state
-    own_way: tuple[Any, ...] = kind.__reduce_ex__, kind.__reduce__, kind.__getstate__
-    if own_way != _USUAL or kind in copyreg.dispatch_table or is_collection(kind) or issubclass(kind, _BY_NAME):
-        return None
-    return _state
-
-
-def _state(value: Any, most: int) -> Iterator[tuple[str, Any]]:
-    state: Any = object.__getstate__(value)
-    for each in state if isinstance(state, tuple) else (state,):  # with slots there are two
-        yield from ((f".{name}", item) for name, item in islice((each or {}).items(), most))

@@ -15,8 +15,8 @@ from colocate._crew.crew import Crew
 from colocate._kept import Hold, Kept
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import together
-from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
+from colocate._role.role import RoleInfo
 from colocate._system.numbers import FOREVER_S
 from colocate.errors import ColocateError
 from colocate.wire import HOLE

@@ -14,17 +14,16 @@ from colocate._definitions.codec import pack
 from colocate._definitions.packed import packed_bytes
 from colocate._kept import Consumer, Kept, KeptResident, Reference
 from colocate._role import context
-from colocate._role.info import RoleInfo
+from colocate._role.call import Resident, lives_on_driver
 from colocate._role.method_spec import MethodSpec
-from colocate._role.on_driver import lives_on_driver
-from colocate._role.resident import Resident
+from colocate._role.role import RoleInfo
 from colocate._signals.at_work import at_work
 from colocate._signals.off_main import hand_over, off_main, on_main
 from colocate._system.by_type import by_type
 from colocate._system.lines import place
 from colocate._values.dispatch import Plan
+from colocate._values.leaves import PLAIN, map_leaves
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
-from colocate._values.tree import PLAIN, map_leaves
 from colocate._views.drafts import Draft, Messages, settled, watch
 from colocate._views.pipeline import Pipeline, recording, refuse_unsent
 from colocate._views.waking import send

@@ -12,12 +12,9 @@ from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._kept import Consumer, Reference
 from colocate._role import context
-from colocate._role.call import Call
-from colocate._role.info import RoleInfo
+from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
-from colocate._role.on_driver import OnDriver
-from colocate._role.resident import Resident
-from colocate._role.role import no_such_method
+from colocate._role.role import RoleInfo, no_such_method
 from colocate._signals.at_work import at_work, refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, Plan, chosen_ranks, plan

@@ -11,8 +11,8 @@ from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._crew.sleepers import Mark, Slept
-from colocate._role.info import RoleInfo
 from colocate._role.method import TAGS
+from colocate._role.role import RoleInfo
 from colocate._values.dispatch import plan
 from colocate._values.mesh import Mesh
 from colocate._views.drafts import Draft, Messages, settled

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from colocate._system.imported import imported
-from colocate._values.tree import PLAIN
+from colocate._values.leaves import PLAIN
 from colocate.worker.memory.holdings import lie_near
 from colocate.worker.memory.storages import Objects, WeakStorage
 

@@ -19,9 +19,8 @@ from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._system.tracebacks import rebuilding
 from colocate._values import batch
-from colocate._values.arguments import placed
 from colocate._values.dispatch import Scatter
-from colocate._values.leaving import Watch, ordinary
+from colocate._values.leaving import Watch, ordinary, placed
 from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError
 from colocate.worker.birth.ending import RoleCode

@@ -15,8 +15,8 @@ from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
 from colocate._role.context import Context, running_call
 from colocate._system.recent import RecentSpans
-from colocate._values.arguments import gpu_is_used
 from colocate._values.codec import Codec
+from colocate._values.leaving import gpu_is_used
 from colocate.errors import SerializationError
 from colocate.executor import Boot
 from colocate.worker.device import Device

@@ -20,10 +20,8 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
-from colocate._values.leaves import is_collection
-from colocate._values.leaving import has_memory, memories
-from colocate._values.records import slots
-from colocate._values.tree import PLAIN
+from colocate._values.leaves import PLAIN, is_collection
+from colocate._values.leaving import has_memory, memories, slots
 from colocate.worker.memory.storages import Storages
 
 # A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.

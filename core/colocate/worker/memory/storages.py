@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from colocate._system.imported import imported
+from colocate._values.leaves import PLAIN
 from colocate._values.leaving import memories, sparse_parts
-from colocate._values.tree import PLAIN
 from colocate.gpus import in_use
 
 

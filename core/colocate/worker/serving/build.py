@@ -18,7 +18,7 @@ from colocate._role.role import check_role
 from colocate._system.installed import version_line
 from colocate._system.numbers import size_text
 from colocate._system.tracebacks import rebuilding
-from colocate._values.arguments import on_device
+from colocate._values.leaving import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
 from colocate.worker.memory.holdings import held_by
