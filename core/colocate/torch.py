@@ -64,7 +64,8 @@ def renew(
             "other process groups; shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     ctx = context() if ctx is None else ctx
-    ctx._its_groups.make_again(ctx)
+    if ctx._groups is not None:
+        ctx._groups.make_again(ctx)
     try:
         _go_on(module, optimizer)
     except _CannotGoOn as error:

@@ -7,7 +7,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 
@@ -70,26 +70,6 @@ class Rendezvous:
     port: int
 
 
-class Groups(Protocol):
-    """What makes the process groups of a worker's roles."""
-
-    def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
-        """See `Context.process_group`."""
-        ...
-
-    def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
-        """See `Context.device_mesh`."""
-        ...
-
-    def rendezvous(self) -> tuple[str, int]:
-        """See `Context.rendezvous`."""
-        ...
-
-    def make_again(self, ctx: Context) -> None:
-        """Make those groups of a role again that it had before and that were dropped."""
-        ...
-
-
 @attrs.define(eq=False)
 class Context:
     """One role on one rank: who and where it is, and what the worker offers it.
@@ -121,7 +101,8 @@ class Context:
     _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
     _reach: Callable[[str], None] | None = attrs.field(default=None, alias="reach")
     slots: Sequence[int] = (0,)
-    _groups: Groups | None = attrs.field(default=None, alias="groups")
+    # What makes the process groups of a worker's roles, as the worker's `ProcessGroups` does; None outside any.
+    _groups: Any = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
     _asked: set[str] = attrs.field(factory=set, init=False)
@@ -209,7 +190,11 @@ class Context:
             axis: An axis of the role's mesh; None for all ranks. Where several meshes have it: "train.tp".
         """
         need_torch("ctx.process_group()")
-        return self._its_groups.get(self, axis)
+        if self._groups is None:
+            from colocate._role.torch_groups import single_rank_group
+
+            return single_rank_group()
+        return cast("ProcessGroup", self._groups.get(self, axis))
 
     def device_mesh(self, mesh: str | None = None) -> DeviceMesh:
         """The role's mesh as torch has them, with its named axes: for FSDP2, tensor parallelism, DTensor.
@@ -221,19 +206,21 @@ class Context:
             mesh: Name of the mesh, where the role has several.
         """
         need_torch("ctx.device_mesh()")
-        return self._its_groups.mesh(self, mesh)
+        if self._groups is None:
+            from colocate._role.torch_groups import single_rank_mesh
+
+            return single_rank_mesh([*self.mesh.shape])
+        return cast("DeviceMesh", self._groups.mesh(self, mesh))
 
     @property
     def rendezvous(self) -> Rendezvous:
         """Where the slots of the group meet: a store of torch's (`TCPStore`), which slot 0 serves. Needs torch."""
         need_torch("ctx.rendezvous")
-        return Rendezvous(*self._its_groups.rendezvous())
-
-    @property
-    def _its_groups(self) -> Groups:
         if self._groups is None:
-            raise ColocateError("this context has no process group")
-        return self._groups
+            from colocate._role.torch_groups import single_rank_store
+
+            return Rendezvous(*single_rank_store())
+        return Rendezvous(*self._groups.rendezvous())
 
     def progress(self, done: int, total: int | None = None) -> None:
         """Say how far a long method is; shown in hang reports and in the timeline."""
@@ -274,42 +261,20 @@ def context() -> Context:
 
 
 def derive_seed(seed: int, group: str, role: str | None, rank: int) -> int:
-    """A 63-bit number that depends on all four, the same on every machine and Python."""
+    """Return a 63-bit number that depends on all four, the same on every machine and Python."""
     text = f"{seed}\0{group}\0{role}\0{rank}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def standalone_context(role: str) -> Context:
-    """The context of a role object made outside any worker: rank 0 of 1, on the CPU."""
+    """Return the context of a role object made outside any worker: rank 0 of 1, on the CPU."""
     seed = derive_seed(0, "standalone", role, 0)
     place = {"": MeshPlace(Mesh({"dp": 1}), 0)}
-    return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, hosted=False, groups=_Alone())
-
-
-class _Alone:
-    """The groups of a role object outside any worker."""
-
-    def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
-        from colocate._role.torch_groups import single_rank_group
-
-        return single_rank_group()
-
-    def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
-        from colocate._role.torch_groups import single_rank_mesh
-
-        return single_rank_mesh([*ctx.mesh.shape])
-
-    def make_again(self, ctx: Context) -> None:
-        return  # none is ever dropped
-
-    def rendezvous(self) -> tuple[str, int]:
-        from colocate._role.torch_groups import single_rank_store
-
-        return single_rank_store()
+    return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, hosted=False)
 
 
 def need_torch(what: str) -> Any:
-    """The torch module, or an ImportError with the line that installs it."""
+    """Return the torch module, or raise an ImportError with the line that installs it."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:

@@ -34,16 +34,21 @@ class Device:
     _loops: set[int] = attrs.field(factory=set)
 
     def gloos(self, interfaces: str) -> list[Any]:
-        """Gloo's objects. Each has a thread."""
+        """Return gloo's objects. Each has a thread."""
         if interfaces not in self._gloos:
             with _lock:
+                import torch.distributed as dist
+
+                gloo: Any = dist.ProcessGroupGloo
+                names = [each for each in interfaces.split(",") if each]
                 before = _gloos_loops()
-                self._gloos[interfaces] = _made(interfaces)
+                made = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+                self._gloos[interfaces] = made
                 self._loops |= _gloos_loops() - before
         return self._gloos[interfaces]
 
     def sockets(self) -> Iterator[tuple[int, int]]:
-        """Descriptor and inode of each socket that it waits for: its connections, and where it listens.
+        """Give descriptor and inode of each socket that it waits for: its connections, and where it listens.
 
         A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
         """
@@ -117,34 +122,28 @@ def _options(gloo: Any, device: Device, timeout: datetime.timedelta, more: dict[
     return options
 
 
-def _made(interfaces: str) -> list[Any]:
-    import torch.distributed as dist
-
-    gloo: Any = dist.ProcessGroupGloo
-    if not interfaces:
-        return [gloo.create_default_device()]
-    return [gloo.create_device(interface=each) for each in interfaces.split(",")]
-
-
 def _gloos_loops() -> set[int]:
-    """Descriptors of those that gloo's threads wait by, as far as it can be told: else of all in this process."""
-    polls = _polls()
-    return {poll for poll in polls if _is_gloos(poll)} or polls
+    """Return descriptors of those that gloo's threads wait by, as far as it can be told: else of all in this process.
 
-
-def _is_gloos(poll: int) -> bool:
-    """Whether it goes on in children, and each descriptor goes with a pointer: others keep a descriptor's number there.
-
-    So do asyncio and libuv, by which a role or a library may begin to wait at the moment at which gloo does.
+    Gloo's go on in children, and each descriptor goes with a pointer: others keep a descriptor's number there. So do
+    asyncio and libuv, by which a role or a library may begin to wait at the moment at which gloo does.
     """
-    watched = [*_watched(poll)]
-    flags = _FLAGS.search(_told(poll))
-    goes_on = flags is not None and not int(flags[1], 8) & os.O_CLOEXEC
-    return goes_on and bool(watched) and all(data & 0xFFFFFFFF != fd for fd, data, _ in watched)
+    polls: set[int] = set()
+    gloos: set[int] = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{entry}") == "anon_inode:[eventpoll]":
+                polls.add(int(entry))
+    for poll in polls:
+        flags, watched = _FLAGS.search(_told(poll)), _watched(poll)
+        goes_on = flags is not None and not int(flags[1], 8) & os.O_CLOEXEC
+        if goes_on and watched and all(data & 0xFFFFFFFF != fd for fd, data, _ in watched):
+            gloos.add(poll)
+    return gloos or polls
 
 
 def _watched(poll: int) -> list[tuple[int, int, int]]:
-    """Descriptor, what goes with it, and inode, of each that is waited for."""
+    """Return descriptor, what goes with it, and inode, of each that is waited for."""
     return [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _WATCHED.findall(_told(poll))]
 
 
@@ -154,13 +153,3 @@ def _told(poll: int) -> str:
             return told.read()
     except FileNotFoundError:  # closed meanwhile
         return ""
-
-
-def _polls() -> set[int]:
-    """Descriptors of what this process waits for many of at once."""
-    found = set()
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if os.readlink(f"/proc/self/fd/{entry}") == "anon_inode:[eventpoll]":
-                found.add(int(entry))
-    return found

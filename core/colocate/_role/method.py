@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from colocate._role.context import current
@@ -212,22 +213,20 @@ def method(
     Raises:
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
-
-    def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any, Any]:
-        return RoleMethod(_declare(function, dispatch, collect, concurrency, readonly, host, awake))
-
-    return decorate if f is None else decorate(f)
+    if f is None:
+        return partial(_declared, dispatch, collect, concurrency, readonly, host, awake)
+    return _declared(dispatch, collect, concurrency, readonly, host, awake, f)
 
 
-def _declare(
-    function: Callable[..., Any],
+def _declared(
     dispatch: Dispatch | None,
     collect: Collect | None,
     concurrency: int,
     readonly: Sequence[str],
     host: Sequence[str],
     awake: Sequence[str] | None,
-) -> MethodSpec:
+    function: Callable[..., Any],
+) -> RoleMethod[..., Any, Any]:
     wrong = isinstance(function, RoleMethod | staticmethod | classmethod | property)
     if wrong or not (callable(function) and hasattr(function, "__qualname__")):
         raise DispatchError(
@@ -263,7 +262,7 @@ def _declare(
         raise DispatchError(
             f"{where}: concurrency={concurrency!r}; it is at least 1, and above 1 for async methods only"
         )
-    return MethodSpec(
+    spec = MethodSpec(
         name=function.__name__,
         function=function,
         dispatch=dispatch,
@@ -275,3 +274,4 @@ def _declare(
         host=tuple(host),
         awake=None if awake is None else tuple(awake),
     )
+    return RoleMethod(spec)

@@ -27,18 +27,28 @@ class MethodSpec:
     readonly: tuple[str, ...]
     host: tuple[str, ...]
     awake: tuple[str, ...] | None = None
-    simple: tuple[str, ...] | None = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _simple_names(self.signature), takes_self=True)
-    )
-    required: frozenset[str] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _required_names(self.signature), takes_self=True)
-    )
-    padded: str | None = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _padded_parameter(self.dispatch), takes_self=True)
-    )
+    simple: tuple[str, ...] | None = attrs.field(init=False)
+    """The names of the parameters when all can be given by position and by name, otherwise None."""
+    required: frozenset[str] = attrs.field(init=False)
+    """The names of the parameters without a default."""
+    padded: str | None = attrs.field(init=False)
+    """The parameter that decides how many rows the result has to have, where some of them may be padding."""
+
+    def __attrs_post_init__(self) -> None:
+        # Binding by hand is several times faster than Signature.bind and serves nearly every method.
+        parameters = self.signature.parameters.values()
+        is_simple = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
+        scatter = self.dispatch
+        decided = {
+            "simple": tuple(each.name for each in parameters) if is_simple else None,
+            "required": frozenset(each.name for each in parameters if each.default is inspect.Parameter.empty),
+            "padded": scatter.parameters[0] if isinstance(scatter, Scatter) and scatter.pad is True else None,
+        }
+        for name, value in decided.items():
+            object.__setattr__(self, name, value)  # it is frozen
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name; TypeError as Python raises it when they don't fit."""
+        """Return the arguments by name; TypeError as Python raises it when they don't fit."""
         names = self.simple
         if names is not None and len(args) <= len(names):
             bound = dict(zip(names, args, strict=False))
@@ -58,22 +68,3 @@ class MethodSpec:
             return self.function(instance, **arguments)
         bound = inspect.BoundArguments(self.signature, OrderedDict(arguments))
         return self.function(instance, *bound.args, **bound.kwargs)
-
-
-def _padded_parameter(dispatch: Dispatch) -> str | None:
-    """The parameter that decides how many rows the result has to have, where some of them may be padding."""
-    return dispatch.parameters[0] if isinstance(dispatch, Scatter) and dispatch.pad is True else None
-
-
-def _simple_names(signature: inspect.Signature) -> tuple[str, ...] | None:
-    """The names of the parameters when all can be given by position and by name, otherwise None."""
-    # Binding by hand is several times faster than Signature.bind and serves nearly every method.
-    parameters = signature.parameters.values()
-    if any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
-        return None
-    return tuple(p.name for p in parameters)
-
-
-def _required_names(signature: inspect.Signature) -> frozenset[str]:
-    """The names of the parameters without a default."""
-    return frozenset(p.name for p in signature.parameters.values() if p.default is inspect.Parameter.empty)

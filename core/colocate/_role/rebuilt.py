@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +42,11 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
     for name, tensor in names.items():
         old = before[name]
         if _local(tensor).shape != _local(old).shape or tensor.shape != old.shape:
-            raise _other(f"{name} of {_shapes(tensor)}, not {_shapes(old)}")
+            shapes = [
+                f"shape {[*each.shape]}" + (f", {[*_local(each).shape]} here" if isinstance(each, DTensor) else "")
+                for each in (tensor, old)
+            ]
+            raise _other(f"{name} of {shapes[0]}, not {shapes[1]}")
         if id(old) not in taken:
             taken[id(old)] = _moved(old, tensor)
         if taken[id(old)] is not tensor:
@@ -53,8 +57,16 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
         each.training = modes.get(name, each.training)
     for mesh in {id(old.device_mesh): old.device_mesh for old in before.values() if isinstance(old, DTensor)}.values():
         torch_books.let_go(mesh)
-    if optimizer is not None:
-        _hand_over(optimizer, {id(old): (old, taken[id(old)]) for old in before.values()})
+    if optimizer is None:
+        return fresh
+    for group in optimizer.param_groups:
+        group["params"] = [taken.get(id(each), each) for each in group["params"]]
+    for old in {id(old): old for old in before.values()}.values():
+        if old in optimizer.state:
+            new, state = taken[id(old)], optimizer.state.pop(old)
+            optimizer.state[new] = {
+                name: _laid_like(value, new) if isinstance(value, DTensor) else value for name, value in state.items()
+            }
     return fresh
 
 
@@ -76,10 +88,6 @@ def _other(what: str) -> ConfigError:
     return ConfigError(f"the model that `rebuild` has made has {what}; it has to make it as it was")
 
 
-def _shapes(tensor: torch.Tensor) -> str:
-    return f"shape {[*tensor.shape]}" + (f", {[*_local(tensor).shape]} here" if isinstance(tensor, DTensor) else "")
-
-
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
@@ -91,7 +99,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _moved(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """The values of the one where the other lies."""
+    """Return the values of the one where the other lies."""
     if not into.is_meta:
         _local(into).copy_(_local(old))
         return into.requires_grad_(old.requires_grad)
@@ -100,7 +108,7 @@ def _moved(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The former shard itself, on the mesh of another tensor."""
+    """Return the former shard itself, on the mesh of another tensor."""
     if not (isinstance(old, DTensor) and isinstance(like, DTensor)):
         return old.detach()
     found: DTensor = DTensor.from_local(
@@ -112,15 +120,3 @@ def _laid_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         stride=old.stride(),
     )
     return found
-
-
-def _hand_over(optimizer: torch.optim.Optimizer, taken: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Have an optimizer go on with other parameters, each with the state of the former one."""
-    for group in optimizer.param_groups:
-        group["params"] = [taken[id(each)][1] if id(each) in taken else each for each in group["params"]]
-    for old, new in taken.values():
-        if old in optimizer.state:
-            state: dict[str, Any] = optimizer.state.pop(old)
-            optimizer.state[new] = {
-                name: _laid_like(value, new) if isinstance(value, DTensor) else value for name, value in state.items()
-            }

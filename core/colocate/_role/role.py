@@ -38,7 +38,7 @@ class Role:
 
 
 def methods_of(cls: type) -> Mapping[str, MethodSpec]:
-    """The role methods of a class, inherited ones included, by name."""
+    """Return the role methods of a class, inherited ones included, by name."""
     found: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
@@ -91,7 +91,7 @@ class RoleSpec(Generic[R]):
         reserve_activations: str | int | None = None,
         sleep: Literal["vmm"] | None = None,
     ) -> RoleSpec[R]:
-        """The same role, placed, and how much memory it may have on each of its slots.
+        """Return the same role, placed, and how much memory it may have on each of its slots.
 
         When it holds more than that as it is constructed or after one of its methods, that fails with a
         `MemoryBudgetError`. What is counted is what `group.memory()` says: the role's state and its residents.
@@ -115,7 +115,9 @@ class RoleSpec(Generic[R]):
         """
         changes: dict[str, Any] = {}
         if slots is not None:
-            changes["slots"] = _checked_slots(slots)
+            chosen = changes["slots"] = tuple(slots)
+            if not chosen or len(set(chosen)) != len(chosen) or any(slot < 0 for slot in chosen):
+                raise ConfigError(f"slots={list(slots)}: name at least one slot, each once, counted from 0")
         if mesh is not None:
             changes["mesh"] = dict(mesh)
         if default_group is not None:
@@ -171,7 +173,7 @@ class RoleInfo:
 
 
 def torchrun_problem(ranks: int, slots: int) -> str | None:
-    """Why a role of so many ranks can't have torchrun's environment in a group of so many slots; None where it can."""
+    """Return why a role of so many ranks can't have torchrun's environment among so many slots; None where it can."""
     if ranks == slots:
         return None
     return (
@@ -201,13 +203,13 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
 
 
 def written_class(cls: Any) -> Any:
-    """The class as it was written, of one with type arguments: those are for type checkers."""
+    """Return the class as it was written, of one with type arguments: those are for type checkers."""
     origin = get_origin(cls)
     return origin if isinstance(origin, type) and origin is not UnionType else cls  # a union is no class
 
 
 def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
-    """The role's methods, or an error if it has none."""
+    """Return the role's methods, or raise an error if it has none."""
     methods = methods_of(cls)
     if not methods:
         raise ConfigError(
@@ -218,13 +220,6 @@ def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
 
 
 def no_such_method(role: str, name: str, methods: Mapping[str, MethodSpec]) -> AttributeError:
-    """The error for a method that a role doesn't have, with those it has."""
+    """Return the error for a method that a role doesn't have, with those it has."""
     hint = did_you_mean(name, methods) or "; only methods decorated with @method can be called on a view"
     return AttributeError(f"role {role!r} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")
-
-
-def _checked_slots(slots: Sequence[int]) -> tuple[int, ...]:
-    chosen = tuple(slots)
-    if not chosen or len(set(chosen)) != len(chosen) or any(slot < 0 for slot in chosen):
-        raise ConfigError(f"slots={list(slots)}: name at least one slot, each once, counted from 0")
-    return chosen
