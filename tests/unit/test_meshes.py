@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import colocate
 from colocate import Broadcast, ColocatedGroup, Concat, First, Gather, PerRank, Reduce, Role, Scatter, method
+from colocate._values.mesh import Mesh, parse_meshes
+from colocate.errors import ConfigError
 
 Shape = Mapping[str, int]
 SLOTS = 8
@@ -211,3 +213,35 @@ def test_through_pipelines(groups: dict[str, ColocatedGroup]) -> None:
         assert [row for place in sorted(parts) for row in parts[place]] == value
 
     holds()
+
+
+def test_declared_meshes() -> None:
+    assert parse_meshes(None, 3) == {"": Mesh({"dp": 3})}
+    assert parse_meshes({"dp": 2, "tp": 4}, 8) == {"": Mesh({"dp": 2, "tp": 4})}
+    assert parse_meshes({"train": {"dp": 8}, "infer": {"dp": 2, "tp": 4}}, 8) == {
+        "train": Mesh({"dp": 8}),
+        "infer": Mesh({"dp": 2, "tp": 4}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"dp": 2, "tp": 4}, "mesh: dp=2 x tp=4 makes 8 ranks, but the role has 6 slots"),
+        ({"train": {"dp": 6}, "infer": {"dp": 4}}, "mesh 'infer': dp=4 makes 4 ranks, but the role has 6 slots"),
+        ({"dp": 2, "infer": {"dp": 3}}, "either the axes of one mesh or several named meshes"),
+        ({"dp": 0}, "size of the axis 'dp' is 0; it has to be a whole number from 1 up"),
+        ({"dp": True}, "size of the axis 'dp' is True"),
+        ({"dp": "6"}, "size of the axis 'dp' is '6'"),
+        ({"d p": 6}, "'d p' is no name for an axis"),
+        ({1: 6}, "1 is no name for an axis"),
+        ({"": {"dp": 6}}, "a mesh needs a name"),
+        ({"train": {}}, "at least one axis"),
+        ({}, "a mesh is a mapping from axes to sizes"),
+        ([2, 3], "a mesh is a mapping from axes to sizes"),
+    ],
+)
+def test_a_wrong_mesh_is_refused_with_what_is_wrong(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_meshes(spec, 6)  # type: ignore[arg-type]
+    assert message in str(caught.value)

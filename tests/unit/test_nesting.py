@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import types
 from collections import deque
 from typing import Any
@@ -65,24 +64,6 @@ def test_what_lies_too_deep_says_what_it_is_when_it_is_used() -> None:
                 assert isinstance(told.value.__cause__, TypeError)
             with pytest.raises(SerializationError, match="inside a Thing, where nothing puts its value in its place"):
                 view.use([*(Thing(number) for number in range(_LOOKS // 4)), Thing(kept.ref)], "torch")
-
-
-def test_looking_has_a_bound() -> None:
-    """A large argument is as cheap on threads as a small one but for a bound, and may change while it is looked at."""
-    with colocate.connect("local") as runtime, runtime.reserve(1, cpus=0) as pool:
-        view = pool.spawn({"user": colocate.role(User)}).role("user", User)
-
-        def fastest(value: Any) -> float:
-            times = []
-            for _ in range(20):
-                began = time.perf_counter()
-                view.nothing(value)
-                times.append(time.perf_counter() - began)
-            return min(times)
-
-        wide = Thing([Thing([Thing(number)]) for number in range(300_000)])
-        deep = Thing({number: Thing({number: {1, 2}}) for number in range(100_000)})
-        assert max(fastest(wide), fastest(deep)) < fastest(Thing(1)) + 0.01
 
 
 class Wanted:

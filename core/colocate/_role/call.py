@@ -43,11 +43,7 @@ def lives_on_driver(kind: type) -> bool:
 
 
 def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
-    """Refuse what has no end, or lives on the driver, among the arguments of a role's constructor.
-
-    Raises:
-        SerializationError: There is such a thing, in whatever of its containers, sets and declared fields.
-    """
+    """Refuse what has no end, or lives on the driver, among the arguments of a role's constructor."""
     try:
         map_leaves(list(arguments.values()), lambda item: item, lambda kind: False)
     except RecursionError:
@@ -135,12 +131,7 @@ class Underway(Flag):
         return raised
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
-        """Run `callback(self)` once it is done.
-
-        Args:
-            callback: What to run. It must not block.
-            own: Whether it is the framework's own, which never runs behind users' callbacks.
-        """
+        """Run `callback(self)`, which mustn't block, once it is done; the framework's own never runs behind users'."""
         self._callbacks.append((callback, own))
         # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
         if self.done():

@@ -23,11 +23,7 @@ _own = threading.local()  # the device that a thread has taken
 
 @attrs.define(eq=False)
 class Device:
-    """What serves the connections of gloo groups, and the descriptors that it waits by.
-
-    Attributes:
-        is_taken: A thread makes a group on it.
-    """
+    """What serves the connections of gloo groups, and the descriptors that it waits by; taken while a group is made."""
 
     is_taken: bool = False
     _gloos: dict[str, list[Any]] = attrs.field(factory=dict)  # by the interfaces asked for

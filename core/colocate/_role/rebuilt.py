@@ -26,10 +26,7 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
     """Make a model anew, give it what the former one has, and have the optimizer go on with it.
 
     Tensors on the meta device get the former's shards themselves, all others a copy of the values, so that whatever
-    knows the tensors of the new model by now (DDP's reducer, say) stays right.
-
-    Raises:
-        ConfigError: They aren't of the same parameters and buffers.
+    knows the tensors of the new model by now (DDP's reducer, say) stays right. A `ConfigError` tells of others.
     """
     former.state_dict(keep_vars=True)  # for which FSDP2 puts its shards back, wherever in a step it is
     before = _tensors(former)

@@ -148,16 +148,7 @@ class RoleSpec(Generic[R]):
 
 @attrs.frozen(eq=False)
 class RoleInfo:
-    """One role of a group, as the driver knows it.
-
-    Attributes:
-        name: Its name.
-        cls: Its class.
-        methods: Its methods by name.
-        slots: Its slots in order of rank.
-        meshes: Its meshes by name.
-        origin: Where its class comes from.
-    """
+    """One role of a group, as the driver knows it: its slots in order of rank, and where its class comes from."""
 
     name: str
     cls: type

@@ -20,13 +20,9 @@ _NEVER = datetime.timedelta(days=20)  # torch counts milliseconds, in 32 bits
 
 
 def all_make(store: Any, board: str, index: int, members: int) -> bool:
-    """Wait until all ranks of a group are about to make it; whether they do.
+    """Wait until all `members` of a group, of which this is one, are about to make it; whether they do.
 
-    Args:
-        store: A client that does nothing else meanwhile.
-        board: What they meet under.
-        index: Which of them this is.
-        members: How many they are.
+    The store is a client that does nothing else meanwhile; they meet under `board`.
     """
     store.set(f"{board}/there/{index}", YES)
     if store.check([f"{board}/there/{each}" for each in range(members)]):  # who comes last sees all of them
@@ -37,14 +33,9 @@ def all_make(store: Any, board: str, index: int, members: int) -> bool:
 
 
 def all_have(store: Any, board: str, index: int, members: int, seconds: float) -> bool:
-    """Wait until all ranks of a group have made it; whether they have, which one that couldn't says is not so.
+    """Wait until all ranks of a group have made it, at most so many seconds; whether they have, and none couldn't.
 
-    Args:
-        store: A client that does nothing else meanwhile.
-        board: What they have met under.
-        index: Which of them this is.
-        members: How many they are.
-        seconds: They have so long.
+    The store is a client that does nothing else meanwhile.
     """
     import torch.distributed as dist
 
@@ -67,9 +58,7 @@ def can_not(store: Any, board: str) -> None:
 def withdraw(store: Any, board: str) -> bool:
     """Not make a group, and so nobody does, unless all were there before; whether they have made it, once they have.
 
-    Args:
-        store: Another client than that which waits.
-        board: What they meet under.
+    The store is another client than that which waits.
     """
     if _decide(store, f"{board}/begun", NO) == NO:
         return False

@@ -101,13 +101,7 @@ def resolve(value: Any, leaf: Callable[[Deferred], Any]) -> Any:
 
 @attrs.frozen
 class Beside:
-    """Plain rows that are scattered together with a resident of which only the workers will know the rows.
-
-    Attributes:
-        name: The first parameter of plain rows.
-        rows: How many it has.
-        owner: The parameter that the resident is.
-    """
+    """Plain rows that are scattered with a resident, the parameter `owner`, of which only workers know the rows."""
 
     name: str
     rows: int
@@ -120,13 +114,7 @@ class Beside:
 
 @attrs.frozen(eq=False)
 class Cut:
-    """A plain value on its way to all ranks: each takes the rows that lie beside its own part of a resident.
-
-    Attributes:
-        value: It, whole.
-        by: The placeholder of that part.
-        beside: What the resident is compared with.
-    """
+    """A plain value on its way to all ranks: each takes the rows that lie beside its own part of a resident (`by`)."""
 
     value: Any
     by: Any
@@ -154,15 +142,7 @@ def same_rows(first: str, rows: int, other: str, others: int) -> None:
 
 
 def rows(value: Any, path: str) -> int:
-    """Count the rows of a value, in which all leaves have to agree.
-
-    Args:
-        value: What to count.
-        path: What to call the value in an error.
-
-    Raises:
-        DispatchError: A leaf has no rows, leaves disagree, or there is no leaf.
-    """
+    """Count the rows of a value, in which all leaves have to agree; a `DispatchError` calls the value `path`."""
     total = count_rows(value, path)
     if total is None:
         what = "is None" if value is None else f"({type(value).__name__}) holds nothing but None"
@@ -277,17 +257,7 @@ def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[An
 
 
 def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, memo: Memo | None = None) -> Any:
-    """Put the parts together, one after the other.
-
-    Args:
-        parts: The parts, at least one.
-        path: What to call the whole in an error.
-        label: What to call part i in an error.
-        memo: That of what all of this is inside.
-
-    Raises:
-        DispatchError: The parts differ in structure, a leaf has no rows, or leaves can't be joined.
-    """
+    """Put one part or more together, one after the other; `label` says what errors call part i."""
     if len(parts) == 1:
         return parts[0]
     if memo is None:

@@ -22,11 +22,7 @@ class Codec:
     unpack: Callable[[Any, str | None], Any]
 
     def pack_named(self, value: Any, name: str, what: str) -> Any:
-        """Pack a value.
-
-        Raises:
-            SerializationError: It can't be serialised; names the value and the path inside it.
-        """
+        """Pack a value; a `SerializationError` names it and the path inside it."""
         try:
             return self.pack(value)
         except Exception as error:

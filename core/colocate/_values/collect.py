@@ -183,11 +183,7 @@ class Reduce(Collect):
 
 
 def check(dispatch: Any, collect: Any, where: str) -> None:
-    """Check that a dispatch and a collect go together, when the class is declared.
-
-    Raises:
-        DispatchError: They don't, or they aren't what they should be.
-    """
+    """Raise a `DispatchError` unless a dispatch and a collect go together, when the class is declared."""
     for name, value, base in (("dispatch", dispatch, Dispatch), ("collect", collect, Collect)):
         if not isinstance(value, base):
             called = f"{value.__name__}(...)" if isinstance(value, type) else f"a {base.__name__}"
@@ -201,11 +197,7 @@ def check(dispatch: Any, collect: Any, where: str) -> None:
 
 
 def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str) -> None:
-    """Check the meshes and axes that a method names against those that its role was given.
-
-    Raises:
-        DispatchError: There is no such mesh, or the axis is in none of the meshes and isn't a usual one either.
-    """
+    """Raise a `DispatchError` for a mesh, or an unusual axis, that a method names and its role wasn't given."""
     for value in (dispatch, collect):
         mesh, axis = getattr(value, "mesh", None), getattr(value, "axis", None)
         if mesh is not None and mesh not in ranks.meshes:
@@ -228,19 +220,9 @@ def reduce_values(
     ranks: Sequence[int],
     keys: tuple[Any, ...] = (),
 ) -> Any:
-    """Make one value of the structure that all values have.
+    """Make one value of the structure that all values have; `weights` are a mean's, and None weighs equally.
 
     The types that come out don't depend on how many values there are: a mean of whole numbers is a float.
-
-    Args:
-        values: The values, one at least.
-        operation: One of `_OPERATIONS`.
-        weights: For a mean, above 0; None weighs equally.
-        ranks: Whose values these are, for errors.
-        keys: Where in the results they are.
-
-    Raises:
-        DispatchError: The values differ in structure or shape, or a leaf can't be reduced.
     """
     first: Any = values[0]
     path = "the results" + "".join(f"[{key!r}]" for key in keys)

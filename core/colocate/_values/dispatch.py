@@ -392,17 +392,7 @@ class Plan:
 
 
 def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequence[int] | None = None) -> Plan:
-    """Work out what a call sends to whom.
-
-    Args:
-        dispatch: How.
-        arguments: The arguments by parameter.
-        ranks: The ranks of the role.
-        select: The ranks that the call itself named, if it did.
-
-    Raises:
-        DispatchError: The arguments don't fit, or the dispatch gave something that can't be sent.
-    """
+    """Work out what a call sends to whom; `select` are the ranks that the call itself named, if it did."""
     if select is not None:
         if not dispatch.selectable:
             raise DispatchError(
@@ -441,12 +431,7 @@ def whole(value: Any) -> Any:
 
 
 def check_place(what: str, axis: str, mesh: str | None) -> None:
-    """Check the axis and the mesh that a dispatch or collect was declared with.
-
-    Raises:
-        DispatchError: The axis can't be one.
-        ConfigError: The mesh isn't a name.
-    """
+    """Check the axis and the mesh that a dispatch or collect was declared with."""
     if not isinstance(axis, str) or not axis.isidentifier():
         raise DispatchError(f"{what}(axis={axis!r}): an axis is a word, such as 'dp'")
     if mesh is not None and not isinstance(mesh, str):
@@ -463,11 +448,7 @@ def _check_names(dispatch: type[Dispatch], parameters: tuple[Any, ...]) -> None:
 
 
 def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
-    """What a `PerRank` parameter was given, if it is a list of so many items.
-
-    Raises:
-        DispatchError: It isn't.
-    """
+    """Return what a `PerRank` parameter was given; a `DispatchError` unless it is a list of so many items."""
     if not isinstance(value, (list, tuple)):
         raise DispatchError(
             f"the parameter {name!r} is dispatched PerRank, so it has to be a list with one item for each of the "
@@ -483,11 +464,7 @@ def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def chosen_ranks(ranks: Iterable[int]) -> Sequence[int]:
-    """The ranks that a call names, as plain numbers.
-
-    Raises:
-        DispatchError: It doesn't name any.
-    """
+    """Return the ranks that a call names, as plain numbers."""
     try:
         return tuple(map(operator.index, ranks))
     except TypeError:

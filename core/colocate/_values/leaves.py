@@ -356,12 +356,8 @@ def map_leaves(
 ) -> Any:
     """Replace each leaf of nested lists, tuples and dicts by `leaf(it)`; what nothing changed in is the same object.
 
-    Args:
-        value: The value.
-        leaf: What becomes of each leaf.
-        matters: Whether `leaf` may change a leaf of this type; it is asked for no other one. Long lists of what doesn't
-            matter are then cheap.
-        key: Looks at each key that is no string. Keys stay as they are.
+    With `matters`, `leaf` is asked of no other types, and long lists of what doesn't matter are cheap. `key` looks at
+    each key that is no string; keys stay as they are.
     """
     if isinstance(value, dict):
         if key is not None:
@@ -435,11 +431,7 @@ def rebuild_tuple(value: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ..
 
 
 def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
-    """Check that all values are None, or mappings with equal keys, or sequences of equal length as the first is.
-
-    Raises:
-        DispatchError: They aren't.
-    """
+    """Raise a `DispatchError` unless all values are None, or have the keys or the length of the first."""
     first = values[0]
     for index, value in enumerate(values):
         if (value is None) is not (first is None):

@@ -70,15 +70,10 @@ class Records:
         self._leads_back = self._copies_back = False
 
     def of(self, item: Any, change: Callable[[Any], Any]) -> Any:
-        """Return what a record becomes: itself where nothing in it changes.
+        """Return what a record becomes: itself where nothing in it changes; a `CopyError` if it can't be copied.
 
-        Args:
-            item: The record.
-            change: What becomes of a field's value, the very object where nothing does; it comes back here for those
-                in it.
-
-        Raises:
-            CopyError: It can't be copied. It stays as it is.
+        `change` says what becomes of a field's value, the very object where nothing does; it comes back here for those
+        in it.
         """
         known, made = self._made.get(id(item), (None, None))
         if made is not None:
@@ -149,12 +144,9 @@ class Records:
 
 
 def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:
-    """Return a method's arguments with their tensors on a device. What is there already is the very object that it was.
+    """Return a method's arguments with their tensors on a device, but for those of parameters on the `host`.
 
-    Args:
-        arguments: By parameter.
-        device: What torch calls it.
-        host: The parameters whose tensors are on the host instead.
+    What is there already is the very object that it was.
     """
     torch = imported("torch")
     if torch is None:
@@ -267,13 +259,9 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
     """Return the value with its tensors detached from autograd, and inference tensors as ordinary ones.
 
     Those in its records are among them, where these can be copied and the value isn't nested too deep. Parameters of a
-    model or an optimizer that is in the value stay what they are to that. Shares memory with the value; only an
-    inference tensor is cloned, since nothing but a copy can make it ordinary, and one that others will write into
-    without torch's noticing.
-
-    Args:
-        value: The value.
-        is_lent: Whether a tensor is such a one.
+    model or an optimizer that is in the value stay what they are to that. It shares memory with the value; only an
+    inference tensor is cloned, since nothing but a copy can make it ordinary, and one that `is_lent`, into which others
+    will write without torch's noticing.
     """
     return value if isinstance(value, _PLAIN) else _Ordinary(is_lent).value(value)
 

@@ -130,15 +130,7 @@ class Ranks:
 
 
 def parse_meshes(spec: Mapping[str, Any] | None, slots: int) -> dict[str, Mesh]:
-    """Return the meshes of a role from what was declared: nothing, one mesh, or several by name.
-
-    Args:
-        spec: None (one axis, `dp`), `{"dp": 2, "tp": 4}`, or `{"train": {"dp": 8}, "infer": {"dp": 2, "tp": 4}}`.
-        slots: The number of the role's slots.
-
-    Raises:
-        ConfigError: It is none of those, or a product isn't the number of slots.
-    """
+    """Return the meshes of a role from what was declared: None (one axis, `dp`), one mesh, or several by name."""
     if spec is None:
         return {"": Mesh({"dp": slots})}
     if not isinstance(spec, Mapping) or not spec:

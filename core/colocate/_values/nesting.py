@@ -25,14 +25,9 @@ Step: TypeAlias = "tuple[Step | None, str]"
 
 
 def no_end(arguments: Mapping[str, Any], what: str) -> SerializationError | None:
-    """Return the error for a value that can't be walked to its end, since it contains itself or is nested too deeply.
+    """Return the error for a value that contains itself or is nested too deeply; None when none is so.
 
-    Args:
-        arguments: The values by name.
-        what: What they are sent to, or come from.
-
-    Returns:
-        The error; None when none of them is so.
+    `what` is what the values are sent to, or come from.
     """
     for name, value in arguments.items():
         found = _no_end(value, name)
@@ -181,21 +176,12 @@ def refuse_hidden(
     holder: str = "",
     looks: int | None = None,
 ) -> None:
-    """Refuse what `matters` where nothing replaces it by its value.
+    """Refuse what `matters` where nothing replaces it by its value, with a `SerializationError`.
 
     That is everywhere but in lists, tuples and the values of dicts: in sets, keys, the fields of objects of classes
-    that declare them, and the attributes of other objects.
-
-    Args:
-        arguments: The values by name.
-        what: What they are sent to.
-        matters: Whether values of a type are refused.
-        why: Says what is wrong with such a value inside such a holder, and what to do, behind "it is …".
-        holder: What it is in that is in none of those places; without one it may be there.
-        looks: After so many things it is enough, all arguments together; the nearest come first. None looks at all.
-
-    Raises:
-        SerializationError: There is one.
+    that declare them, and the attributes of other objects; with a `holder`, in the values themselves too. `why` says
+    what is wrong with it inside its holder, behind "it is …". `looks` bounds how many things are looked at, all
+    arguments together; the nearest come first.
     """
     left = sys.maxsize if looks is None else looks
     for name, value in arguments.items():
@@ -220,13 +206,7 @@ def _hidden(
 ) -> tuple[tuple[Step, Any, str] | None, int]:
     """Return how what matters is reached, it, and what kind of thing holds it; and how many looks are left.
 
-    Args:
-        value: Where to look.
-        name: What it is called.
-        matters: Whether a type is looked for.
-        holder: What holds it that is in no set, key or object.
-        looks: How many things to look at.
-        declared: Whether only those attributes count that their class declares.
+    `holder` holds what is in no set, key or object. With `declared` only those attributes count that a class declares.
     """
     seen: set[int] = set()
     near: deque[tuple[Any, Step, str]] = deque([(value, (None, name), holder)])
