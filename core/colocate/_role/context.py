@@ -168,7 +168,13 @@ class Context:
                 f"{sorted(self._siblings) or 'no other role'} (roles are constructed in the order of their declaration)"
             )
         found = self._siblings[name]
-        if cls is not None and not _is_of(found, cls):
+        try:
+            is_of = cls is None or isinstance(found, cls)
+        except TypeError:  # a protocol, which nothing can be compared with
+            is_of = True
+        # That of a script may have come anew since the instance was made, under the same name.
+        names = {(each.__module__, each.__qualname__) for each in type(found).__mro__}
+        if cls is not None and not is_of and (cls.__module__, cls.__qualname__) not in names:
             raise ColocateError(
                 f"role {self.role!r} asked for its sibling {name!r} as a {cls.__qualname__}, but it is a "
                 f"{type(found).__qualname__}"
@@ -233,17 +239,6 @@ running_call: ContextVar[CallState | None] = ContextVar("colocate_call", default
 set_current = _current.set
 reset_current = _current.reset
 current = _current.get
-
-
-def _is_of(instance: object, cls: type) -> bool:
-    """Whether it is of a class; that of a script may have come anew since it was made, under the same name."""
-    try:
-        if isinstance(instance, cls):
-            return True
-    except TypeError:  # a protocol, which nothing can be compared with
-        return True
-    names = {(each.__module__, each.__qualname__) for each in type(instance).__mro__}
-    return (cls.__module__, cls.__qualname__) in names
 
 
 def context() -> Context:

@@ -33,13 +33,8 @@ class Device:
         """Return gloo's objects. Each has a thread."""
         if interfaces not in self._gloos:
             with _lock:
-                import torch.distributed as dist
-
-                gloo: Any = dist.ProcessGroupGloo
-                names = [each for each in interfaces.split(",") if each]
                 before = _gloos_loops()
-                made = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-                self._gloos[interfaces] = made
+                self._gloos[interfaces] = _made(interfaces)
                 self._loops |= _gloos_loops() - before
         return self._gloos[interfaces]
 
@@ -93,8 +88,19 @@ def _sharing() -> Any:
     class Sharing(gloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> None:
             device: Device | None = getattr(_own, "device", None)
-            options = None if device is None else _options(gloo, device, timeout, more)
-            if options is None:  # a torch that makes them in another way: they have threads of their own
+            options = None
+            # As torch's own constructor makes them; where torch has another way, groups have threads of their own.
+            with contextlib.suppress(AttributeError):
+                made = gloo._Options()
+                made._timeout = timeout
+                for name, value in more.items():  # from torch 2.14 on there is one
+                    if value != getattr(made, name):
+                        setattr(made, name, value)
+                if device is not None:  # last: what else goes wrong leaves a group to devices of its own
+                    made._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+                    made._threads = 2 * len(made._devices)
+                    options = made
+            if options is None:
                 super().__init__(store, rank, size, timeout, **more)
             else:
                 super().__init__(store, rank, size, options)
@@ -102,20 +108,12 @@ def _sharing() -> Any:
     return Sharing
 
 
-def _options(gloo: Any, device: Device, timeout: datetime.timedelta, more: dict[str, Any]) -> Any:
-    """As torch's own constructor makes them of its arguments; None where that isn't known."""
-    try:
-        options = gloo._Options()
-        options._timeout = timeout
-        for name, value in more.items():  # from torch 2.14 on there is one
-            if value != getattr(options, name):
-                setattr(options, name, value)
-        # Last: what else goes wrong leaves a group to devices of its own.
-        options._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        options._threads = 2 * len(options._devices)
-    except AttributeError:
-        return None
-    return options
+def _made(interfaces: str) -> list[Any]:
+    import torch.distributed as dist
+
+    gloo: Any = dist.ProcessGroupGloo
+    names = interfaces.split(",") if interfaces else []
+    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
 def _gloos_loops() -> set[int]:

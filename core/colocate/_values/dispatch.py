@@ -262,10 +262,19 @@ class Scatter(_Named):
         """
         axis, mesh, of = self.axis, self.mesh, self.rows_of
         padding: Padding = "even" if self.pad else "none"
-        name, total = _plain_rows(values)
-        deferred = [
-            (owner, leaf) for owner, value in values.items() for leaf in leaves(value) if is_deferred(type(leaf))
-        ]
+        first, total = "", None  # the first parameter whose rows the driver knows, and these rows
+        deferred: list[tuple[str, Any]] = []
+        for name, value in values.items():
+            try:
+                known = count_rows(value, name)
+            except DispatchError as error:
+                error.parameter = name
+                raise
+            if total is None:
+                first, total = name, known
+            elif known is not None:
+                same_rows(first, total, name, known)
+            deferred += [(name, leaf) for leaf in leaves(value) if is_deferred(type(leaf))]
         owned: dict[int, Any] = {}  # what each rank has in its own worker already
         if not self.pad:
             owned = {id(leaf): leaf.own(axis, mesh, count, of) for _, leaf in deferred}
@@ -277,15 +286,15 @@ class Scatter(_Named):
             if deferred and not self.pad and None not in owned.values():
                 return take_apart(values, 1, lambda leaf: [owned[id(leaf)]]), None, None
         else:
-            check_sets(f"the parameter {name!r}", total, of, name)
+            check_sets(f"the parameter {first!r}", total, of, first)
             sizes = even_sizes(total, count, of)
             if not all(leaf.known for _, leaf in deferred):
-                beside = {id(leaf): Beside(name, total, owner) for owner, leaf in deferred}
+                beside = {id(leaf): Beside(first, total, owner) for owner, leaf in deferred}
                 by = owned.get(id(deferred[0][1]))
             else:
                 for place, (owner, leaf) in enumerate(deferred):
                     theirs = leaf.sizes(axis, mesh, count, of)
-                    same_rows(name, total, owner, sum(theirs))
+                    same_rows(first, total, owner, sum(theirs))
                     if place == 0:
                         sizes = theirs
                         for size in sizes:
@@ -293,7 +302,15 @@ class Scatter(_Named):
             if self.pad and (total > 0 or self.empty == "error"):
                 each, sizes = padded_sizes(total, count)
             if self.empty == "error" and (total == 0 or (each is None and 0 in sizes)):
-                raise self._too_few(name, total, count)
+                if total < count * of:
+                    sets = f", in sets of {of}," if of > 1 else ""
+                    ranks = f"{plural(count, 'rank')} along {axis!r}"
+                    what = f"the parameter {first!r} has {plural(total, 'row')}{sets} for {ranks}"
+                else:
+                    what = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {first!r} "
+                    what += "where they lie now"
+                hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if total and of == 1 else "")
+                raise DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=first)
         split = None if sizes is None else leaf_splitter(sizes, each)
 
         def parts_of(leaf: Any) -> Sequence[Any]:
@@ -315,18 +332,6 @@ class Scatter(_Named):
         if by is not None:
             return take_apart(values, 1, parts_of), None, None
         return take_apart(values, count, parts_of), sizes, each
-
-    def _too_few(self, name: str, total: int, count: int) -> DispatchError:
-        of = self.rows_of
-        if total < count * of:
-            sets = f", in sets of {of}," if of > 1 else ""
-            ranks = f"{plural(count, 'rank')} along {self.axis!r}"
-            what = f"the parameter {name!r} has {plural(total, 'row')}{sets} for {ranks}"
-        else:
-            what = f"some of the {count} ranks along {self.axis!r} have none of the {total} rows of {name!r} where "
-            what += "they lie now"
-        hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if total and of == 1 else "")
-        return DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=name)
 
     def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
         """What `split` gives where it is seen without looking into anything, as of most calls of a step; else None.
@@ -361,22 +366,6 @@ def written(value: Any, *positional: str, **usual: Any) -> str:
     """Return how a declaration was written: its options but for those that are as usual."""
     said = [f"{name}={own!r}" for name, default in usual.items() if (own := getattr(value, name)) != default]
     return f"{type(value).__name__}({', '.join([*positional, *said])})"
-
-
-def _plain_rows(values: Arguments) -> tuple[str, int | None]:
-    """Return the first parameter whose rows the driver knows, and these rows; the others agree with it."""
-    first: tuple[str, int | None] = "", None
-    for name, value in values.items():
-        try:
-            total = count_rows(value, name)
-        except DispatchError as error:
-            error.parameter = name
-            raise
-        if total is not None and first[1] is None:
-            first = name, total
-        elif total is not None and first[1] is not None:
-            same_rows(first[0], first[1], name, total)
-    return first
 
 
 @attrs.frozen

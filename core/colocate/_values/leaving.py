@@ -208,7 +208,15 @@ class _Moves:
     def _moved_leaf(self, item: Any, kind: type) -> Any:
         torch = self._torch
         if isinstance(item, torch.Tensor):
-            return item if self._is_there(item) else self._moved_tensor(item)
+            if self._is_there(item):
+                return item
+            if not is_trained(item):
+                return self.copies.of(item)
+            if isinstance(item, torch.nn.parameter.UninitializedTensorMixin):
+                return type(item)(item.requires_grad, self._device, item.data.dtype)
+            moved = self.copies.of(item.detach())
+            is_parameter = isinstance(item, torch.nn.Parameter)
+            return torch.nn.Parameter(moved, item.requires_grad) if is_parameter else moved.requires_grad_()
         if is_collection(kind):
             if all(self._is_there(each) for each in memories(item) if isinstance(each, torch.Tensor)):
                 return item
@@ -230,16 +238,6 @@ class _Moves:
     def _is_there(self, tensor: Any) -> bool:
         there: bool = tensor.device == self._device or tensor.is_meta  # which has no contents to be moved
         return there
-
-    def _moved_tensor(self, tensor: Any) -> Any:
-        if not is_trained(tensor):
-            return self.copies.of(tensor)
-        if isinstance(tensor, self._torch.nn.parameter.UninitializedTensorMixin):
-            return type(tensor)(tensor.requires_grad, self._device, tensor.data.dtype)
-        moved = self.copies.of(tensor.detach())
-        if isinstance(tensor, self._torch.nn.Parameter):
-            return self._torch.nn.Parameter(moved, tensor.requires_grad)
-        return moved.requires_grad_()
 
 
 @by_type
