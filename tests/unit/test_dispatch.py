@@ -6,7 +6,6 @@ import itertools
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -321,7 +320,9 @@ def test_a_users_split_is_checked() -> None:
         (lambda: PerRank(0), ConfigError),  # type: ignore[arg-type]
         (lambda: OnRank(-1), ConfigError),
         (lambda: OnRank("0"), ConfigError),  # type: ignore[arg-type]
-        *((partial(Scatter, "x", rows_of=of), ConfigError) for of in (0, True, 2.5)),
+        (lambda: Scatter("x", rows_of=0), ConfigError),
+        (lambda: Scatter("x", rows_of=True), ConfigError),
+        (lambda: Scatter("x", rows_of=2.5), ConfigError),  # type: ignore[arg-type]
         (lambda: Scatter("x", rows_of=2, pad=True), ConfigError),
     ],
 )
