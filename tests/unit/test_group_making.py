@@ -14,19 +14,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 
-from colocate._protocol.consequence import Consequence, Unmade
+from colocate._protocol.consequence import Consequence
 from colocate._role import torch_groups
-from colocate._role.torch_meetings import NotMade, all_have, all_make, can_not, withdraw
+from colocate._role.torch_meetings import all_have, all_make, can_not, withdraw
 from colocate.errors import ColocateError
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker.torch_groups.making import DefaultGroup, Making
+from colocate.worker.torch_groups.making import DefaultGroup, Making, Together
 
 RANKS = 3
-BOARDS = "one", "other"
 SEQ = 3
 
 
@@ -67,14 +65,6 @@ def test_none_makes_it(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
     assert [each.result(PATIENCE_S) for each in waiting] == [False] * (RANKS - 1)
     assert not all_make(ranks[0][0], "none", 0, RANKS)
     assert not withdraw(ranks[1][1], "none")
-
-
-def test_one_rank_comes_twice(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
-    """It is still one."""
-    waiting = [pool.submit(all_make, store, "twice", 0, 2) for store, _ in ranks]
-    assert not becomes_true(lambda: any(each.done() for each in waiting), 0.1)
-    assert all_make(ranks[0][1], "twice", 1, 2)
-    assert [each.result(PATIENCE_S) for each in waiting] == [True] * RANKS
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -121,30 +111,6 @@ def test_two_groups_at_once_on_a_device() -> None:
             later.enter_context(torch_groups._no_split(c10d))
         assert group.bound_device_id is None
     assert group.bound_device_id == "cuda:0"
-
-
-SERVER = """
-from colocate._role.torch_groups import serve_store
-store, address = serve_store("127.0.0.1")
-print(address[1], flush=True)
-input()
-"""
-
-
-def test_a_store_that_is_gone(pool: ThreadPoolExecutor) -> None:
-    """Who waits there is told, and who couldn't make a group has nobody to tell."""
-    pytest.importorskip("torch")
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
-        assert server.stdout is not None
-        address = "127.0.0.1", int(server.stdout.readline())
-        store, other = (torch_groups.connect_store(address, 60.0) for _ in range(2))
-        waiting = pool.submit(all_make, store, "board", 0, 2)
-        wait_until(lambda: other.check(["board/there/0"]), "it waits")
-        server.kill()
-    with pytest.raises(RuntimeError):
-        waiting.result(PATIENCE_S)
-    can_not(other, "board")
 
 
 def test_whose_sockets() -> None:
@@ -226,39 +192,6 @@ def test_whose_sockets() -> None:
     assert done.stdout == "known\n", done.stderr
 
 
-def test_a_group_of_one_rank_beside_others() -> None:
-    """It has a class that torch takes for its own, whoever makes a group at the same moment."""
-    pytest.importorskip("torch")
-    code = """
-        import threading
-        from torch.distributed import distributed_c10d as c10d
-        from colocate._role import torch_books
-        from colocate._role.gloo_devices import on_a_device
-        from colocate._role.torch_groups import Plan, hash_store
-
-        torch_books.record()
-        over = threading.Event()
-
-        def toggle():
-            while not over.wait(0.0005):
-                with on_a_device(c10d):
-                    over.wait(0.0005)
-
-        thread = threading.Thread(target=toggle)
-        thread.start()
-        try:
-            for number in range(200):
-                Plan(f"g/{number}", f"{number}", [0], 0, False, False, "cpu", 60.0).make(hash_store())
-                torch_books.forget(f"g/{number}")
-        finally:
-            over.set()
-            thread.join()
-        print("made")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "made\n", done.stderr
-
-
 class Asking:
     """A worker whose running call asks for groups."""
 
@@ -278,21 +211,12 @@ class Asking:
         return self.refuses
 
 
-def _nothing() -> None:
-    """No group."""
-
-
-@attrs.define(eq=False)
-class Group:
+class Group(Together):
     """It is made by all, and at once, unless something else is said."""
 
-    make: Callable[[], object]
-    leave: Callable[[], bool] = lambda: True
-    join: Callable[[], bool] = lambda: True
-    board: str = "board 1"
-    name: str = "policy/actor/*"
-    is_there: Callable[[], bool] = lambda: False
-    can_not: Callable[[], None] = _nothing
+    def __init__(self, make: Callable[[], object] = lambda: None, board: str = "board 1", **how: Any) -> None:
+        super().__init__("actor/*", SimpleNamespace(name="policy/actor/*", board=board), ("127.0.0.1", 1), {})  # type: ignore[arg-type]
+        vars(self).update({"leave": lambda: True, "join": lambda: True, "can_not": lambda: None, "make": make, **how})
 
 
 class Lane(threading.Thread):
@@ -317,7 +241,8 @@ def back(making: Making) -> threading.Thread:
     return thread
 
 
-def test_back_when_it_is_made() -> None:
+@pytest.mark.parametrize("ends", [False, True], ids=["all are there", "a peer is gone, and the worker ends"])
+def test_back_when_it_is_made(ends: bool) -> None:
     """A rank that all have waited for makes the group with them, though it is called back; until then it isn't back."""
     making, begun, end = Making(Asking()), threading.Event(), threading.Event()
     made = []
@@ -334,10 +259,11 @@ def test_back_when_it_is_made() -> None:
     assert isinstance(lane.error, Consequence)
     comes_back = back(making)
     assert not becomes_true(lambda: not comes_back.is_alive(), 0.1)
-    end.set()
+    making.give_up() if ends else end.set()
     comes_back.join(PATIENCE_S)
-    assert made == [{"policy/actor/*"}]
-    assert not making.unfinished()
+    assert not comes_back.is_alive()
+    end.set()
+    wait_until(lambda: made == [{"policy/actor/*"}] and not making.unfinished(), "it is made")
 
 
 def test_back_when_it_is_never_made() -> None:
@@ -350,7 +276,7 @@ def test_back_when_it_is_never_made() -> None:
         end.wait(PATIENCE_S)
         return False
 
-    lane = Lane(making, Group(_nothing, lambda: False, comes_late))
+    lane = Lane(making, Group(leave=lambda: False, join=comes_late))
     wait_until(lambda: former, "it waits")
     making.end_waits(SEQ, "a call has failed")
     lane.join(PATIENCE_S)
@@ -369,19 +295,6 @@ def test_back_when_it_is_never_made() -> None:
     ends.set()
     following.join(PATIENCE_S)
     assert following.error is None
-    assert not making.has_failed()
-
-
-def test_another_rank_is_called_back() -> None:
-    """That is a consequence, and said to be one."""
-    worker = Asking()
-    making = Making(worker)
-    lane = Lane(making, Group(_nothing, join=lambda: False))
-    lane.join(PATIENCE_S)
-    assert str(lane.error) == "another rank doesn't make the process group 'policy/actor/*'"
-    assert isinstance(lane.error, Consequence)
-    assert making.has_failed()
-    worker.seq += 1  # what fails in another call fails by itself
     assert not making.has_failed()
 
 
@@ -405,38 +318,10 @@ def test_it_can_not_be_made() -> None:
     making.back()
 
 
-def test_another_rank_can_not() -> None:
-    """That is a consequence, too, also if it shows only when this rank has connected."""
-    making = Making(Asking())
-
-    def make() -> None:
-        raise NotMade("another rank could not make it")
-
-    lane = Lane(making, Group(make))
-    lane.join(PATIENCE_S)
-    assert isinstance(lane.error, Unmade)
-    assert making.has_failed()
-
-
-def test_nothing_is_begun_after_a_failure() -> None:
-    """A role that goes on after it was called back makes no group a second time, while the first is being made."""
-    worker = Asking()
-    making = Making(worker)
-    worker.refuses = "a call has failed"
-    begun: list[None] = []
-    lane = Lane(making, Group(lambda: begun.append(None), lambda: True))
-    lane.join(PATIENCE_S)
-    assert str(lane.error) == "a call has failed"
-    assert not begun
-    comes_back = back(making)
-    comes_back.join(PATIENCE_S)
-    assert not comes_back.is_alive()
-
-
 def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may have no more: whoever asks is told, and a rank that is called back is back."""
     making, end = Making(Asking()), threading.Event()
-    group = Group(_nothing, join=partial(end.wait, PATIENCE_S))
+    group = Group(join=partial(end.wait, PATIENCE_S))
     waiting = Lane(making, group)
     wait_until(lambda: making._waiting, "it waits")
 
@@ -446,7 +331,7 @@ def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            making.have(Group(_nothing, board="board 2"))
+            making.have(Group(board="board 2"))
         making.end_waits(SEQ, "a call has failed")
     waiting.join(PATIENCE_S)
     assert str(waiting.error) == "a call has failed"
@@ -491,43 +376,6 @@ def test_a_default_group_begun_for_an_earlier_call(monkeypatch: pytest.MonkeyPat
     assert len(worker.asked) == 2
 
 
-def test_who_asks_again_for_one_that_failed() -> None:
-    """No other rank makes it any more, before all have been back: the reason is told again."""
-    making = Making(Asking())
-    tried: list[None] = []
-
-    def make() -> None:
-        tried.append(None)
-        raise OSError("no sockets any more")
-
-    words = (
-        "no sockets any more",
-        "process group 'policy/actor/*' could not be made before: OSError: no sockets any more",
-    )
-    for told in words:
-        lane = Lane(making, Group(make))
-        lane.join(PATIENCE_S)
-        assert str(lane.error) == told
-    assert len(tried) == 1
-    making.back()
-    lane = Lane(making, Group(_nothing))
-    lane.join(PATIENCE_S)
-    assert lane.error is None
-
-
-def test_it_is_there() -> None:
-    """A thread that looks for a group before another one of its role has made it, and asks after that, begins none."""
-    made: list[str] = []
-    group = Group(lambda: made.append("a group"), is_there=lambda: bool(made))
-    making = Making(Asking())
-    for _ in range(2):
-        lane = Lane(making, group)
-        lane.join(PATIENCE_S)
-        assert lane.error is None
-    assert made == ["a group"]
-    assert not making._running
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_same_one_twice(fails: bool) -> None:
     """Threads of a role that ask for the same group make one."""
@@ -547,37 +395,3 @@ def test_the_same_one_twice(fails: bool) -> None:
         lane.join(PATIENCE_S)
         assert (str(lane.error) == "no sockets any more") if fails else (lane.error is None)
     assert made == ([] if fails else ["a group"])
-
-
-def test_several_wait() -> None:
-    """Threads of a role make groups beside each other, and all of them are called back."""
-    making, end = Making(Asking()), threading.Event()
-    lanes = [Lane(making, Group(_nothing, lambda: False, partial(end.wait, PATIENCE_S), board)) for board in BOARDS]
-    wait_until(lambda: len(making._waiting) == 2, "both wait")
-    making.end_waits(SEQ, "a call has failed")
-    for lane in lanes:
-        lane.join(PATIENCE_S)
-        assert isinstance(lane.error, Consequence)
-    making.back()
-    assert not making._waiting
-    end.set()
-
-
-def test_the_end_of_a_worker() -> None:
-    """Who isn't back because a peer is gone is when the worker is to end."""
-    making, begun, end = Making(Asking()), threading.Event(), threading.Event()
-
-    def make() -> None:
-        begun.set()
-        end.wait(PATIENCE_S)
-
-    lane = Lane(making, Group(make))
-    assert begun.wait(PATIENCE_S)
-    making.end_waits(SEQ, "a call has failed")
-    lane.join(PATIENCE_S)
-    comes_back = back(making)
-    assert not becomes_true(lambda: not comes_back.is_alive(), 0.1)
-    making.give_up()
-    comes_back.join(PATIENCE_S)
-    assert not comes_back.is_alive()
-    end.set()

@@ -59,12 +59,6 @@ class Plan:
     device: str
     timeout_s: float
 
-    @property
-    def backend(self) -> str:
-        """Tensors of the host go by gloo in any case."""
-        own = backend_for(self.device)
-        return "gloo" if own is None else f"cpu:gloo,{own}"
-
     def make(self, store: Any) -> ProcessGroup:
         """Make it, together with all its ranks, which meet through a store, and have it when all of them have.
 
@@ -96,13 +90,15 @@ class Plan:
         import torch.distributed.nn.functional
         from torch.distributed import distributed_c10d as c10d
 
-        bound = None if backend_for(self.device) is None else torch.device(self.device)
+        own = backend_for(self.device)
+        backend = "gloo" if own is None else f"cpu:gloo,{own}"  # tensors of the host go by gloo in any case
+        bound = None if own is None else torch.device(self.device)
         with _no_split(c10d) if self.lies_in_default else contextlib.nullcontext():
             group, _ = c10d._new_process_group_helper(
                 len(self.slots),
                 self.index,
                 list(self.slots) if self.lies_in_default else [],
-                dist.Backend(self.backend),
+                dist.Backend(backend),
                 dist.PrefixStore(self.board, store),  # type: ignore[attr-defined]
                 group_name=c10d.GroupName(self.name),
                 timeout=datetime.timedelta(seconds=self.timeout_s),
@@ -233,13 +229,6 @@ def single_rank_store() -> tuple[str, int]:
 # -- the default group
 
 
-def has_default() -> bool:
-    """Whether torch's default group is set."""
-    import torch.distributed as dist
-
-    return dist.is_initialized()
-
-
 def share_default(owner: object) -> None:
     """See to it that torch's default group has this process alone, for one more who needs it.
 
@@ -249,7 +238,7 @@ def share_default(owner: object) -> None:
     import torch.distributed as dist
 
     with _alone_lock:
-        if not has_default():
+        if not dist.is_initialized():
             Plan(_SHARED, "", [0], 0, True, False, "cpu", 60.0).make(hash_store())
         elif dist.get_world_size() > 1:
             raise ConfigError(
@@ -276,7 +265,10 @@ def hint_for(error: BaseException) -> str | None:
         )
     if "initialize the default process group twice" not in text:
         return None
-    if not _default_is_ours():
+    from torch.distributed import distributed_c10d as c10d
+
+    default = c10d.GroupMember.WORLD
+    if default is not None and not str(default.group_name).endswith("/default"):  # which isn't one of colocate's
         return (
             "A role of this worker has made torch's default process group by init_process_group() already: leave that "
             "out in all of them, and say .on(default_group=True) of these roles, for which colocate makes one over the "
@@ -287,11 +279,3 @@ def hint_for(error: BaseException) -> str | None:
         "is the one to use: torch.distributed.is_initialized() tells a library so. Leave init_process_group() out; who "
         "needs one of its own makes it inside that, by new_group()"
     )
-
-
-def _default_is_ours() -> bool:
-    """Whether torch's default group is one that colocate has made."""
-    from torch.distributed import distributed_c10d as c10d
-
-    default = c10d.GroupMember.WORLD
-    return default is None or str(default.group_name).endswith("/default")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from colocate import wire
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from colocate.worker.serving.host import WorkerHost
 
 Find = Callable[[str, int], "WorkerHost"]
+_Rows = tuple[int, int]  # the first row, and the one after the last
 
 
 class _HostPeers(Peers):
@@ -39,64 +39,62 @@ class _HostPeers(Peers):
         self._host = host
 
     def part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
-        """The whole part of a rank."""
-        if self._is_here(source, rank):
-            entry = self._own(source)
-            if taken is not None:
-                taken.append((source.key, rank, entry.nbytes, 0.0, 0.0, 0, ""))
-            return entry.value
-        return self._part(source, rank, taken)
-
-    def rows(self, source: Source, rank: int) -> int:
-        """How many rows it has."""
-        if self._is_here(source, rank):
-            return self._own(source).rows(source.label)
-        return self._rows(source, rank)
-
-    def weight(self, source: Source, rank: int) -> int | None:
-        """How many rows the call that made it worked on there."""
-        if self._is_here(source, rank):
-            return self._own(source).weight
-        return self._weight(source, rank)
+        """Return the whole part of a rank."""
+        return self._read(source, rank, None, taken)
 
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        """Some of its rows."""
-        if self._is_here(source, rank):
-            value = batch.slice_rows(self._own(source).value, start, stop)
-            if taken is not None:
-                taken.append((source.key, rank, tensor_bytes(value), 0.0, 0.0, 0, ""))
-            return value
-        return self._slice(source, rank, start, stop, taken)
+        """Return some of its rows."""
+        return self._read(source, rank, (start, stop), taken)
+
+    def _read(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any:
+        if (entry := self._own(source, rank)) is None:
+            return self._fetch(source, rank, rows, taken)
+        value, nbytes = entry.value, entry.nbytes
+        if rows is not None:
+            value = batch.slice_rows(value, *rows)
+            nbytes = 0 if taken is None else tensor_bytes(value)
+        if taken is not None:
+            taken.append((source.key, rank, nbytes, 0.0, 0.0, 0, ""))
+        return value
+
+    def rows(self, source: Source, rank: int) -> int:
+        """Return how many rows it has."""
+        if (entry := self._own(source, rank)) is not None:
+            return entry.rows(source.label)
+        count = self._number(source, rank, parts.Rows(source.key))
+        assert count is not None
+        return count
+
+    def weight(self, source: Source, rank: int) -> int | None:
+        """Return how many rows the call that made it worked on there."""
+        entry = self._own(source, rank)
+        return self._number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
         self._host.store.poke()
 
-    def _own(self, source: Source) -> Entry:
+    def _own(self, source: Source, rank: int) -> Entry | None:
+        """Return the part, if it is this worker's."""
+        boot, origin = self._host.boot, source.origin
+        if origin.slots[rank] != boot.slot or origin.group != boot.group or origin.generation != boot.generation:
+            return None
         # An async method may be waited for that makes it: until nobody waits for the call that uses it any more.
         return self._host.store.wait(source.key, self._host.why_not)
-
-    def _is_here(self, source: Source, rank: int) -> bool:
-        boot, origin = self._host.boot, source.origin
-        return origin.slots[rank] == boot.slot and origin.group == boot.group and origin.generation == boot.generation
 
     # -- the same of another worker
 
     @abc.abstractmethod
-    def _part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any: ...
+    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any: ...
 
     @abc.abstractmethod
-    def _rows(self, source: Source, rank: int) -> int: ...
-
-    @abc.abstractmethod
-    def _weight(self, source: Source, rank: int) -> int | None: ...
-
-    @abc.abstractmethod
-    def _slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any: ...
+    def _number(self, source: Source, rank: int, question: Message) -> int | None: ...
 
 
 class LocalPeers(_HostPeers):
     """All workers are in this process: parts are handed over by reference, or between slots as the codec has it."""
+
+    address = None  # they need none
 
     def __init__(self, host: WorkerHost, find: Find) -> None:
         """Args: host: This worker. find: The worker on a slot of a group."""
@@ -105,13 +103,8 @@ class LocalPeers(_HostPeers):
         self._waiting: Store | None = None
         self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
 
-    @property
-    def address(self) -> None:
-        """They need none."""
-        return
-
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """A call is over: what it wrote into of other workers' residents."""
+        """Return what a call that is over wrote into of other workers' residents."""
         written: list[Written] = []
         for store, key, entry in self._borrowed.pop(seq, ()):
             written += store.written([key], label)
@@ -127,43 +120,31 @@ class LocalPeers(_HostPeers):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
-        entry = self._entry(source, rank)
-        return self._handed_over(entry, entry.value, source, rank)
-
-    def _rows(self, source: Source, rank: int) -> int:
-        return self._entry(source, rank).rows(source.label)
-
-    def _weight(self, source: Source, rank: int) -> int | None:
-        return self._entry(source, rank).weight
-
-    def _slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        entry = self._entry(source, rank)
-        return self._handed_over(entry, batch.slice_rows(entry.value, start, stop), source, rank)
-
-    def _handed_over(self, entry: Entry, value: Any, source: Source, rank: int) -> Any:
+    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any:
+        store, entry = self._entry(source, rank)
+        value = entry.value if rows is None else batch.slice_rows(entry.value, *rows)
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference":
-            self._borrow(entry, source, rank)
+            call = running_call.get()
+            if isinstance(call, Work):
+                entry.lent.append(call.label)
+                self._borrowed.setdefault(call.seq, []).append((store, source.key, entry))
             return self._host.hand_over(value)
-        with self._find(source.group, source.slot(rank)).store.reading(entry):
+        with store.reading(entry):
             body = self._host.packed(value, source.label)
         return codec.unpack(body, boot.device)
 
-    def _borrow(self, entry: Entry, source: Source, rank: int) -> None:
-        call = running_call.get()
-        if isinstance(call, Work):
-            entry.lent.append(call.label)
-            store = self._find(source.group, source.slot(rank)).store
-            self._borrowed.setdefault(call.seq, []).append((store, source.key, entry))
+    def _number(self, source: Source, rank: int, question: Message) -> int | None:
+        _, entry = self._entry(source, rank)
+        return entry.weight if isinstance(question, parts.Weight) else entry.rows(source.label)
 
-    def _entry(self, source: Source, rank: int) -> Entry:
+    def _entry(self, source: Source, rank: int) -> tuple[Store, Entry]:
         found = self._find(source.group, source.slot(rank))
         if found.boot.generation != source.generation:
             raise Consequence(f"group {source.group!r} has been restarted")
         self._waiting = found.store
         try:
-            return self._waiting.wait(source.key, self._host.why_not)
+            return found.store, found.store.wait(source.key, self._host.why_not)
         finally:
             self._waiting = None
 
@@ -196,47 +177,36 @@ class ChannelPeers(_HostPeers):
         """End its threads and sockets."""
         self._channel.close(0.5)
 
-    def _part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
-        return self._fetch(source, rank, partial(parts.Part, source.key), taken)
+    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any:
+        key, where, device = source.key, _where(source, rank), self._host.boot.device
 
-    def _rows(self, source: Source, rank: int) -> int:
-        count = self._number(source, rank, parts.Rows(source.key))
-        assert count is not None
-        return count
+        def asked(place: str) -> tuple[parts.Value, wire.Packed]:
+            """Ask for it, and say where this worker computes if memory may be lent to it."""
+            question = parts.Part(key, place) if rows is None else parts.Slice(key, *rows, place)
+            answer, body = self._ask(source, rank, question)
+            assert isinstance(answer, parts.Value)
+            assert body is not None
+            return answer, body
 
-    def _weight(self, source: Source, rank: int) -> int | None:
-        return self._number(source, rank, parts.Weight(source.key))
-
-    def _slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        return self._fetch(source, rank, partial(parts.Slice, source.key, start, stop), taken)
-
-    def _fetch(self, source: Source, rank: int, about: Callable[[str], Message], taken: list[Taken] | None) -> Any:
-        """Args: about: The question, given where this worker computes if memory may be lent to it."""
-        asked, where, device = time.time(), _where(source, rank), self._host.boot.device
-        answer, body = self._value(source, rank, about("" if where in self._by_host else place(device)))
-        made, refusal, value = asked + answer.waited, answer.refusal, None
+        began = time.time()
+        answer, body = asked("" if where in self._by_host else place(device))
+        made, refusal, value = began + answer.waited, answer.refusal, None
         if answer.lent:
             try:
                 with self._borrower.borrowing():
                     value = self._host.codec.unpack(body, device)
             except NotLentError as error:
                 refusal = str(error)
-                answer, body = self._value(source, rank, about(""))
+                answer, body = asked("")
         if refusal:
             self._by_host.add(where)
         if not answer.lent:
             value = self._host.codec.unpack(body, device)
-        elif self._number(source, rank, parts.Still(source.key)) is None:
+        elif self._number(source, rank, parts.Still(key)) is None:
             raise Consequence(f"the resident of {source.label} was let go of while it was copied")
         if taken is not None:
-            taken.append((source.key, rank, body.nbytes + answer.lent, made, time.time(), answer.lent, refusal))
+            taken.append((key, rank, body.nbytes + answer.lent, made, time.time(), answer.lent, refusal))
         return value
-
-    def _value(self, source: Source, rank: int, question: Message) -> tuple[parts.Value, wire.Packed]:
-        answer, body = self._ask(source, rank, question)
-        assert isinstance(answer, parts.Value)
-        assert body is not None
-        return answer, body
 
     def _number(self, source: Source, rank: int, question: Message) -> int | None:
         answer, _ = self._ask(source, rank, question)
@@ -277,9 +247,9 @@ class ChannelPeers(_HostPeers):
     def _found(self, question: Message) -> tuple[Message, wire.Packed | None]:
         host = self._host
         if isinstance(question, parts.Rows):
-            return parts.Number(host.part_rows(question.key)), None
+            return parts.Number(host.store.wait(question.key).rows(f"resident {question.key}")), None
         if isinstance(question, parts.Weight):
-            return parts.Number(host.part_weight(question.key)), None
+            return parts.Number(host.store.wait(question.key).weight), None
         if isinstance(question, parts.Still):
             kept = host.store.local(question.key)
             if kept is not None and kept.error is not None:

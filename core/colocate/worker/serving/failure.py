@@ -40,7 +40,7 @@ _HOST_ERRORS = (ConfigError, DispatchError, MemoryBudgetError, RoleError, Serial
 _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
-LOOKING = threading.Lock()
+LOOKING = threading.RLock()
 """Held in a worker by who looks at the lane's frames, or at process groups, and so keeps what is there: though the lane
 has left it, or drops it."""
 

@@ -143,7 +143,7 @@ def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
         node=boot.node,
         role=None,
         group=boot.group,
-        generation=site.groups.generation,
+        generation=site.groups.default.generation,
         seed=derive_seed(seed, boot.group, None, boot.slot),
         meshes={"": MeshPlace(Mesh({"dp": slots}), boot.slot)},
         device=boot.device,

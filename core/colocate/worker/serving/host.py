@@ -17,7 +17,7 @@ from typing import Any
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
 from colocate._protocol.ledger import Ledger
-from colocate._protocol.message import Head, Message, read
+from colocate._protocol.message import Head, read
 from colocate._protocol.to_worker import Call
 from colocate._protocol.uses import Peers
 from colocate._signals import at_once
@@ -34,7 +34,6 @@ from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
 from colocate.worker.serving.functions import hosted_functions
-from colocate.worker.serving.hosted import HostedRole
 from colocate.worker.site import Send, Site
 
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
@@ -80,39 +79,86 @@ class WorkerHost(Site):
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, in_process, self._works_of)
         self._runner = Runner(self, self.broken)
-        self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
-            to_worker.Define: self.definitions.arrived,
-            to_worker.Build: self._on_build,
-            to_worker.Call: self._on_call,
-            to_worker.Batch: self._on_batch,
-            to_worker.Free: self._on_free,
-            to_worker.Hold: self._on_hold,
-            to_worker.Left: self._on_left,
-            to_worker.DropGroups: self._on_renew,
-            to_worker.Join: self._on_join,
-            to_worker.Resume: self._on_resume,
-            to_worker.Unwanted: self._on_unwanted,
-            to_worker.Stop: self._on_stop,
-            to_worker.Withdraw: self._on_withdraw,
-            to_worker.Decided: self._on_decided,
-            to_worker.AskStack: self._on_stack,
-            to_worker.AskLedger: self._on_ledger,
-            to_worker.Fetch: self._on_fetch,
-            to_worker.Listen: self._on_listen,
-            to_worker.Answer: self._on_answer,
-            to_worker.Close: self._on_close,
-        }
 
     # -- messages, on the receiving thread: nothing here blocks or runs role code
 
     def receive(self, head: Head, body: Any) -> None:
         """Take a message."""
-        message = read(head)
-        self._handlers[type(message)](message, body)
+        match read(head):
+            case to_worker.Call() as call:
+                if (work := self._work_of(call, body)) is not None:
+                    self.lane.put(work)
+            case to_worker.Batch() as batch:
+                if batch.frees:
+                    self.store.free(batch.frees)
+                for call, its_body in take_apart(batch.calls, body):
+                    if (work := self._work_of(call, its_body)) is not None:
+                        self.lane.put(work)
+            case to_worker.Free() as message:
+                self.store.free(message.keys)
+            case to_worker.Define() as message:
+                self.definitions.arrived(message, body)
+            case to_worker.Build() as message:
+                self._build(message, body)
+            case to_worker.Hold() as hold:
+                self.say(from_worker.Alive(hold.number))
+                self.lane.hold(hold.number, hold.failed)
+                what = "a call" if hold.failed else "the constructor of a role on another rank"
+                self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed")
+                if hold.cut:  # an earlier call goes on
+                    self.groups.cut(lambda: any(running >= hold.failed for running in list(self.lane.running)))
+            case to_worker.Left() as left:
+                self.groups.left(left.number, left.slot, left.operations)
+            case to_worker.DropGroups() as message:
+                self.scope.resume()  # all are back: what waits from now on is a role's `renew`
+                self.groups.about_to_drop(message.names)
+                self.lane.do(partial(self._runner.renew, message))
+            case to_worker.Join():
+                self.groups.default.asked_to_join()
+            case to_worker.Resume() as resume:
+                self.scope.resume()
+                for role in list(self.roles.values()):
+                    role.take_back(resume.withdrawn)
+                self.lane.resume(resume.number, frozenset(resume.withdrawn))
+            case to_worker.Unwanted() as message:
+                self.lane.give_up(message.seq, message.seq)
+            case to_worker.Stop():
+                self.lane.stop()
+            case to_worker.Withdraw() as asked:
+                self.say(from_worker.CanWithdraw(asked.token, self.lane.hold_up(asked.token, asked.seq)))
+            case to_worker.Decided() as decided:
+                if not decided.drop:
+                    self.lane.cancel(decided.seq, decided.seq)
+                self.lane.decide(decided.token, decided.seq if decided.drop else None)
+            case to_worker.AskStack() as asked:
+                self.say(from_worker.Stack(asked.token, self.stack(), tuple(self.lane.running)))
+            case to_worker.AskLedger() as asked:
+                try:
+                    self._ledgers.soon(partial(self._tell_ledger, asked.token))
+                except RuntimeError as error:  # no thread is to be had
+                    self.say(from_worker.LedgerTold(asked.token, None, "", error_text(error)))
+            case to_worker.Fetch() as asked:
+                self._transfer.soon(partial(self._fetch, asked))
+            case to_worker.Listen():
+                try:
+                    self.say(from_worker.Address(self.peers.address))
+                except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread to be had
+                    self.say(from_worker.Address(None, error_text(error)))
+            case to_worker.Answer() as answer:
+                if answer.error is None:
+                    self._questions.answered(answer.token, None, answer.answer)
+                else:
+                    self._questions.refused(answer.token, ColocateError(answer.error))
+            case to_worker.Close() as message:
+                self.close(message.reason)
+            case unknown:
+                raise AssertionError(unknown)
 
-    def _on_build(self, message: to_worker.Build, body: Any) -> None:
+    def _build(self, message: to_worker.Build, body: Any) -> None:
         # Not on the lane: another slot's may be faster, and have this one join in making the default group.
-        self.groups.are_of(message.slots, message.generation, message.collective_timeout)
+        default = self.groups.default
+        default.slots, default.generation = message.slots, message.generation
+        default.timeout_s = message.collective_timeout
         self.spill_dir = message.spill_dir
         self.accounts.budgets = message.budgets
         if any(not limit.device for limit in message.budgets.limits):
@@ -122,12 +168,8 @@ class WorkerHost(Site):
         work.lots = self.definitions.count
         self.lane.put(work)
 
-    def _on_call(self, call: to_worker.Call, body: Any) -> None:
-        if (work := self._work_of(call, body)) is not None:
-            self.lane.put(work)
-
     def _works_of(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Sequence[Work]:
-        """What the lane has to do for calls."""
+        """Return what the lane has to do for calls."""
         if isinstance(message, to_worker.Call):
             works = [self._work_of(message, body, is_expected=True)]
         else:
@@ -137,12 +179,14 @@ class WorkerHost(Site):
         return [work for work in works if work is not None]
 
     def _work_of(self, call: to_worker.Call, body: Any, is_expected: bool = False) -> Work | None:
-        """What the lane has to do for a call."""
+        """Return what the lane has to do for a call."""
         if call.frees:
             self.store.free(call.frees)
         if self.ended:
             return None
-        hosted = self.roles.get(call.role) or self._for_functions(call.role)
+        hosted = self.roles.get(call.role)
+        if hosted is None:  # what functions run in: its key tells what their context needs
+            hosted = self.roles[call.role] = hosted_functions(self, *call.role)
         spec = hosted.spec(call.method)
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(call.seq, self._runner.call, hosted.label(call.method), call, body, concurrency)
@@ -152,86 +196,6 @@ class WorkerHost(Site):
                 self.store.expect(call.keep)
             work.on_drop = partial(self.store.fail, call.keep, f"{work.label} was withdrawn after a failure")
         return work
-
-    def _on_batch(self, batch: to_worker.Batch, body: Any) -> None:
-        if batch.frees:
-            self.store.free(batch.frees)
-        for call, its_body in take_apart(batch.calls, body):
-            self._on_call(call, its_body)
-
-    def _for_functions(self, key: tuple[int, int]) -> HostedRole:
-        """What functions run in; its key tells what their context needs."""
-        role = self.roles[key] = hosted_functions(self, *key)
-        return role
-
-    def _on_free(self, message: to_worker.Free, body: None) -> None:
-        self.store.free(message.keys)
-
-    def _on_hold(self, hold: to_worker.Hold, body: None) -> None:
-        self.say(from_worker.Alive(hold.number))
-        self.lane.hold(hold.number, hold.failed)
-        what = "a call" if hold.failed else "the constructor of a role on another rank"
-        self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed")
-        if hold.cut:  # an earlier call goes on
-            self.groups.cut(lambda: any(running >= hold.failed for running in list(self.lane.running)))
-
-    def _on_left(self, left: to_worker.Left, body: None) -> None:
-        self.groups.left(left.number, left.slot, left.operations)
-
-    def _on_renew(self, message: to_worker.DropGroups, body: None) -> None:
-        self.scope.resume()  # all are back: what waits from now on is a role's `renew`
-        self.groups.about_to_drop(message.names)
-        self.lane.do(partial(self._runner.renew, message))
-
-    def _on_join(self, message: to_worker.Join, body: None) -> None:
-        self.groups.default.asked_to_join()
-
-    def _on_resume(self, resume: to_worker.Resume, body: None) -> None:
-        self.scope.resume()
-        for role in list(self.roles.values()):
-            role.take_back(resume.withdrawn)
-        self.lane.resume(resume.number, frozenset(resume.withdrawn))
-
-    def _on_unwanted(self, message: to_worker.Unwanted, body: None) -> None:
-        self.lane.give_up(message.seq, message.seq)
-
-    def _on_stop(self, message: to_worker.Stop, body: None) -> None:
-        self.lane.stop()
-
-    def _on_withdraw(self, asked: to_worker.Withdraw, body: None) -> None:
-        self.say(from_worker.CanWithdraw(asked.token, self.lane.hold_up(asked.token, asked.seq)))
-
-    def _on_decided(self, decided: to_worker.Decided, body: None) -> None:
-        if not decided.drop:
-            self.lane.cancel(decided.seq, decided.seq)
-        self.lane.decide(decided.token, decided.seq if decided.drop else None)
-
-    def _on_stack(self, asked: to_worker.AskStack, body: None) -> None:
-        self.say(from_worker.Stack(asked.token, self.stack(), tuple(self.lane.running)))
-
-    def _on_ledger(self, asked: to_worker.AskLedger, body: None) -> None:
-        try:
-            self._ledgers.soon(partial(self._tell_ledger, asked.token))
-        except RuntimeError as error:  # no thread is to be had
-            self.say(from_worker.LedgerTold(asked.token, None, "", error_text(error)))
-
-    def _on_fetch(self, asked: to_worker.Fetch, body: None) -> None:
-        self._transfer.soon(partial(self._fetch, asked))
-
-    def _on_listen(self, message: to_worker.Listen, body: None) -> None:
-        try:
-            self.say(from_worker.Address(self.peers.address))
-        except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread to be had
-            self.say(from_worker.Address(None, error_text(error)))
-
-    def _on_answer(self, answer: to_worker.Answer, body: None) -> None:
-        if answer.error is None:
-            self._questions.answered(answer.token, None, answer.answer)
-        else:
-            self._questions.refused(answer.token, ColocateError(answer.error))
-
-    def _on_close(self, message: to_worker.Close, body: None) -> None:
-        self.close(message.reason)
 
     def close(self, reason: str) -> None:
         """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""

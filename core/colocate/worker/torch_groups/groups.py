@@ -1,88 +1,38 @@
 """torch.distributed groups of a worker: made without a port race, cut only where a peer would wait for ever, renewed.
 
-The slots of a group have one default process group (`default_group`), in which the groups of all roles lie. A role's
+The slots of a group have one default process group, in which the groups of all roles lie. A role's
 group is made by the ranks that are in it. They meet at a store, and wait on threads of their own, so that a lane can
-leave (`group_making`).
+leave (`making`).
 
 After a failure a group is of use as long as all its ranks have begun as many operations on it. A rank that has failed,
 or is held, begins none any more, and says how many it had begun: who has begun more waits for it in vain, and cuts the
 group. With gloo that means shutting its sockets down, which frees who waits in a collective at once (destroying the
-group frees nobody while a reference lives; `collective_waits` frees whom gloo forgets), with NCCL an abort.
+group frees nobody while a reference lives; `waits` frees whom gloo forgets), with NCCL an abort.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
-
-import attrs
 
 from colocate._protocol.to_worker import Operations
 from colocate._role import torch_books, torch_groups, torch_works
 from colocate._role.context import Context, MeshPlace
 from colocate._role.torch_groups import Plan
-from colocate._role.torch_meetings import all_make, can_not, withdraw
-from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, GROUPS_CONNECT_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
+from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate._system.nearest import did_you_mean
 from colocate.errors import CapabilityError, ConfigError
 from colocate.gpus import backend_for, number_of
 from colocate.worker.serving.failure import LOOKING
-from colocate.worker.torch_groups.making import DefaultGroup, Making, Worker
-from colocate.worker.torch_groups.waits import bury, guard, is_transferring
+from colocate.worker.torch_groups.making import DefaultGroup, Made, Making, Together, Worker
+from colocate.worker.torch_groups.waits import bury, guard, transferring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-
-@attrs.define(eq=False)
-class _Made:
-    """One of a role's groups; `asked` is the number of the last call that asked for it."""
-
-    group: ProcessGroup
-    asked: int | None = None
-
-
-@attrs.define(eq=False)
-class _Together:
-    """A role's group that this rank makes with others: what `Making` goes by."""
-
-    key: str
-    plan: Plan
-    address: tuple[str, int]
-    kept: dict[str, _Made]
-    store: Any = None
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def board(self) -> str:
-        return self.plan.board
-
-    def is_there(self) -> bool:
-        return self.key in self.kept
-
-    def join(self) -> bool:
-        self.store = torch_groups.connect_store(self.address, self.plan.timeout_s)
-        return all_make(self.store, self.board, self.plan.index, len(self.plan.slots))
-
-    def make(self) -> None:
-        self.kept[self.key] = _Made(self.plan.make(self.store))  # nothing else may refer to it
-        self.store = None
-
-    def can_not(self) -> None:
-        if self.store is not None:
-            can_not(self.store, self.board)
-            self.store = None
-
-    def leave(self) -> bool:
-        return withdraw(torch_groups.connect_store(self.address, GROUPS_CONNECT_WITHIN_S), self.board)
 
 
 class ProcessGroups:
@@ -118,9 +68,10 @@ class ProcessGroups:
         self._in_process = in_process
         self._group, self._slot, self._device = group, slot, device
         self._making = Making(worker)
+        self.end_waits = self._making.end_waits
         self.default = DefaultGroup(worker, self._making, group, slot, host, device, ports)
         self._lock = threading.Lock()
-        self._made: dict[str, _Made] = {}
+        self._made: dict[str, Made] = {}
         self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
         self._former_meshes: dict[tuple[str | None, str], weakref.ref[DeviceMesh]] = {}
@@ -131,15 +82,6 @@ class ProcessGroups:
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
         self._left: list[Any] = []  # the backends of these
         self.cuts = 0
-
-    @property
-    def generation(self) -> int:
-        """How often the colocated group has been restarted."""
-        return self.default.generation
-
-    def are_of(self, slots: int, generation: int, timeout_s: float) -> None:
-        """Know the colocated group, and how long an operation may take, before anything is asked for."""
-        self.default.slots, self.default.generation, self.default.timeout_s = slots, generation, timeout_s
 
     def watch_collectives(self) -> None:
         """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
@@ -152,21 +94,21 @@ class ProcessGroups:
 
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
         """The group of the role's ranks along an axis; made when all of them ask."""
-        slots, index, name = members(ctx, axis)
+        slots, index, name = _members(ctx, axis)
         if self._in_process and len(slots) > 1:
-            raise needs_processes(f"ctx.process_group() of {len(slots)} ranks", ctx)
+            raise _needs_processes(f"ctx.process_group() of {len(slots)} ranks", ctx)
         found = self._made.get(name)
         if found is None:
             self._asked[ctx.role, axis] = None
             if not self._in_process:
                 self.default.have()
-            board = f"{ctx.group}/{self.generation}/{self._epoch}/{name}"
+            board = f"{ctx.group}/{self.default.generation}/{self._epoch}/{name}"
             whole = f"{ctx.group}/{name}"
             plan = Plan(whole, board, slots, index, False, not self._in_process, self._device, self.default.timeout_s)
             if len(slots) == 1:
-                self._made[name] = _Made(plan.make(torch_groups.hash_store()))
+                self._made[name] = Made(plan.make(torch_groups.hash_store()))
             else:
-                self._making.have(_Together(name, plan, self.default.rendezvous(), self._made))
+                self._making.have(Together(name, plan, self.default.rendezvous(), self._made))
             found = self._made[name]
         found.asked = self._worker.asking()
         return found.group
@@ -177,8 +119,8 @@ class ProcessGroups:
         from torch.distributed.device_mesh import DeviceMesh
 
         if self._in_process and ctx.world_size > 1:
-            raise needs_processes(f"ctx.device_mesh() of {ctx.world_size} ranks", ctx)
-        which, place = mesh_of(ctx, name)
+            raise _needs_processes(f"ctx.device_mesh() of {ctx.world_size} ranks", ctx)
+        which, place = _mesh_of(ctx, name)
         found = self._meshes.get((ctx.role, which))
         if found is None:
             self.have_default()
@@ -190,7 +132,8 @@ class ProcessGroups:
             ranks = [0] if self._in_process else list(ctx.slots)
             # The same object again, as long as anybody has it: to torch's caches of how tensors lie on meshes, another
             # one would be equal to it, so that tensors on the new one would become tensors on the former.
-            former = self._former_meshes.pop((ctx.role, which), _nobody)()
+            reference = self._former_meshes.pop((ctx.role, which), None)
+            former = None if reference is None else reference()
             if former is not None and torch_books.point(former, groups):
                 found = former
             else:
@@ -232,7 +175,7 @@ class ProcessGroups:
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(len(here)),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already
-            "TORCHELASTIC_RESTART_COUNT": str(self.generation),
+            "TORCHELASTIC_RESTART_COUNT": str(self.default.generation),
         }
 
     def have_default(self) -> None:
@@ -241,10 +184,6 @@ class ProcessGroups:
             self.default.share()
         else:
             self.default.have()
-
-    def end_waits(self, seq: int, reason: str) -> None:
-        """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
-        self._making.end_waits(seq, reason)
 
     def count(self) -> int:
         """How many operations this rank has begun on all groups; a role that changes that shares something."""
@@ -269,15 +208,12 @@ class ProcessGroups:
         return self._making.has_failed() or bool(self._cut) or torch_books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
-        """How many operations this rank has begun on each of its groups, whoever has made them."""
-        with LOOKING:
-            return self._operations()
-
-    def _operations(self) -> Operations:
+        """Return how many operations this rank has begun on each of its groups, whoever has made them."""
         if self._in_process:  # those of several ranks aren't this worker's
             return {}
-        found, unfinished = torch_books.operations(), self._making.unfinished()
-        return {name: told for name, told in found.items() if name not in unfinished}
+        with LOOKING:
+            found, unfinished = torch_books.operations(), self._making.unfinished()
+            return {name: told for name, told in found.items() if name not in unfinished}
 
     def left(self, hold: int, slot: int, operations: Operations) -> None:
         """Another rank begins nothing any more until the hold is over: nobody is to wait for it."""
@@ -300,11 +236,17 @@ class ProcessGroups:
             self._free_those_that_wait()
 
     def _free_those_that_wait(self) -> None:
+        """Cut the groups on which this rank has begun more operations than can end: some ranks begin none any more."""
         with LOOKING:  # until it is done: who drops groups, and makes others of the same names, waits for that
             with self._lock:
                 gone = dict(self._gone)
-            vain = {name for name, (count, _) in torch_books.operations().items() if count > _limit(name, gone)}
-            if is_transferring():  # which nobody counts: with whom isn't known either
+            vain = set()
+            for name, (count, _) in torch_books.operations().items():
+                slots = torch_books.members(name)
+                can_end = [told.get(name, (0, 0))[0] for slot, told in gone.items() if name in told or slot in slots]
+                if can_end and count > min(can_end):
+                    vain.add(name)
+            if transferring:  # which nobody counts: with whom isn't known either
                 vain.update(name for name in torch_books.with_transfers() if gone.keys() & torch_books.members(name))
             self._cut_those(vain - self._cut - self._making.unfinished())
 
@@ -317,7 +259,7 @@ class ProcessGroups:
         """
         with LOOKING:
             if waits():
-                self._cut_those([name for name, (count, _) in self._operations().items() if count])
+                self._cut_those([name for name, (count, _) in self.operations().items() if count])
 
     def _cut_those(self, names: Collection[str]) -> threading.Thread | None:
         """Do it; what goes on with that, if not all is done."""
@@ -340,11 +282,8 @@ class ProcessGroups:
 
     def concerns(self, names: Sequence[str], role: str) -> bool:
         """Whether a role has to do with one of these groups: it is its own, or anybody's."""
-        own = f"{self._group}/{role}/"
-        return any(name.startswith(own) or not self._is_a_roles(name) for name in names)
-
-    def _is_a_roles(self, name: str) -> bool:
-        return name.startswith(f"{self._group}/") and name != self.default.name
+        whole, own = f"{self._group}/", f"{self._group}/{role}/"
+        return any(name.startswith(own) or not name.startswith(whole) or name == self.default.name for name in names)
 
     def about_to_drop(self, names: Sequence[str]) -> None:
         """The lane will be told to drop these groups; from any thread."""
@@ -369,9 +308,7 @@ class ProcessGroups:
             self._left += torch_books.forget(name)
         with self._lock:
             self._cut.update(names)  # until the roles have gone on without them: who comes after this driver asks again
-        if whole:
-            self.default.dropped(self._epoch)
-        self.default.drops_are_over()
+        self.default.dropped(self._epoch if whole else None)
 
     def renewed(self) -> None:
         """The roles go on without those that were dropped."""
@@ -415,20 +352,7 @@ class ProcessGroups:
         bury(left, GROUPS_CLOSE_WITHIN_S)
 
 
-def _nobody() -> None:
-    """In place of a reference to what there never was."""
-
-
-def _limit(name: str, gone: Mapping[int, Operations]) -> float:
-    """How many operations on a group can be ended, where some ranks begin none any more."""
-    slots = torch_books.members(name)
-    return min(
-        (told[name][0] if name in told else 0 for slot, told in gone.items() if name in told or slot in slots),
-        default=math.inf,
-    )
-
-
-def needs_processes(what: str, ctx: Context) -> CapabilityError:
+def _needs_processes(what: str, ctx: Context) -> CapabilityError:
     """The error where the slots are threads, which torch can give no groups of their own."""
     return CapabilityError(
         f"{what} needs a process each, but the slots of group {ctx.group!r} are threads of one: use "
@@ -440,23 +364,39 @@ def needs_processes(what: str, ctx: Context) -> CapabilityError:
     )
 
 
-def members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
-    """The slots of those that share the group, which of them this rank is, and a name that they agree on."""
-    role = ctx.role or ""
+def _members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
+    """Return the slots that share a group, which of them this rank is, and a name: the same on all of them."""
+    role, mesh = ctx.role or "", ""
     if axis is None:
         return ctx.slots, ctx.rank, f"{role}/*"
-    mesh, place, axis = _place(ctx, axis)
+    named, dot, rest = axis.rpartition(".")
+    if dot:
+        if named not in ctx.meshes:
+            raise ConfigError(
+                f"ctx.process_group({axis!r}): role {ctx.role!r} has no mesh {named!r}{did_you_mean(named, ctx.meshes)}"
+            )
+        mesh, axis = named, rest
+        place = ctx.meshes[named] if rest in ctx.meshes[named].shape else None
+    else:
+        found = [(name, each) for name, each in ctx.meshes.items() if axis in each.shape]
+        if len(found) > 1:
+            known = " or ".join(repr(f"{name}.{axis}") for name, _ in found)
+            raise ConfigError(
+                f"ctx.process_group({axis!r}): several meshes of role {ctx.role!r} have such an axis; say which: "
+                f"{known}"
+            )
+        mesh, place = found[0] if found else ("", None)
     if place is None:
         return [ctx.slot], 0, f"{role}/{axis}/{ctx.rank}"
     if place.size(axis) == ctx.world_size:
-        return members(ctx, None)
+        return ctx.slots, ctx.rank, f"{role}/*"
     ranks = place.mesh.line(ctx.rank, axis)
     others = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
     return [ctx.slots[rank] for rank in ranks], place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(others)}"
 
 
-def mesh_of(ctx: Context, name: str | None) -> tuple[str, MeshPlace]:
-    """A mesh of the role by its name, or its only one."""
+def _mesh_of(ctx: Context, name: str | None) -> tuple[str, MeshPlace]:
+    """Return a mesh of the role by its name, or its only one."""
     if name is None and len(ctx.meshes) == 1:
         return next(iter(ctx.meshes.items()))
     if name is None or name not in ctx.meshes:
@@ -467,21 +407,3 @@ def mesh_of(ctx: Context, name: str | None) -> tuple[str, MeshPlace]:
             f"{did_you_mean(name, ctx.meshes) if name else ''}"
         )
     return name, ctx.meshes[name]
-
-
-def _place(ctx: Context, axis: str) -> tuple[str, MeshPlace | None, str]:
-    """The mesh that an axis belongs to, by name and as this rank lies in it, and the axis without the mesh's name."""
-    named, dot, rest = axis.rpartition(".")
-    if dot:
-        if named not in ctx.meshes:
-            raise ConfigError(
-                f"ctx.process_group({axis!r}): role {ctx.role!r} has no mesh {named!r}{did_you_mean(named, ctx.meshes)}"
-            )
-        return (named, ctx.meshes[named], rest) if rest in ctx.meshes[named].shape else (named, None, rest)
-    found = [(name, place) for name, place in ctx.meshes.items() if axis in place.shape]
-    if len(found) > 1:
-        known = " or ".join(repr(f"{name}.{axis}") for name, _ in found)
-        raise ConfigError(
-            f"ctx.process_group({axis!r}): several meshes of role {ctx.role!r} have such an axis; say which: {known}"
-        )
-    return (*found[0], axis) if found else ("", None, axis)

@@ -2,17 +2,19 @@
 
 A lane that is called back leaves, but its rank isn't back before what it has left is there, on all ranks, or is known
 never to be (`torch_meetings`): who comes next finds nothing half made, and nothing that will be there later.
+
+Torch's default group over the slots of a group, in which the groups of all roles lie, is made when the first role asks
+for any of them, by all slots at once, off their lanes: also by those whose roles don't ask.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
-from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -21,62 +23,74 @@ from colocate._protocol.message import Message
 from colocate._protocol.questions import Meet
 from colocate._role import torch_books, torch_groups
 from colocate._role.torch_groups import Plan
-from colocate._role.torch_meetings import NotMade, can_not
+from colocate._role.torch_meetings import NotMade, all_make, can_not, withdraw
 from colocate._system.jobs import error_text, message_of
+from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.torch_groups.waits import bury
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _OF_PEERS = RuntimeError, NotMade, Consequence  # a lost connection is a RuntimeError of torch's
 
 
 class Worker(Protocol):
-    """What groups need of the worker that they are of."""
+    """What groups need of the worker that they are of; see `Site`."""
 
-    def ask(self, question: Message, apart: bool = False) -> Any:
-        """Ask the driver."""
+    def ask(self, question: Message, apart: bool = False) -> Any: ...  # noqa: D102
 
-    def tell(self, question: Message) -> None:
-        """Tell the driver, by a question that says so; the answer isn't waited for."""
+    def tell(self, question: Message) -> None: ...  # noqa: D102
 
-    def asking(self) -> int | None:
-        """The number of the call that asks; None for none."""
-        ...
+    def asking(self) -> int | None: ...  # noqa: D102
 
-    def why_not(self) -> str | None:
-        """Why the call that asks mustn't wait for its peers; None when it may."""
-        ...
+    def why_not(self) -> str | None: ...  # noqa: D102
 
 
-class Together(Protocol):
-    """A group that its ranks make together: all of them, or none."""
+@attrs.define(eq=False)
+class Made:
+    """One of a role's groups; `asked` is the number of the last call that asked for it."""
 
-    @property
-    def name(self) -> str:
-        """What torch calls it."""
-        ...
+    group: ProcessGroup
+    asked: int | None = None
 
-    @property
-    def board(self) -> str:
-        """What its ranks meet under."""
-        ...
 
-    def is_there(self) -> bool:
-        """Whether this rank has it; from any thread."""
-        ...
+@attrs.define(eq=False)
+class Together:
+    """A role's group that its ranks make together: all of them, or none.
+
+    Attributes:
+        key: Its name among the worker's groups.
+        plan: How it is made.
+        address: Where the store listens at which its ranks meet.
+        kept: The worker's groups by name.
+    """
+
+    key: str
+    plan: Plan
+    address: tuple[str, int]
+    kept: dict[str, Made]
+    _store: Any = None
 
     def join(self) -> bool:
         """Wait for the other ranks, on a thread of its own; whether all of them make it."""
-        ...
+        self._store = torch_groups.connect_store(self.address, self.plan.timeout_s)
+        return all_make(self._store, self.plan.board, self.plan.index, len(self.plan.slots))
 
     def make(self) -> None:
-        """Make it with them, on the same one, and keep it."""
+        """Make it with them, on the same thread, and keep it."""
+        self.kept[self.key] = Made(self.plan.make(self._store))  # nothing else may refer to it
+        self._store = None
 
     def can_not(self) -> None:
-        """Say that this rank couldn't make it, on the same one."""
+        """Say that this rank couldn't make it, on the same thread."""
+        if self._store is not None:
+            can_not(self._store, self.plan.board)
+            self._store = None
 
     def leave(self) -> bool:
         """Say, on another thread, that this rank doesn't make it, unless all of them do; whether they have."""
-        ...
+        return withdraw(torch_groups.connect_store(self.address, GROUPS_CONNECT_WITHIN_S), self.plan.board)
 
 
 @attrs.define(eq=False)
@@ -86,13 +100,13 @@ class _Wait:
     Attributes:
         asked: The call that it waits in.
         over: Ends with what it waits for.
-        leave: What is begun when it leaves, which its rank isn't back before the end of; None for nothing.
+        group: What it withdraws from when it leaves; its rank isn't back before the end of that. None for nothing.
         left: Ends when it needn't wait any longer, with the reason if it has left.
     """
 
     asked: int
     over: Future[None]
-    leave: Callable[[], object] | None
+    group: Together | None
     left: Future[str | None] = attrs.field(factory=Future)
 
 
@@ -123,12 +137,12 @@ class Making:
                 self._unfinished.remove(name)
 
     def unfinished(self) -> set[str]:
-        """The names of those that are half made."""
+        """Return the names of the groups that are half made."""
         with self._lock:
             return set(self._unfinished)
 
     def has_failed(self) -> bool:
-        """Whether the call that asks couldn't have one made, as another rank has left, or died."""
+        """Whether the call that asks couldn't have a group made, as another rank has left, or died."""
         return self._failed_in is not None and self._failed_in == self._worker.asking()
 
     def have(self, group: Together) -> None:
@@ -138,40 +152,40 @@ class Making:
             Consequence: The lane has left, or another rank has.
             Exception: It couldn't be made.
         """
+        board = group.plan.board
         with self._lock:
-            if group.is_there():  # what has made it is over just now
+            if group.key in group.kept:  # what has made it is over just now
                 return
-            if (why := self._failed.get(group.board)) is not None:  # and the role has gone on all the same
-                raise ConnectionError(f"process group {group.name!r} could not be made before: {why}")
-            begins = group.board not in self._running
-            over = self._running.setdefault(group.board, Future())
-        self.wait_for(over, partial(self._begin, group, over) if begins else None, partial(self._leave, group, over))
+            if (why := self._failed.get(board)) is not None:  # and the role has gone on all the same
+                raise ConnectionError(f"process group {group.plan.name!r} could not be made before: {why}")
+            begins = board not in self._running
+            over = self._running.setdefault(board, Future())
+        self.wait_for(over, group, begins)
 
-    def wait_for(
-        self,
-        over: Future[None],
-        begin: Callable[[str | None], object] | None = None,
-        leave: Callable[[], object] | None = None,
-    ) -> None:
+    def wait_for(self, over: Future[None], group: Together | None = None, begins: bool = False) -> None:
         """Wait for what is made. On the lane, or a thread of a role's.
 
         Args:
             over: Ends with it.
-            begin: Begins that, unless nothing is begun any more: then it is told why.
-            leave: What is begun when the lane leaves, which the rank isn't back before the end of.
+            group: What this rank withdraws from when the lane leaves; None for nothing.
+            begins: Whether making the group is still to be begun.
 
         Raises:
             Consequence: The lane has left.
             Exception: It couldn't be made.
         """
-        wait = _Wait(self._worker.asking() or 0, over, leave)
+        wait = _Wait(self._worker.asking() or 0, over, group)
         with self._lock:
             self._waiting.add(wait)
         over.add_done_callback(lambda over: self._tell(wait, over.exception()))
         try:
             reason = self._worker.why_not()
-            if begin is not None:
-                begin(reason)
+            if group is not None and begins:
+                if reason is None:
+                    # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish.
+                    self._on_a_thread(group, over, leaves=False)
+                else:
+                    self._is_over(group, over, Consequence(reason))
             elif reason is not None:
                 self._call_back([wait], reason)
             reason = wait.left.result()
@@ -183,17 +197,8 @@ class Making:
         if reason is not None:
             raise Consequence(reason)
 
-    def _begin(self, group: Together, over: Future[None], why_not: str | None) -> None:
-        if why_not is not None:
-            self._is_over(group, over, Consequence(why_not))
-            return
-        # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
-        self._on_a_thread(group, over, self._make)
-
-    def _leave(self, group: Together, over: Future[None]) -> None:
-        self._on_a_thread(group, over, self._withdraw)
-
-    def _on_a_thread(self, group: Together, over: Future[None], what: Callable[[Together, Future[None]], None]) -> None:
+    def _on_a_thread(self, group: Together, over: Future[None], leaves: bool) -> None:
+        what = self._withdraw if leaves else self._make
         try:
             threading.Thread(target=what, args=(group, over), name="colocate-process-group", daemon=True).start()
         except RuntimeError as error:  # the process may have no more of them
@@ -202,8 +207,8 @@ class Making:
     def _make(self, group: Together, over: Future[None]) -> None:
         try:
             if not group.join():
-                raise Unmade(f"another rank doesn't make the process group {group.name!r}")
-            with self.half_made(group.name):
+                raise Unmade(f"another rank doesn't make the process group {group.plan.name!r}")
+            with self.half_made(group.plan.name):
                 group.make()
         except Exception as error:
             self._is_over(group, over, error)
@@ -221,11 +226,12 @@ class Making:
                 self._is_over(group, over, Consequence("it was left"))
 
     def _is_over(self, group: Together, over: Future[None], error: Exception | None) -> None:
+        board = group.plan.board
         with self._lock:
-            if self._running.get(group.board) is over:
-                del self._running[group.board]
+            if self._running.get(board) is over:
+                del self._running[board]
                 if error is not None and not isinstance(error, Consequence):
-                    self._failed[group.board] = error_text(error)
+                    self._failed[board] = error_text(error)
         with contextlib.suppress(InvalidStateError):  # it was left, and is known never to be made
             over.set_exception(error) if error is not None else over.set_result(None)
 
@@ -245,16 +251,16 @@ class Making:
         self._call_back(waiting, reason)
 
     def _call_back(self, waiting: Iterable[_Wait], reason: str) -> None:
-        leaving: list[Callable[[], object]] = []
+        leaving: list[tuple[Together, Future[None]]] = []
         with self._lock:
             for wait in waiting:
                 with contextlib.suppress(InvalidStateError):  # it isn't waited for any more
                     wait.left.set_result(reason)
-                    if wait.leave is not None:
+                    if wait.group is not None:
                         self._left.append(wait.over)
-                        leaving.append(wait.leave)
-        for leave in leaving:
-            leave()
+                        leaving.append((wait.group, wait.over))
+        for group, over in leaving:
+            self._on_a_thread(group, over, leaves=True)
 
     def back(self) -> None:
         """The lane runs nothing: wait until what it has left, if anything, is there or won't be, or the worker ends."""
@@ -283,14 +289,14 @@ class _Default:
     The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
 
     Attributes:
-        epoch: Which one it is.
+        board: What the slots meet under.
         asked: The call that it was begun for; None for another slot's.
         made: Ends with it.
         address: Where its store listens.
         store: That, where this slot serves it.
     """
 
-    epoch: int
+    board: str
     asked: int | None
     made: Future[None] = attrs.field(factory=Future)
     address: tuple[str, int] | None = None
@@ -298,7 +304,7 @@ class _Default:
 
 
 class DefaultGroup:
-    """That of one worker.
+    """The default group of one worker.
 
     Attributes:
         name: What torch calls it.
@@ -344,20 +350,20 @@ class DefaultGroup:
     def have(self) -> None:
         """Have it made, unless it is there."""
         asked = self._worker.asking()
-        default = self.join(asked)
+        default = self._join(asked)
         try:
             self._making.wait_for(default.made)
         except Unmade:
             if default.asked == asked:
                 raise
             # That was begun for an earlier call, or another slot's, whose error it is.
-            self._making.wait_for(self.join(asked).made)
+            self._making.wait_for(self._join(asked).made)
 
     def share(self) -> None:
         """Have that of the process, whose threads the slots are."""
         if self._now is None:
             torch_groups.share_default(self)
-            self._now = _Default(0, None)
+            self._now = _Default("", None)
             self._now.made.set_result(None)
 
     def unshare(self) -> list[Any]:
@@ -365,18 +371,15 @@ class DefaultGroup:
         return [] if self._now is None else torch_groups.unshare_default(self)
 
     def rendezvous(self) -> tuple[str, int]:
-        """Where its store listens, on slot 0; it is there."""
+        """Return where its store listens, on slot 0; it is there."""
         now = self._now
         assert now is not None
         if now.address is None:  # that of a single slot needs no store
             now.store, now.address = torch_groups.serve_store(self._host, self._ports)
         return now.address
 
-    def join(self, asked: int | None = None) -> _Default:
+    def _join(self, asked: int | None) -> _Default:
         """Have this slot do its part in making it, if that isn't under way; from any thread.
-
-        Args:
-            asked: The call that needs it; None for another slot's.
 
         Raises:
             RuntimeError: The process may have no more threads just now.
@@ -385,20 +388,20 @@ class DefaultGroup:
             if self._now is not None:
                 return self._now
             former, self._former = self._former, None
-            default = self._now = _Default(self._epoch, asked)
+            default = self._now = _Default(self._board(), asked)
             if former is not None:
                 default.address, default.store = former.address, former.store
         if self.slots == 1:
-            self._join(default, former)
-        else:
+            self._make(default, former)
+            return default
+        try:
             # Not on the lane, which may be in a call that has nothing to do with it, nor where messages are received.
             arguments = default, former
-            try:
-                threading.Thread(target=self._join, args=arguments, name="colocate-default-group", daemon=True).start()
-            except RuntimeError:
-                with self._lock:
-                    self._now, self._former = None, former
-                raise
+            threading.Thread(target=self._make, args=arguments, name="colocate-default-group", daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._now, self._former = None, former
+            raise
         return default
 
     def asked_to_join(self) -> None:
@@ -407,43 +410,42 @@ class DefaultGroup:
             if self._doomed:
                 self._joins_after_that = True
                 return
-        self._join_for_another()
-
-    def _join_for_another(self) -> None:
         try:
-            self.join()
+            self._join(None)
         except RuntimeError as error:
-            self._refuse(self._board(self._epoch), error)
+            self._refuse(self._board(), error)
 
     def about_to_drop(self) -> None:
         """The lane will be told to drop it; from any thread."""
         with self._lock:
             self._doomed = True
 
-    def dropped(self, epoch: int) -> None:
-        """It was: the next one is another. On the lane."""
-        with self._lock:
-            self._former, self._now, self._epoch = self._now, None, epoch
+    def dropped(self, epoch: int | None) -> None:
+        """What was to be dropped has been, on the lane; with an epoch that of the next default group, too.
 
-    def drops_are_over(self) -> None:
-        """What was to be dropped has been; a slot that has asked for the next one meanwhile has this one join it."""
+        A slot that has asked for the next one meanwhile has this one join it.
+        """
         with self._lock:
+            if epoch is not None:
+                self._former, self._now, self._epoch = self._now, None, epoch
             joins, self._doomed, self._joins_after_that = self._joins_after_that, False, False
         if joins:
-            self._join_for_another()
+            self.asked_to_join()
 
-    def _board(self, epoch: int) -> str:
-        return f"{self._group}/{self.generation}/{epoch}/default"
+    def _board(self) -> str:
+        return f"{self._group}/{self.generation}/{self._epoch}/default"
 
-    def _join(self, default: _Default, former: _Default | None) -> None:
-        board = self._board(default.epoch)
+    def _make(self, default: _Default, former: _Default | None) -> None:
+        board = default.board
         plan = Plan(self.name, board, range(self.slots), self._slot, True, False, self._device, self.timeout_s)
         store, have_met = None, self.slots == 1
         try:
             if former is not None:
                 former.made.exception()  # it is over
                 bury(torch_books.forget(self.name))
-            if torch_groups.has_default():
+            import torch.distributed as dist  # only who asks for a group has torch
+
+            if dist.is_initialized():
                 raise ConfigError(
                     f"slot {self._slot} of group {self._group!r} is to have a default process group that colocate "
                     "makes, but a role has made torch's default one in this process already: leave "
@@ -451,9 +453,9 @@ class DefaultGroup:
                 )
             store = torch_groups.hash_store()
             if not have_met:
-                address = self._meet(board, default)
+                default.address = self._meet(default)
                 have_met = True
-                store = torch_groups.connect_store(address, self.timeout_s)
+                store = torch_groups.connect_store(default.address, self.timeout_s)
             with self._making.half_made(self.name):
                 plan.make(store)
         except BaseException as error:
@@ -470,18 +472,17 @@ class DefaultGroup:
         else:
             default.made.set_result(None)
 
-    def _meet(self, board: str, default: _Default) -> tuple[str, int]:
+    def _meet(self, default: _Default) -> tuple[str, int]:
         """Wait until all slots are about to make it; where the store is through which they do."""
         if self._slot == 0 and default.address is None:
             default.store, default.address = torch_groups.serve_store(self._host, self._ports)
         mine = default.address if self._slot == 0 else None
         try:
-            host, port = self._worker.ask(Meet(board, self.slots, mine, True, None), apart=True)
+            host, port = self._worker.ask(Meet(default.board, self.slots, mine, True, None), apart=True)
         except Consequence:
             raise
         except ColocateError as error:  # a slot that can't take part
             raise NotMade(str(error)) from None
-        default.address = host, port
         return host, port
 
     def _refuse(self, board: str, error: BaseException) -> None:

@@ -28,27 +28,8 @@ from colocate.worker.serving.handlers import waits_for_role_code
 
 _SLICE = datetime.timedelta(milliseconds=20)
 _hopeless: Callable[[], str | None] | None = None  # of this process's worker
-
-
-class _Transferring:
-    """How many threads wait for a send or a receive."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> None:
-        self.count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.count -= 1
-
-
-_transferring = _Transferring()
-
-
-def is_transferring() -> bool:
-    """Whether somebody waits for a send or a receive."""
-    return _transferring.count > 0
+transferring: list[None] = []
+"""One for each thread that waits for a send or a receive."""
 
 
 def guard(hopeless: Callable[[], str | None]) -> None:
@@ -71,8 +52,11 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
     @waits_for_role_code
     def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
         if not torch_works.is_collective(work):
-            with _transferring:
+            transferring.append(None)
+            try:
                 return original(work) if timeout is None else original(work, timeout)
+            finally:
+                transferring.pop()
         # To torch, no time at all means for ever.
         deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
         since = math.inf
