@@ -72,13 +72,6 @@ def wait() -> Callable[..., bool]:
     return collective_waits._guarded(as_torch_waits)
 
 
-def test_done(looks: Looks, wait: Any) -> None:
-    work = Work()
-    work.end()
-    assert wait(work)
-    assert looks.count == 0
-
-
 def test_a_wait_goes_on_while_there_is_hope(looks: Looks, wait: Any) -> None:
     """Over many slices, until it is done."""
     work = Work()
@@ -112,18 +105,6 @@ def test_torch_is_given_a_moment(looks: Looks, wait: Any) -> None:
         wait(work)
 
 
-def test_hope_comes_back(looks: Looks, wait: Any) -> None:
-    """A moment without hope isn't added to another one much later."""
-    work, enough = Work(), 2 + round(collective_waits.COLLECTIVE_PATIENCE_S / SLICE.total_seconds())
-
-    def toggle() -> None:
-        looks.reason = None if looks.count % 2 else "for a moment"
-
-    looks.at = dict.fromkeys(range(1, 3 * enough), toggle)
-    looks.at[3 * enough] = work.end
-    assert wait(work)
-
-
 def test_the_callers_timeout(looks: Looks, wait: Any) -> None:
     """A timeout that the caller gives is kept."""
     work, begun = Work(), time.monotonic()
@@ -133,13 +114,6 @@ def test_the_callers_timeout(looks: Looks, wait: Any) -> None:
     *slices, _ = work.waits
     assert slices == [SLICE] * looks.count  # how many, that is the machine's
     assert slices
-
-
-def test_no_time_is_for_ever(looks: Looks, wait: Any) -> None:
-    """As torch has it."""
-    work = Work()
-    looks.at[3] = work.end
-    assert wait(work, datetime.timedelta(0))
 
 
 def test_a_receive_waits_as_ever(looks: Looks, wait: Any) -> None:

@@ -63,15 +63,6 @@ def test_amid(setting: Setting, own: bool, block: str | None, other: bool) -> No
     setting.have(setting.base)
 
 
-def test_amid_of_what_raises(setting: Setting) -> None:
-    """They are as they were, all the same."""
-    with torch.no_grad(), torch.inference_mode():
-        with pytest.raises(ValueError, match="on purpose"):
-            _fail_amid(setting)
-        assert torch.is_inference_mode_enabled()
-        assert not torch.is_grad_enabled()
-
-
 def test_amid_of_modes(setting: Setting) -> None:
     """Autocast, modes that torch asks about each operation, and transforms have to do with the role's own only."""
 
@@ -101,10 +92,3 @@ def test_amid_of_modes(setting: Setting) -> None:
     assert torch.equal(torch.func.vmap(transformed)(torch.ones(3)), torch.full((3,), 2.0))
     assert torch.equal(torch.func.grad(lambda row: transformed(row).sum())(torch.ones(3)), torch.full((3,), 2.0))
     assert [(type(each), each.dtype) for each in seen] == [(torch.Tensor, torch.float32)] * 3
-
-
-def _fail_amid(setting: Setting) -> None:
-    with setting.amid():
-        assert torch.is_grad_enabled()
-        assert not torch.is_inference_mode_enabled()
-        raise ValueError("on purpose")

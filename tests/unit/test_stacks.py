@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from colocate.worker.serving.failure import _frames_of, stack_of_role_code
+from colocate.worker.serving.failure import frames_of, stack_of_role_code
 
 _OUTERMOST = threading.Thread._bootstrap.__code__  # type: ignore[attr-defined]
 
@@ -59,7 +59,7 @@ def test_stacks_of_running_threads() -> None:
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
             for thread in threads:
-                frames = _frames_of(thread)
+                frames = frames_of(thread)
                 assert {type(frame) for frame in frames} == {FrameType}
                 assert frames[-1].f_code is _OUTERMOST
                 del frames
@@ -109,7 +109,7 @@ def test_a_deep_stack() -> None:
     thread.start()
     assert begun.wait(20)
     try:
-        assert sum(frame.f_code.co_name == "down" for frame in _frames_of(thread)) == 501
+        assert sum(frame.f_code.co_name == "down" for frame in frames_of(thread)) == 501
     finally:
         over.set()
         thread.join()

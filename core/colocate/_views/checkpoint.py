@@ -18,7 +18,7 @@ from colocate._values.dispatch import plan
 from colocate._views.sending import ready, refuse_inside, start
 from colocate._views.waking import everyone
 from colocate.errors import ColocateError, ConfigError
-from colocate.worker.serving.checkpoint import RECORD, role_folder
+from colocate.worker.serving.checkpoint import RECORD
 from colocate.worker.serving.functions import CHECKPOINT, RESTORE, SPECS
 
 
@@ -44,7 +44,7 @@ def write(crew: Crew, folder: Path, tag: Tag) -> None:
         crew.residents.raise_untold()
         with atomic_folder(folder, _committing(crew, found, crew.generation, saved)) as part:
             for name in saved:
-                role_folder(part, name).mkdir()
+                (part / name).mkdir()
             _submit(crew, part).result()
             crew.residents.raise_untold()
             record = {

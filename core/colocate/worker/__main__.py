@@ -5,9 +5,9 @@ import sys
 from colocate.worker.birth.supervisor import supervise
 
 if sys.argv[1] == "forks":
-    from colocate.worker.birth.template import serve
+    from colocate.worker.birth.template import Template
 
-    serve()  # it returns in each worker, with the worker's arguments
+    Template().run()  # it returns in each worker, with the worker's arguments
 
 supervise(int(sys.argv[2]))  # first: whatever is imported before is in the supervisors' memory too
 

@@ -100,12 +100,6 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
     """Be the worker at the other end of a connected, authenticated socket; the first message is the boot.
 
     The calling thread, which is the main one, becomes the lane.
-
-    Args:
-        sock: The socket.
-        tls: This machine's certificates.
-        epoch: That of the driver, in a pool that may be detached.
-        door: Where lanes to the drivers after it will come from.
     """
     hub = wire.Hub("worker", own_thread=False)
     began: queue.SimpleQueue[WorkerHost] = queue.SimpleQueue()
@@ -134,14 +128,7 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 
 
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
-    """Set the process up as the boot says, and make the host. On the hub's thread.
-
-    Args:
-        boot: It.
-        service: Whose host it is.
-        lane: On which messages come.
-        on_end: Called when the host has ended, and all that it had to say has gone out.
-    """
+    """Set the process up as the boot says, and make the host. On the hub's thread."""
     os.environ.update(boot.env)
     if (interface := _interface(boot.host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -171,7 +158,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     host.process = ProcessMemory()
     when_torch_comes(look_at_torch)
     host.definitions.install()
-    if service.outlives_drivers:
+    if service.door is not None:
         host.recent = RecentSpans()
     return host
 

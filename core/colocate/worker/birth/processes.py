@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-
 import attrs
 import psutil
 
@@ -53,7 +51,7 @@ class Left:
     name: str
 
     def running(self, node: str = "") -> Running:
-        """The same as an audit takes it."""
+        """Return the same as an audit takes it."""
         worker = f"worker {self.label}" if self.label else f"a worker of a runtime of process {self.starter}"
         detail = f"{worker}, whose role started it, and what should have ended it with that are gone"
         return Running(OF_A_ROLE, self.name, node=node, pid=self.pid, since=self.since, detail=detail)
@@ -77,7 +75,7 @@ class Child:
 
 
 def below_this() -> list[Child]:
-    """What this very process has started, and runs; of a worker its own process. Zombies run nothing."""
+    """Return what this very process has started, and runs; of a worker its own process. Zombies run nothing."""
     this = psutil.Process()
     below: dict[int, list[psutil.Process]] = {}
     for process in this.children(recursive=True):
@@ -89,103 +87,82 @@ def below_this() -> list[Child]:
     found = []
     for process in below.get(this.pid, []):
         try:
-            told = arguments_of(process, MODULE)
+            told, shown = arguments_of(process, MODULE), process
+            # A supervisor's first child is the one that it is there for; without one it is just starting, or ending.
+            for _ in range(0 if told is None else SUPERVISORS):
+                shown = min(below.get(shown.pid, [shown]), key=lambda child: (child.create_time(), child.pid))
             label = "".join((told or [])[3:4]).strip()  # a template has none
-            shown = process if told is None else _worker_below(process, below)
             found.append(Child(process.pid, shown.pid, shown.create_time(), label))
         except psutil.Error:  # gone
             continue
     return found
 
 
-def _worker_below(supervisor: psutil.Process, below: Mapping[int, list[psutil.Process]]) -> psutil.Process:
-    """The worker's own process: a supervisor's first child is the one that it is there for."""
-    process = supervisor
-    for _ in range(SUPERVISORS):
-        children = below.get(process.pid)
-        if not children:  # it is just starting, or ending
-            break
-        process = min(children, key=lambda child: (child.create_time(), child.pid))
-    return process
-
-
 def program_instead_of_worker(started: int) -> str | None:
-    """The command line of the program that has taken a worker's place by exec; None when none has, or nobody can tell.
+    """Return the command line of the program that has taken a worker's place by exec; None where nobody can tell one.
 
-    A worker is a fork of its supervisors: its memory begins where theirs does, which it doesn't after exec.
-
-    Args:
-        started: Its upper supervisor, which this process has started.
+    A worker is a fork of its upper supervisor, `started`: its memory begins where that one's does, which it doesn't
+    after exec.
     """
+
+    def layout(pid: int) -> list[str]:
+        """Where code and stack of a process begin."""
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return [fields[23], fields[25]]
+
     try:
         (worker,) = (child.pid for child in below_this() if child.started == started)
-        if worker == started or _layout(worker) == _layout(started):
+        if worker == started or layout(worker) == layout(started):
             return None
         return " ".join(psutil.Process(worker).cmdline())[:_SHOWN]
     except (ValueError, psutil.Error, OSError):  # it is gone
         return None
 
 
-def _layout(pid: int) -> list[str]:
-    """Where code and stack of a process begin."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return [fields[23], fields[25]]
-
-
 def left_by(starter: int | None = None) -> list[Left]:
-    """What workers have started and left behind: it has their mark, and isn't below who started them any more.
+    """Return what workers have started and left behind: it has their mark, and isn't below who started them any more.
 
     Args:
-        starter: Only that of the workers of this process, forks of the worker among them; of all machines' workers
-            those are found as workers (`of_this_machine`).
+        starter: Only what those of this process have, forks of the worker among it; of all machines' workers those are
+            found as workers (`of_this_machine`).
     """
     found = []
     for process in psutil.process_iter():
         try:
-            above, label = _mark_of(process)
+            mark, _, label = process.environ().get(MARK, "").partition(" ")
+            above = int(mark) if mark.isdigit() else starter_of(process.rlimit(psutil.RLIMIT_RTTIME)[0])
             if above is None or (starter is not None and above != starter):
                 continue
-            of_worker = starter is None and arguments_of(process, MODULE) is not None
-            if not of_worker and _is_apart(process, above):
-                found.append(Left(process.pid, process.create_time(), label, above, process.name()))
+            if starter is None and arguments_of(process, MODULE) is not None:
+                continue
+            if process.status() != psutil.STATUS_ZOMBIE and above not in {parent.pid for parent in process.parents()}:
+                name = label if mark.isdigit() else ""
+                found.append(Left(process.pid, process.create_time(), name, above, process.name()))
         except (psutil.Error, OSError):  # gone, or somebody else's
             continue
     return found
 
 
-def _mark_of(process: psutil.Process) -> tuple[int | None, str]:
-    """Who has started the worker that a process descends from, and what for, as far as it shows."""
-    above, _, label = process.environ().get(MARK, "").partition(" ")
-    if above.isdigit():
-        return int(above), label
-    return starter_of(process.rlimit(psutil.RLIMIT_RTTIME)[0]), ""
-
-
-def _is_apart(process: psutil.Process, starter: int) -> bool:
-    return process.status() != psutil.STATUS_ZOMBIE and starter not in {parent.pid for parent in process.parents()}
-
-
 def of_this_machine() -> list[WorkerFound]:
-    """All of this machine, as far as its processes can be seen."""
-    return list(_found(psutil.process_iter()))
-
-
-def _found(processes: Iterable[psutil.Process]) -> Iterator[WorkerFound]:
-    for process in processes:
+    """Return all workers of this machine, as far as its processes can be seen."""
+    found = []
+    for process in psutil.process_iter():
         try:
             told = arguments_of(process, MODULE)
             if told is None or len(told) < 2 or not told[1].isdigit():
                 continue
             starter = int(told[1])
             orphan = starter not in {parent.pid for parent in process.parents()}
-            yield WorkerFound(process.pid, starter, orphan, "".join(told[3:4]).strip(), process.create_time())
+            label = "".join(told[3:4]).strip()
+            found.append(WorkerFound(process.pid, starter, orphan, label, process.create_time()))
         except (psutil.Error, OSError):  # gone, or somebody else's
             continue
+    return found
 
 
 def arguments_of(process: psutil.Process, module: str) -> list[str] | None:
-    """The arguments of a process that runs a module; None when it runs something else.
+    """Return the arguments of a process that runs a module; None when it runs something else.
 
     Raises:
         psutil.Error: It can't be looked at.

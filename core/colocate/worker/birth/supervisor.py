@@ -59,8 +59,12 @@ def supervise(starter: int) -> None:
     Args:
         starter: The process that has started it, with which all of them end.
     """
+    import resource
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    _mark_by_limit(starter)
+    soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
+    if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):  # else it means something
+        resource.setrlimit(resource.RLIMIT_RTTIME, (_LIMIT + starter, hard))
     above = starter
     for lower in range(SUPERVISORS, 0, -1):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -112,17 +116,15 @@ def tracks(pid: int) -> bool:
     return not line or _TRACKER in line
 
 
-def _mark_by_limit(starter: int) -> None:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
-    if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):  # else it means something
-        resource.setrlimit(resource.RLIMIT_RTTIME, (_LIMIT + starter, hard))
-
-
 def _supervise(above: int, child: int, supervises: bool) -> NoReturn:
     try:
-        _let_go()
+        # What the worker has open is closed: its end must show. Its output stays, for what goes wrong here.
+        for entry in os.listdir("/proc/self/fd"):
+            if int(entry) > 2:
+                try:
+                    os.close(int(entry))
+                except OSError:  # that of the listing itself
+                    pass
         _prctl(_PR_SET_PDEATHSIG, ENDS)
         _Supervisor(above, child, supervises).run()
     except BaseException:
@@ -134,10 +136,9 @@ def _supervise(above: int, child: int, supervises: bool) -> NoReturn:
 
 
 class _Supervisor:
-    """Waits for the end of its child, or of what is above it. All signals are blocked."""
+    """Waits for the end of its child, perhaps a supervisor, too, or of what is above it. All signals are blocked."""
 
     def __init__(self, above: int, child: int, supervises: bool) -> None:
-        """Args: supervises: Whether the child is a supervisor, too."""
         self._above = above
         self._child = child
         self._supervises = supervises
@@ -151,7 +152,14 @@ class _Supervisor:
                 break
         self._end_all()
         assert self._status is not None
-        _end_as(os.waitstatus_to_exitcode(self._status))
+        code = os.waitstatus_to_exitcode(self._status)
+        if code < 0:  # by that signal
+            _prctl(_PR_SET_DUMPABLE, 0)  # there is one core already
+            if -code not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+            os.kill(os.getpid(), -code)
+        os._exit(code & 0xFF)
 
     def _reap(self) -> bool:
         """Take away all that has ended; whether a child is left."""
@@ -169,7 +177,13 @@ class _Supervisor:
     def _take_name(self) -> None:
         """Be called by what the child had become, if that is another program."""
         try:
-            program = program_of(self._child) if self._supervises else _executed(self._child)
+            if self._supervises:
+                program = program_of(self._child)
+            elif not _flags("self") & _PF_FORKNOEXEC or _flags(self._child) & _PF_FORKNOEXEC:
+                return  # it is still a fork of this process; without its own flag this kernel tells nothing
+            else:
+                with open(f"/proc/{self._child}/comm") as file:
+                    program = file.read().rstrip("\n")
             if program is not None:
                 with open("/proc/self/comm", "w") as file:
                     file.write(_BY_EXEC + program)
@@ -196,57 +210,22 @@ class _Supervisor:
             pause = min(2 * pause, _LONGEST_S)
 
 
-def _let_go() -> None:
-    """Close what the worker has open: its end must show. Its output stays, for what goes wrong here."""
-    for entry in os.listdir("/proc/self/fd"):
-        if int(entry) > 2:
-            try:
-                os.close(int(entry))
-            except OSError:  # that of the listing itself
-                pass
-
-
-def _end_as(code: int) -> NoReturn:
-    """End by an exit code or a signal, as `os.waitstatus_to_exitcode` tells it."""
-    if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # there is one core already
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF)
-
-
 def _below(top: int) -> list[int]:
-    """All descendants of a process that run."""
+    """Return all descendants of a process that run."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            state, parent = _stat(entry)
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may have any other character
+            except (OSError, ValueError):  # it is gone
+                continue
             if state not in (b"Z", b"X"):  # what has ended has no children
-                children.setdefault(parent, []).append(int(entry))
+                children.setdefault(int(parent), []).append(int(entry))
     found = children.get(top, [])
     for pid in found:  # which grows
         found += children.get(pid, ())
     return found
-
-
-def _stat(pid: str) -> tuple[bytes, int]:
-    """State and parent of a process; X when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may have any other character
-    except (OSError, ValueError):
-        return b"X", 0
-    return state, int(parent)
-
-
-def _executed(pid: int) -> str | None:
-    """The name of the program that a fork of this process has become by exec; None when it is still the fork."""
-    if not _flags("self") & _PF_FORKNOEXEC or _flags(pid) & _PF_FORKNOEXEC:  # without its own this kernel tells nothing
-        return None
-    with open(f"/proc/{pid}/comm") as file:
-        return file.read().rstrip("\n")
 
 
 def _flags(pid: int | str) -> int:

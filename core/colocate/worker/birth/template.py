@@ -75,25 +75,22 @@ class Wanted:
     cpus: frozenset[int]
 
 
-def serve() -> None:
-    """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""
-    _, _, starter, sock, *_ = sys.argv
-    die_with(int(starter))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides what a terminal's or batch system's mean
-        signal.signal(number, signal.SIG_IGN)
-    _Template(socket.socket(fileno=int(sock))).run()
+class Template:
+    """Forks workers."""
 
-
-class _Template:
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        sock.set_inheritable(False)
+    def __init__(self) -> None:
+        _, _, starter, sock, *_ = sys.argv
+        die_with(int(starter))
+        for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides what a terminal's or batch system's mean
+            signal.signal(number, signal.SIG_IGN)
+        self._sock = socket.socket(fileno=int(sock))
+        self._sock.set_inheritable(False)
         self._shown = _Shown()
         self._reads, self._writes = os.pipe()  # the names of what its forks have imported
         _import(["colocate.worker.birth.main"])
 
     def run(self) -> None:
-        """Do what is asked for; return in a fork."""
+        """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""
         gc.disable()
         while True:
             gc.freeze()  # what is here is never garbage, and a collector that looked at it would write into it
@@ -177,15 +174,15 @@ class _Shown:
         """
         words = [*self._before, *map(os.fsencode, arguments), b""]
         words[-1] = b" " * (self._end - self._arguments - sum(len(word) + 1 for word in words))
-        self._put(self._arguments, self._end, words, "command line")
-        self._put(self._env, self._env_end, [os.fsencode(f"{name}={env[name]}") for name in env], "environment")
-
-    @staticmethod
-    def _put(start: int, end: int, words: Sequence[bytes], what: str) -> None:
-        data = b"".join(word + b"\0" for word in words)
-        if len(data) > end - start:
-            raise OSError(errno.E2BIG, f"there is no room for its {what}")
-        ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+        variables = [os.fsencode(f"{name}={env[name]}") for name in env]
+        for start, end, strings, what in (
+            (self._arguments, self._end, words, "command line"),
+            (self._env, self._env_end, variables, "environment"),
+        ):
+            data = b"".join(string + b"\0" for string in strings)
+            if len(data) > end - start:
+                raise OSError(errno.E2BIG, f"there is no room for its {what}")
+            ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
 def _import(names: Sequence[str]) -> None:

@@ -68,13 +68,7 @@ class Store:
     """
 
     def __init__(self, strict: bool, scope: Scope, device: str = "cpu") -> None:
-        """Make an empty one.
-
-        Args:
-            strict: Whether writes in place are noticed.
-            scope: Which driver's parts are of use, and until when.
-            device: Where parts may lie that are read on the host.
-        """
+        """Make an empty one; the scope says which driver's parts are of use, and until when."""
         self.strict = strict
         self.copies_bytes = COPIES_BYTES
         self._scope = scope
@@ -90,17 +84,9 @@ class Store:
             self.entries[key] = Entry()
 
     def put(self, key: int, value: Any, maker: str, weight: int | None, rows: int | None = None) -> int:
-        """Keep a value; dropped at once if it was freed before it was made.
+        """Keep a value that a method has returned, unless it was freed before that; return its bytes.
 
-        Args:
-            key: Its id.
-            value: The value.
-            maker: The method that has returned it.
-            weight: How many rows that worked on; None where nothing was scattered.
-            rows: How many rows the value has, where that is known.
-
-        Returns:
-            Bytes of its tensors and arrays.
+        `weight` and `rows`: see `Entry`.
         """
         watch = Watch(value, self.strict)
         with self._news:
@@ -132,11 +118,7 @@ class Store:
         return self.entries.get(key)
 
     def wait(self, key: int, why_not: Callable[[], str | None] = lambda: None) -> Entry:
-        """The part once its call has run.
-
-        Args:
-            key: Its id.
-            why_not: Says why whoever waits mustn't; looked at again after `poke`.
+        """Return the part once its call has run; `why_not`, asked again after `poke`, says why nobody is to wait.
 
         Raises:
             ColocateError: It failed, the worker is closing, or the wait was interrupted.
@@ -180,19 +162,14 @@ class Store:
         finally:
             with self._copies_lock:
                 entry.readers -= 1
-                self._let_go_of_copies()
-
-    def _let_go_of_copies(self) -> None:
-        with self._news:
-            entries = list(self.entries.values())
-        kept = [(entry, copies.nbytes) for entry in entries if (copies := entry.copies) is not None]
-        total = sum(nbytes for _, nbytes in kept)
-        for entry, nbytes in sorted(kept, key=lambda each: each[0].read):
-            if total <= self.copies_bytes:
-                break
-            if not entry.readers:
-                total -= nbytes
-                entry.copies = None
+                with self._news:
+                    entries = list(self.entries.values())
+                kept = [(each, there.nbytes) for each in entries if (there := each.copies) is not None]
+                total = sum(nbytes for _, nbytes in kept)
+                for each, nbytes in sorted(kept, key=lambda item: item[0].read):
+                    if total > self.copies_bytes and not each.readers:
+                        total -= nbytes
+                        each.copies = None
 
     def poke(self) -> None:
         """Let those who wait look whether they still may."""
@@ -213,11 +190,9 @@ class Store:
             self._news.notify_all()
 
     def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[Written]:
-        """The residents (of those named, or all) that somebody has written into since they were made.
+        """Yield the residents (of those named, or all) that somebody has written into since they were made.
 
-        Args:
-            keys: Those to look at; None for all.
-            by: The call that has run; None when it isn't known who it was: one that has the very value, if any.
+        `by`: the call that has run; None when it isn't known who it was: one that has the very value, if any.
         """
         for key in list(self.entries) if keys is None else keys:
             entry = self.entries.get(key)

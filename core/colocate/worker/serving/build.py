@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -57,29 +57,28 @@ class Shipped:
             return self.cls
         if self.data is not None:
             return wire.unpack(self.data)
-        self._compare_versions()
+        if self.distribution is not None:
+            self._compare_versions(self.distribution)
         module, _, path = self.name.partition(":")
         value: Any = importlib.import_module(module)
         for part in path.split("."):
             value = getattr(value, part)
         return value
 
-    def _compare_versions(self) -> None:
-        if self.distribution is None:
-            return
+    def _compare_versions(self, distribution: str) -> None:
         from colocate._system.installed import (
             version_of,  # takes a while, and only roles from distributions need it
         )
 
-        here = version_of(self.distribution)
+        here = version_of(distribution)
         if here != self.version:
             has = "doesn't have it" if here is None else f"has {here}"
             raise PluginError(
-                f"{self.name} comes from {self.distribution} {self.version} on the driver, but the worker "
+                f"{self.name} comes from {distribution} {self.version} on the driver, but the worker "
                 f"({sys.executable}) {has}: install the same version in both",
                 name=self.name,
-                distribution=self.distribution,
-                hint=version_line(self.distribution, self.version),
+                distribution=distribution,
+                hint=version_line(distribution, self.version),
             )
 
 
@@ -103,34 +102,54 @@ class RoleBuild:
     keeps_addresses: bool
 
 
-@calls_role_code
-def construct(build: RoleBuild, site: Site) -> HostedRole:
-    """Make the role's instance in this worker. What its constructor raises comes through."""
-    rank = build.slots.index(site.boot.slot)
-    ctx = Context(
+def context_in(
+    site: Site,
+    role: str | None,
+    slots: Sequence[int],
+    meshes: Mapping[str, Mesh],
+    group: str,
+    seed: int,
+    generation: int,
+) -> Context:
+    """Make what a role of this worker, or a function, has as its context; `seed` is the runtime's."""
+    boot = site.boot
+    rank = slots.index(boot.slot)
+    return Context(
         rank=rank,
-        world_size=len(build.slots),
-        slot=site.boot.slot,
-        node=site.boot.node,
-        role=build.name,
-        group=build.group,
-        generation=build.generation,
-        seed=derive_seed(build.seed, build.group, build.name, rank),
-        meshes={name: MeshPlace(mesh, rank) for name, mesh in build.meshes.items()},
-        device=site.boot.device,
+        world_size=len(slots),
+        slot=boot.slot,
+        node=boot.node,
+        role=role,
+        group=group,
+        generation=generation,
+        seed=derive_seed(seed, group, role, rank),
+        meshes={name: MeshPlace(mesh, rank) for name, mesh in meshes.items()},
+        device=boot.device,
         siblings=site.instances,
         reach=site.residency.reach,
-        slots=build.slots,
+        slots=slots,
         groups=site.groups,
         report=site.report,
     )
+
+
+@calls_role_code
+def construct(build: RoleBuild, site: Site) -> HostedRole:
+    """Make the role's instance in this worker. What its constructor raises comes through."""
+    ctx = context_in(site, build.name, build.slots, build.meshes, build.group, build.seed, build.generation)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     token = set_current(ctx)
     try:
         cls = build.shipped.load()
         site.setting.choose_device()
         site.setting.base = site.setting.now()
         methods = check_role(build.name, cls)
-        args, kwargs = _unpack(site, build.arguments)
+        if build.arguments is not None:  # on the host, from where it takes to the device what it wants there
+            with rebuilding("an argument"):
+                args, kwargs = site.hand_over(site.codec.unpack(build.arguments, "cpu"))
+            if site.moves_tensors:
+                args, kwargs = on_device((args, kwargs), "cpu")
         with kept_addresses(site.boot.device) if build.keeps_addresses else nullcontext() as elsewhere:
             instance = cls(*args, **kwargs)
         if elsewhere is not None:
@@ -165,12 +184,3 @@ def _check_addresses(instance: object, site: Site, elsewhere: Elsewhere) -> None
             'read so (device_map=): set env={"HF_DEACTIVATE_ASYNC_LOAD": "1"} in the pool, or read them on the host '
             "and move them with .to; or leave sleep= out"
         )
-
-
-def _unpack(site: Site, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A constructor's arguments: on the host, from where it takes to the device what it wants there."""
-    if body is None:
-        return (), {}
-    with rebuilding("an argument"):
-        args, kwargs = site.hand_over(site.codec.unpack(body, "cpu"))
-    return on_device((args, kwargs), "cpu") if site.moves_tensors else (args, kwargs)

@@ -30,11 +30,6 @@ def save(
 ) -> None:
     """Have roles write their states.
 
-    Args:
-        roles: Those of this worker.
-        directory: The checkpoint's folder.
-        awake: Has a role's memory be there in a block.
-
     Raises:
         ColocateError: This machine doesn't see the folder.
     """
@@ -57,15 +52,19 @@ def save(
 def restore(role: HostedRole, directory: str, identity: str) -> None:
     """Have a role go on where it was saved. One that has no `save` is as its constructor made it.
 
-    Args:
-        role: The role.
-        directory: The checkpoint's folder.
-        identity: Which checkpoint that is.
-
     Raises:
         ColocateError: It isn't there, or not for this machine, or another one has taken its place.
     """
-    folder = _place(Path(directory), identity)
+    folder = next((place for place in places(Path(directory)) * 2 if _is_there(place, identity)), None)  # as in `read`
+    if folder is None:
+        try:
+            read(Path(directory))
+        except (OSError, ValueError):
+            raise ColocateError(
+                f"the checkpoint {directory} isn't there, as this machine sees it: it was removed or renamed, or it "
+                "doesn't lie on a file system that the driver and all workers share"
+            ) from None
+        raise _replaced(Path(directory))
     try:
         _call(role, "restore", folder)
         own = _generator_file(role, folder)
@@ -104,20 +103,6 @@ def identity_of(record: Mapping[str, Any]) -> str:
     return str(record.get("id", ""))
 
 
-def _place(folder: Path, identity: str) -> Path:
-    for place in places(folder) * 2:  # as above
-        if _is_there(place, identity):
-            return place
-    try:
-        read(folder)
-    except (OSError, ValueError):
-        raise ColocateError(
-            f"the checkpoint {folder} isn't there, as this machine sees it: it was removed or renamed, or it doesn't "
-            "lie on a file system that the driver and all workers share"
-        ) from None
-    raise _replaced(folder)
-
-
 def _is_there(place: Path, identity: str) -> bool:
     try:
         return identity_of(json.loads((place / RECORD).read_text(encoding="utf-8"))) == identity
@@ -150,14 +135,9 @@ def takes_ranks(cls: type) -> bool:
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
 
-def role_folder(folder: Path, role: str) -> Path:
-    """Where the ranks of a role write."""
-    return folder / role
-
-
 def _call(role: HostedRole, name: str, folder: Path) -> None:
     assert role.name is not None
-    own = role_folder(folder, role.name)
+    own = folder / role.name
     if not own.is_dir():
         return
     more: dict[str, Any] = {}

@@ -24,7 +24,7 @@ class Definitions:
         self._ask = ask
         self._send = send
         self._in_process = in_process
-        self._inbox = Inbox(self._lost)
+        self._inbox = Inbox(lambda ids, names: send(from_worker.Undefined(tuple(ids), tuple(names)), None))
         self._driver = Table("runs it")
         self._lock = threading.Lock()
         self._early: dict[str, tuple[str, str]] = {}
@@ -39,9 +39,6 @@ class Definitions:
         self._inbox.put(message.ids, message.names, body)
         self._driver.knows.update(message.ids)
 
-    def _lost(self, ids: Sequence[int], names: Sequence[str]) -> None:
-        self._send(from_worker.Undefined(tuple(ids), tuple(names)), None)
-
     @property
     def count(self) -> int:
         """How many bundles have come."""
@@ -50,10 +47,6 @@ class Definitions:
     def load(self, count: int) -> None:
         """Have the first `count` bundles loaded: those that were sent before what is read next."""
         self._inbox.load(count)
-
-    def find(self, id: int) -> None:
-        """Have the driver send something that this worker lacks, which came from another worker."""
-        self._ask(questions.Missing(id))
 
     # -- modules
 
@@ -64,7 +57,7 @@ class Definitions:
         """
         self._early = imported_already()
         self._modules.receiver = threading.get_ident()
-        ids.find_missing = self.find
+        ids.find_missing = lambda id: self._ask(questions.Missing(id))  # what came from another worker
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:

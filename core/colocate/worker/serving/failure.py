@@ -36,6 +36,11 @@ from colocate.worker.serving.definitions import Definitions
 _OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("worker", "_protocol"))
 _RUNS_LANE = (threading.__file__, "<frozen runpy>")
 _NEEDS_MAIN = ("signal only works in main thread", "There is no current event loop in thread")
+_ON_THREADS = (
+    "Slots are threads of the driver here, and Python lets nothing but a process's main thread set handlers of "
+    "signals, or make its event loop by itself; in a worker process that is the thread of role code: use "
+    "connect('local', processes=True), in a config executor.with.processes=true"
+)
 _HOST_ERRORS = (ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
 _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
@@ -48,45 +53,29 @@ has left it, or drops it."""
 def failed(
     error: BaseException, codec: Codec, definitions: Definitions, role: str | None, secondary: bool
 ) -> tuple[Failure, Any]:
-    """The exception as data, and as a message body (see `sendable`)."""
+    """Return the exception as data, and as a message body, if it can be sent."""
     unmade = None
     if isinstance(error, NotRebuilt):
         unmade, error = error.what, error.why
-    ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not raised_by_role(error))
-    found = describe(error, role=role, host=ours and unmade is None, secondary=secondary, unmade=unmade)
-    return found, sendable(error, codec, definitions)
-
-
-def describe(
-    error: BaseException, *, role: str | None, host: bool, secondary: bool, unmade: str | None = None
-) -> Failure:
-    """The exception as data."""
+    ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not _raised_by_role(error))
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
-    for hint in (imports.hint_for(error), torch_groups.hint_for(error), _hint_for_thread(error)):
+    needs_main = isinstance(error, ValueError | RuntimeError) and text.startswith(_NEEDS_MAIN)
+    on_main = threading.current_thread() is threading.main_thread()
+    thread = _ON_THREADS if needs_main and not on_main else None
+    for hint in (imports.hint_for(error), torch_groups.hint_for(error), thread):
         if hint is not None:
             note(error, hint)
     may_be_ours = isinstance(error, Consequence) or unmade is not None
     follows = may_be_ours and not frames_of_users(error)  # then there is nothing of a user's to see
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
-    return Failure(name, text, trace, host, secondary, role, unmade)
+    found = Failure(name, text, trace, ours and unmade is None, secondary, role, unmade)
+    return found, _sendable(error, codec, definitions)
 
 
-def _hint_for_thread(error: BaseException) -> str | None:
-    """What to do about a lane that isn't its process's main thread, where role code needs that one."""
-    needs = isinstance(error, ValueError | RuntimeError) and message_of(error).startswith(_NEEDS_MAIN)
-    if not needs or threading.current_thread() is threading.main_thread():
-        return None
-    return (
-        "Slots are threads of the driver here, and Python lets nothing but a process's main thread set handlers of "
-        "signals, or make its event loop by itself; in a worker process that is the thread of role code: use "
-        "connect('local', processes=True), in a config executor.with.processes=true"
-    )
-
-
-def sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
-    """A message body with the exception, or None when it doesn't survive pickling (then its text has to do)."""
+def _sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
+    """Return a message body with the exception, or None when it doesn't survive pickling: its text has to do then."""
     for name in ("__traceback__", "__context__", "__cause__"):  # frames of these hold tensors, files, process groups
         _ATTRIBUTES[name].__set__(error, None)  # its class may be frozen
     if codec.name == "reference":
@@ -106,7 +95,7 @@ def note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def raised_by_role(error: BaseException) -> bool:
+def _raised_by_role(error: BaseException) -> bool:
     """Whether role code raised one of colocate's own errors itself: then it is the role's failure."""
     trace = error.__traceback__
     while trace is not None:
@@ -119,12 +108,7 @@ def raised_by_role(error: BaseException) -> bool:
 
 def stack_of_role_code(thread: threading.Thread) -> list[str]:
     """A thread's stack as text, from the role's own code on, or all of it when there is none of that; [] at its end."""
-    return role_code_in(_frames_of(thread)[::-1])
-
-
-def imported_by(thread: threading.Thread) -> str | None:
-    """The module that a thread is importing; None for none."""
-    return imports.importing(_frames_of(thread))
+    return role_code_in(frames_of(thread)[::-1])
 
 
 def role_code_in(frames: Sequence[FrameType]) -> list[str]:
@@ -140,7 +124,7 @@ def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.
     return stack[first:]
 
 
-def _frames_of(thread: threading.Thread) -> list[FrameType]:
+def frames_of(thread: threading.Thread) -> list[FrameType]:
     """The frames of a thread, the innermost first; none when it has ended.
 
     A running thread's frames can be walked only while it stands still. Between two steps of Python code it may go on:

@@ -11,14 +11,14 @@ from typing import Any
 
 from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
-from colocate._role.context import Context, MeshPlace, current, derive_seed
-from colocate._role.method import RoleMethod, method
+from colocate._role.context import current
+from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
 from colocate._values.mesh import Mesh
 from colocate.worker.memory.sleeping import Outcome
 from colocate.worker.serving import checkpoint
-from colocate.worker.serving.build import Shipped
+from colocate.worker.serving.build import Shipped, context_in
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.hosted import HostedRole
 from colocate.worker.site import Site
@@ -109,48 +109,16 @@ def current_slots() -> int:
     return ctx.world_size
 
 
-def _spec(name: str) -> MethodSpec:
-    found: RoleMethod[..., Any, Any] = Functions.__dict__[name]
-    return found.spec
-
-
 # What calls say: no name of a function can be the same.
 CHECKPOINT, RESTORE, SLEEP, WAKE = OF_WORKERS = "the checkpoint", "the restore", "the sleep", "the wake"
-RUN = _spec("run")
-SPECS = {
-    RUN.name: RUN,
-    CHECKPOINT: _spec("save"),
-    RESTORE: _spec("restore"),
-    SLEEP: _spec("sleep"),
-    WAKE: _spec("wake"),
-}
+_METHODS = {"run": "run", CHECKPOINT: "save", RESTORE: "restore", SLEEP: "sleep", WAKE: "wake"}
+SPECS: dict[str, MethodSpec] = {said: Functions.__dict__[name].spec for said, name in _METHODS.items()}
 """By what calls say."""
+RUN = SPECS["run"]
 
 
 def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
-    """What functions run in: every slot of the group is a rank.
-
-    Args:
-        site: The worker.
-        slots: How many slots the group has.
-        seed: The runtime's.
-    """
-    boot = site.boot
-    ctx = Context(
-        rank=boot.slot,
-        world_size=slots,
-        slot=boot.slot,
-        node=boot.node,
-        role=None,
-        group=boot.group,
-        generation=site.groups.default.generation,
-        seed=derive_seed(seed, boot.group, None, boot.slot),
-        meshes={"": MeshPlace(Mesh({"dp": slots}), boot.slot)},
-        device=boot.device,
-        siblings=site.instances,
-        reach=site.residency.reach,
-        slots=range(slots),
-        groups=site.groups,
-        report=site.report,
-    )
+    """Make what functions run in: every slot of the group is a rank."""
+    meshes = {"": Mesh({"dp": slots})}
+    ctx = context_in(site, None, range(slots), meshes, site.boot.group, seed, site.groups.default.generation)
     return HostedRole(None, Functions(site), SPECS, ctx, site.setting)

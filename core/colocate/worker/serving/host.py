@@ -27,6 +27,7 @@ from colocate._values.leaving import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
 from colocate.wire import Turns
+from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.lane import Lane, Work
 from colocate.worker.memory.ledger import LookError, ledger
@@ -220,9 +221,6 @@ class WorkerHost(Site):
         Its process groups aren't cut yet. A step that all ranks are in ends by itself. Of one that some of them drop,
         the others wait in vain, which the next driver's hold ends; to cut them amid a transfer would have gloo forget
         who waits for that (`collective_waits`), and in a backward pass nothing else frees them.
-
-        Args:
-            base: The numbers of the next driver's calls, holds and residents are above this.
         """
         self.scope.renew(base)
         self.definitions.renew()
@@ -276,7 +274,7 @@ class WorkerHost(Site):
         told = [f"awaiting in {running[seq].label}\n{frames}" for seq, frames in waits]
         if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
             computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
-            if (module := failure.imported_by(self.lane.thread)) is not None:
+            if (module := importing(failure.frames_of(self.lane.thread))) is not None:
                 computing += f", importing {module}"
             told.insert(0, f"running {computing}\n{stack}" if stack else f"running {computing}; its lane has ended")
         return "".join(told)

@@ -60,13 +60,10 @@ class HostedRole:
         """Have it do without the process groups of before: it has a method `renew` for that, or keeps none."""
         self.call_hook("renew")
 
-    def call_hook(self, name: str, *args: Any) -> bool:
-        """Call what its class has for a purpose of colocate's, if it has it; whether it does."""
-        hook = self.hook(name)
-        if hook is None:
-            return False
-        self.run_hook(hook, *args, name=name)
-        return True
+    def call_hook(self, name: str, *args: Any) -> None:
+        """Call what its class has for a purpose of colocate's, if it has it."""
+        if (hook := self.hook(name)) is not None:
+            self.run_hook(hook, *args, name=name)
 
     def hook(self, name: str) -> Any:
         """What it has for a purpose of colocate's; a method for its callers is no hook, nor is what can't be called."""

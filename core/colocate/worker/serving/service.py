@@ -55,18 +55,11 @@ class Service:
     """Serves one lane after the other. On the hub's thread, unless said otherwise."""
 
     def __init__(self, hub: wire.Hub, start: Start, tls: wire.Tls | None, door: socket.socket | None) -> None:
-        """Serve none yet.
-
-        Args:
-            hub: Whose thread receives while the worker's lane is busy.
-            start: Starts the host when the first boot has come.
-            tls: This machine's certificates.
-            door: Where further lanes come from; None: there will be one.
-        """
+        """Serve none yet."""
         self.hub = hub
         self.tls = tls
         self._start = start
-        self._door = door
+        self.door = door
         self._host: WorkerHost | None = None
         self._lane: wire.SocketLane | None = None
         self._epoch = 0
@@ -75,11 +68,6 @@ class Service:
         if door is not None:
             door.setblocking(False)
             hub.watch(door.fileno(), self._at_the_door)
-
-    @property
-    def outlives_drivers(self) -> bool:
-        """Whether others may follow its driver."""
-        return self._door is not None
 
     def open(self, sock: socket.socket, epoch: int) -> None:
         """Serve a connected, authenticated socket; the first message on it is the boot."""
@@ -132,7 +120,7 @@ class Service:
             return
         if self._lane is not None:
             self._look_after(self._lane)
-        if self._door is None or host is None:
+        if self.door is None or host is None:
             # Without the driver nothing here has an owner; role code that still runs must not keep the process.
             if reason.startswith("the other side"):
                 os._exit(0)
@@ -158,9 +146,9 @@ class Service:
         self.hub.later(STEP_ENDS_WITHIN_S, partial(host.cut_short, base_of(epoch)))
 
     def _at_the_door(self) -> None:
-        assert self._door is not None
+        assert self.door is not None
         try:
-            found = given(self._door)
+            found = given(self.door)
         except BlockingIOError:
             return
         except (EOFError, OSError):  # without a keeper nothing here has an owner
@@ -181,9 +169,9 @@ class Service:
 
     def _answer(self, number: bytes, seen: Mapping[str, Any]) -> None:
         """Through the door. On any thread."""
-        assert self._door is not None
+        assert self.door is not None
         with contextlib.suppress(OSError):  # the keeper is gone, or doesn't read
-            self._door.send(number + b" " + json.dumps(seen).encode())
+            self.door.send(number + b" " + json.dumps(seen).encode())
 
     def _open_next(self) -> None:
         if self._next is not None:

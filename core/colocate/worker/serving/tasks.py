@@ -16,11 +16,7 @@ class Tasks:
     """Those that run. Only `wake` may be called off the lane's thread."""
 
     def __init__(self, has_news: Callable[[], bool]) -> None:
-        """Begin without one.
-
-        Args:
-            has_news: Whether something for the lane has come, on which it waits no longer.
-        """
+        """Begin without one."""
         self._has_news = has_news
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that Python makes one, as a script has it be told
@@ -40,7 +36,17 @@ class Tasks:
 
         Between calls.
         """
-        return len(asyncio.all_tasks(self._loop)) > len(self._running) or any(map(_is_of_a_role, _handles(self._loop)))
+        if len(asyncio.all_tasks(self._loop)) > len(self._running):
+            return True
+        # What the loop will call, as far as it is known: asyncio's own loops have no other way to tell.
+        selector = getattr(self._loop, "_selector", None)
+        watched = [] if selector is None else [each for key in selector.get_map().values() for each in key.data]
+        for handle in (*getattr(self._loop, "_ready", ()), *getattr(self._loop, "_scheduled", ()), *watched):
+            callback = getattr(handle, "_callback", None)  # None once it is cancelled
+            made_in = getattr(callback, "__module__", None) or type(callback).__module__
+            if callback is not None and made_in.partition(".")[0] not in ("asyncio", "_asyncio"):
+                return True  # the others are asyncio's, and end what tasks wait for
+        return False
 
     def have_current(self) -> None:
         """See that there is a current loop: role code may have closed it, or left none, as `asyncio.run` does.
@@ -115,20 +121,6 @@ def _current() -> asyncio.AbstractEventLoop | None:
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
     block = own_block.get()
     return asyncio.Task(coroutine if block is None else Steps(coroutine, block()), loop=loop, **options)
-
-
-def _handles(loop: asyncio.AbstractEventLoop) -> list[asyncio.Handle]:
-    """What it will call, as far as it is known: asyncio's own loops have no other way to tell."""
-    selector = getattr(loop, "_selector", None)
-    watched = [] if selector is None else [each for key in selector.get_map().values() for each in key.data]
-    return [*getattr(loop, "_ready", ()), *getattr(loop, "_scheduled", ()), *filter(None, watched)]
-
-
-def _is_of_a_role(handle: Any) -> bool:
-    """Whether something is called that isn't asyncio's, which ends what tasks wait for."""
-    callback = handle._callback  # None once it is cancelled
-    made_in = getattr(callback, "__module__", None) or type(callback).__module__
-    return callback is not None and made_in.partition(".")[0] not in ("asyncio", "_asyncio")
 
 
 def _frames_of(awaited: Any) -> list[FrameType]:

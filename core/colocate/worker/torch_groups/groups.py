@@ -53,17 +53,7 @@ class ProcessGroups:
         device: str = "cpu",
         ports: tuple[int, int] | None = None,
     ) -> None:
-        """Make none yet.
-
-        Args:
-            worker: Whose they are.
-            in_process: The workers are threads of one process, which torch can give no groups of their own.
-            group: Name of the group.
-            slot: The worker's.
-            host: Address under which the other slots reach this machine.
-            device: The slot's.
-            ports: The first and the last that a store may listen on; None for any.
-        """
+        """Make none yet. `in_process`: the workers are threads of one, which torch can give no groups of their own."""
         self._worker = worker
         self._in_process = in_process
         self._group, self._slot, self._device = group, slot, device
@@ -158,11 +148,7 @@ class ProcessGroups:
         return self.default.rendezvous()
 
     def torchrun_environment(self, nodes: Sequence[int]) -> dict[str, str]:
-        """Return the variables that torchrun sets, for libraries that read them; they agree with the default group.
-
-        Args:
-            nodes: Which slots lie on one node, as a number for each slot.
-        """
+        """Return the variables that torchrun sets; `nodes` tells by a number for each slot which lie on one node."""
         host, port = self.rendezvous()
         here = [each for each, node in enumerate(nodes) if node == nodes[self._slot]]
         # Libraries take it for the device's number, too; a worker may see but its own.
@@ -253,9 +239,8 @@ class ProcessGroups:
     def cut(self, waits: Callable[[], bool] = lambda: True) -> None:
         """Cut all groups in use, so that this rank and its peers are freed where they wait in a collective.
 
-        Args:
-            waits: Whether this rank may still wait. Asked where `back` can't come between: what were cut after that
-                would be taken for whole.
+        Whether this rank may still wait is asked where `back` can't come between: what were cut after that would be
+        taken for whole.
         """
         with LOOKING:
             if waits():

@@ -163,12 +163,7 @@ class Making:
         self.wait_for(over, group, begins)
 
     def wait_for(self, over: Future[None], group: Together | None = None, begins: bool = False) -> None:
-        """Wait for what is made. On the lane, or a thread of a role's.
-
-        Args:
-            over: Ends with it.
-            group: What this rank withdraws from when the lane leaves; None for nothing.
-            begins: Whether making the group is still to be begun.
+        """Wait until it is over, which begins here where `begins`; a lane that leaves withdraws from the group.
 
         Raises:
             Consequence: The lane has left.
@@ -323,17 +318,7 @@ class DefaultGroup:
         device: str,
         ports: tuple[int, int] | None = None,
     ) -> None:
-        """None is made yet.
-
-        Args:
-            worker: Whose it is.
-            making: What the lane waits by.
-            group: Name of the colocated group.
-            slot: The worker's.
-            host: Address under which the other slots reach this machine.
-            device: The slot's.
-            ports: The first and the last that its store may listen on; None for any.
-        """
+        """Make none yet; `host` is where the other slots reach this machine, and `ports` where its store may listen."""
         self._worker, self._making = worker, making
         self._group, self._slot, self._host, self._ports, self._device = group, slot, host, ports, device
         self.name = f"{group}/default"

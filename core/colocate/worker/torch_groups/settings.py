@@ -74,12 +74,9 @@ class Setting:
     """Reads and makes torch's settings, on the lane."""
 
     def __init__(self, device: str, in_process: bool, leaves: Callable[[Any], object] = lambda stream: None) -> None:
-        """Begin with the usual ones.
+        """Begin with the usual ones. What is set for all of a process is left alone where that is the driver's.
 
-        Args:
-            device: The slot's, as torch calls it.
-            in_process: Whether the process is the driver's: what is set for all of it is left alone.
-            leaves: Told of a stream that isn't the current one any more: something may have been begun there.
+        `leaves` is told of a stream that isn't the current one any more: something may have been begun there.
         """
         self._device = device
         self._kinds = tuple(dict.fromkeys(("cpu", device.partition(":")[0])))
@@ -182,7 +179,10 @@ class Setting:
         if torch is None:
             yield
             return
-        with _without_transforms(torch):
+        clears: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # no transform of `torch.func` has to do with it
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as clears
+        with clears():
             before = self.now()
             self.have(self.base)
             try:
@@ -205,15 +205,6 @@ class OwnSettings:
     def __exit__(self, *_: object) -> None:
         self._now = self._setting.now()
         self._setting.have(self._setting.base)
-
-
-def _without_transforms(torch: Any) -> contextlib.AbstractContextManager[object]:
-    """A block that no transform of `torch.func` has to do with."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
 
 
 def _change_inference(torch: Any, wanted: bool) -> None:

@@ -36,9 +36,7 @@ def guard(hopeless: Callable[[], str | None]) -> None:
     """From now on `Work.wait()` raises a Consequence once a wait is hopeless and gloo has not ended it by itself.
 
     Only for a process whose collectives run on gloo: those of NCCL don't wait on the host, and mustn't begin to.
-
-    Args:
-        hopeless: Why nobody will come any more for what the calling thread waits for; None while they may.
+    `hopeless` says why nobody will come any more for what the calling thread waits for.
     """
     global _hopeless  # the worker's; its process has one
     from torch.distributed import Work
@@ -102,10 +100,7 @@ def bury(backends: list[Any], within_s: float = 0.0) -> None:
 
     The last reference to one goes when its threads have ended, which may be in 30 minutes: so it goes on a thread of
     its own. (The group itself goes where it was: nobody may hold that.)
-
-    Args:
-        backends: What to let go of; the list is empty afterwards.
-        within_s: Wait so long for those in which nothing runs.
+    The list is empty afterwards; those in which nothing runs are waited for so long.
     """
     threads = []
     while backends:
