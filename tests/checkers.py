@@ -17,7 +17,8 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parents[1]
-_PACKAGES = ("colocate", "colocate_local", "colocate_ray", "colocate_dask", "colocate_ppo", "tests.chaos")
+_CORE = ("colocate", "colocate_run", "colocate_report")
+_PACKAGES = (*_CORE, "colocate_local", "colocate_ray", "colocate_dask", "colocate_ppo", "tests.chaos")
 _SOURCES = ("core", "executors", "plugins")
 
 

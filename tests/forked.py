@@ -23,8 +23,14 @@ from typing import Any, NoReturn
 
 _ROOT = Path(__file__).parents[1]
 _IMPORTED = (
-    *("colocate.cli.check", "colocate.cli.doctor", "colocate.cli.plugin", "colocate.cli.plugins", "colocate.cli.run"),
-    *("colocate._api.runtime", "colocate.config.structure", "colocate.report.page", "jinja2", "rich.table"),
+    *(
+        "colocate_run.cli.check",
+        "colocate_run.cli.doctor",
+        "colocate_run.cli.plugin",
+        "colocate_run.cli.plugins",
+        "colocate_run.cli.run",
+    ),
+    *("colocate._api.runtime", "colocate_run.config.structure", "colocate_report.page", "jinja2", "rich.table"),
     *("colocate_local.plugin", "colocate_local.processes", "colocate_local.threads"),
     "pydantic.types",  # typer does, where it is installed
 )

@@ -33,10 +33,14 @@ LAYERS = {
     "executor": "the seam for engines",
     "placement": "a ledger of nodes, for engines that keep none",
     "_signatures": "whether values fit a signature",
+    "signatures": "the same, for packages beside core",
     "_protocol": "what driver and worker both know: messages, requests, what residents are named by",
     "worker": "inside a slot",
+    "hosting": "role objects elsewhere, and what they hold",
     "keeper": "worker processes on a machine that isn't the driver's",
     "_plugins": "entry points",
+    "plugins": "the same, for packages beside core",
+    "texts": "numbers, names and errors in messages, for packages beside core",
     "_owned": "the ownership law",
     "_calls": "one order of calls, the hold, deadlines",
     "_kept": "residents, the driver's half",
@@ -44,13 +48,14 @@ LAYERS = {
     "_views": "sending: views, pipelines, functions",
     "_api": "the live objects",
     "_detached": "pools that change their driver: what `detach` and `attach` of the live objects find on first use",
-    "config": "what a file says",
-    "_runs": "what is known of a run",
-    "report": "a run as a page",
-    "_job": "running it",
-    "cli": "commands",
+    "driver": "a driver from inside, for packages beside core",
+    "config": "what a file says, of `colocate_run`",
+    "cli": "commands, of `colocate_run`",
     "__main__": "`python -m colocate`",
 }
+
+# Core imports these for whoever uses one of its names that they have, and else never.
+BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "colocate_run": "configs, jobs, commands"}
 
 # Who finds what is below, on first use of a public name, and imports nothing of it otherwise.
 ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
@@ -146,6 +151,17 @@ def _names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module}.{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def beside() -> list[Arrow]:
+    """The imports of packages beside core in core."""
+    return [
+        Arrow(name, imported)
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for imported in (_names(node) if isinstance(node, ast.Import | ast.ImportFrom) else ())
+        if imported.partition(".")[0] in BESIDE
+    ]
 
 
 def against(core: Path = CORE) -> list[Arrow]:

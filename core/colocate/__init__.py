@@ -13,24 +13,18 @@ if TYPE_CHECKING:
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
-    from colocate._api.trace import Trace
     from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
-    from colocate._job.launch import launch
-    from colocate._job.recording import record
-    from colocate._job.run import Run
     from colocate._plugins.entry_points import hookimpl
     from colocate._plugins.needs import needs
     from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
     from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, method
     from colocate._role.role import Role, RoleSpec, role
-    from colocate._runs.record import LogRecord, RunInfo, RunRecord
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
     from colocate._values.leaves import register_batch
     from colocate._values.mesh import Mesh, Ranks
     from colocate._views.view import Inspection, RoleView, inspect
-    from colocate.config import load_config
     from colocate.errors import (
         BorrowedError,
         CallCancelled,
@@ -55,6 +49,12 @@ if TYPE_CHECKING:
         SleepingError,
         WorkerDied,
     )
+    from colocate_report.record import LogRecord, RunInfo, RunRecord
+    from colocate_report.trace import Trace
+    from colocate_run.config.load import load_config
+    from colocate_run.launch import launch
+    from colocate_run.recording import record
+    from colocate_run.run import Run
 
 __version__ = "0.3.0.dev0"
 
@@ -68,7 +68,6 @@ _HOMES = {
     "_values.dispatch": "Broadcast Dispatch OnRank PerRank Scatter",
     "_api.group": "ColocatedGroup",
     "_api.memory": "GroupMemory RoleMemory SlotMemory",
-    "_job.launch": "launch",
     "_values.mesh": "Mesh Ranks",
     "_role.method": "RoleCall method",
     "_plugins.needs": "needs",
@@ -76,13 +75,8 @@ _HOMES = {
     "_api.pool": "Pool PoolPart Slot",
     "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
     "_role.role": "Role RoleSpec role",
-    "_job.recording": "record",
-    "_job.run": "Run",
-    "_runs.record": "LogRecord RunInfo RunRecord",
     "_api.runtime": "Runtime",
-    "_api.trace": "Trace",
     "_views.view": "Inspection RoleView inspect",
-    "config": "load_config",
     "errors": (
         "BorrowedError CallCancelled CallTimeout CapabilityError ClosedError ColocateError ConfigError DispatchError "
         "EngineError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError PlacementTimeout "
@@ -90,6 +84,16 @@ _HOMES = {
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_BESIDE = {  # what packages beside core have, which core imports for whoever uses one of these names, and else never
+    "LogRecord": "colocate_report.record",
+    "RunInfo": "colocate_report.record",
+    "RunRecord": "colocate_report.record",
+    "Trace": "colocate_report.trace",
+    "Run": "colocate_run.run",
+    "launch": "colocate_run.launch",
+    "load_config": "colocate_run.config.load",
+    "record": "colocate_run.recording",
+}
 
 __all__ = [
     "Audit",
@@ -175,6 +179,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is not None:
         value = getattr(import_module(f"colocate.{home}"), name)
+    elif name in _BESIDE:
+        value = getattr(import_module(_BESIDE[name]), name)
     elif name in ("config", "errors", "executor", "torch"):
         value = import_module(f"colocate.{name}")
     else:

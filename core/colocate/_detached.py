@@ -15,9 +15,8 @@ import os
 import pickle
 import platform
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import attrs
 
@@ -446,8 +445,3 @@ def _close(connection: Connection, name: str, force: bool, by: str) -> None:
 
 def _who() -> str:
     return f"driver {os.getpid()} on {platform.node()} ({at(origin())})"
-
-
-def seen(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a listed pool, as JSON has it."""
-    return {**found, "since": time.strftime("%FT%T%z", time.localtime(found["since"]))}

@@ -122,8 +122,3 @@ def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
         ).rstrip()
         for line in lines
     ]
-
-
-def keys_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The columns of rows: every key that one of them has, in the order in which they come up."""
-    return tuple(dict.fromkeys(key for row in rows for key in row))

@@ -21,11 +21,11 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 import colocate
-from colocate._plugins.plugins import find_executor, find_job, find_observer, find_role
-from colocate._role.role import methods_of
 from colocate._signatures.annotations import describe
-from colocate.config import schema, trust
-from colocate.config.schema import key_of, keys
+from colocate.plugins import find_executor, find_job, find_observer, find_role
+from colocate.signatures import methods_of
+from colocate_run.config import schema, trust
+from colocate_run.config.schema import key_of, keys
 
 _MARKER = re.compile(r"^<!-- generated: (\w+) ([\w.]+) -->$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^\[([\w./-]+)\]\((examples/[\w./-]+\.(py|yaml|toml))\)$", re.MULTILINE)
@@ -72,7 +72,7 @@ def _options(name: str) -> Iterator[str]:
 
 
 def _variables(name: str) -> Iterator[str]:
-    """The variables that a list of `colocate.config.trust` names."""
+    """The variables that a list of `colocate_run.config.trust` names."""
     yield ", ".join(f"`{each}`" for each in sorted(vars(trust)[name]))
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from tests.cli.conftest import CommandLine
 
-from colocate.cli.doctor import shared_memory
+from colocate_run.cli.doctor import shared_memory
 
 ACME = """
     pools:
@@ -37,7 +37,7 @@ BESIDE = """
 
 def test_help_imports_only_what_it_needs() -> None:
     code = (
-        "import sys; sys.argv = ['colocate', '--help']\nfrom colocate.cli import main\n"
+        "import sys; sys.argv = ['colocate', '--help']\nfrom colocate_run.cli import main\n"
         "try: main()\nexcept SystemExit as end: assert not end.code\n"
         "print([m for m in ('torch', 'numpy', 'cattrs', 'ruamel.yaml', 'psutil') if m in sys.modules])"
     )

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import CommandLine
 
 from colocate._protocol.versions import PROTOCOL
-from colocate.cli.completion import configs
+from colocate_run.cli.completion import configs
 
 COMMAND = Path(sys.executable).with_name("colocate")
 BEGIN = """\
@@ -118,7 +118,7 @@ def test_nothing_is_imported_for_it(home: Path, folder: Path) -> None:
     code = (
         "import sys, os; sys.argv = ['colocate']\n"
         "os.environ |= dict(_COLOCATE_COMPLETE='complete_bash', COMP_WORDS='colocate plugins ', COMP_CWORD='2')\n"
-        "from colocate.cli import main\n"
+        "from colocate_run.cli import main\n"
         "try: main()\nexcept SystemExit as end: pass\n"
         "print([m for m in ('torch', 'numpy', 'cattrs', 'ruamel.yaml', 'psutil', 'colocate_ppo') if m in sys.modules])"
     )

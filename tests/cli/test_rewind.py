@@ -9,14 +9,14 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate._job.folder import RunFolder
-from colocate._job.recording import _until_done
-from colocate._job.run import Run
-from colocate._job.screen import Screen
-from colocate._job.stopping import StopSignals
 from colocate.errors import ColocateError, GroupRestarted
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.waiting import PATIENCE_S
+from colocate_run.folder import RunFolder
+from colocate_run.recording import _until_done
+from colocate_run.run import Run
+from colocate_run.screen import Screen
+from colocate_run.stopping import StopSignals
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from colocate._job.folder import RunFolder
 from colocate.errors import ConfigError
+from colocate_run.folder import RunFolder
 
 
 def make(root: Path, name: str, *steps: int) -> RunFolder:

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from tests.cli.conftest import CommandLine
 
 import colocate
-from colocate.cli.schema import json_schema
+from colocate_run.cli.schema import json_schema
 
 jsonschema: Any = importlib.import_module("jsonschema")  # without types; notebooks need it
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

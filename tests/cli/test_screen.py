@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from colocate._calls.records import CallRecord, TransferRecord
-from colocate._job.log import RunLog
-from colocate._job.screen import PLAIN_WIDTH, Screen, show_table
-from colocate._runs.calls import CallLog, Span, Total
-from colocate._runs.contention import HandedOver
-from colocate._runs.record import RunRecord
 from colocate.testing.waiting import becomes_true
+from colocate_report.calls import CallLog, Span, Total
+from colocate_report.contention import HandedOver
+from colocate_report.record import RunRecord
+from colocate_run.log import RunLog
+from colocate_run.screen import PLAIN_WIDTH, Screen, show_table
 
 
 def plain() -> tuple[Console, io.StringIO]:

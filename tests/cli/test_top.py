@@ -19,12 +19,12 @@ import colocate as library
 from colocate._api import glance
 from colocate._api.memory import SlotMemory, memory_of_each
 from colocate._crew.crew import Crew
-from colocate._job.window import Job, _listed, jobs, look, window
 from colocate._system.deadline import Deadline
 from colocate._system.recent import RECENT_S
-from colocate.cli.top import _page, _wait_for_one, rows
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate_report.window import Job, _listed, jobs, look, window
+from colocate_run.cli.top import _page, _wait_for_one, rows
 
 JOB = """
 import sys
@@ -277,6 +277,6 @@ def narrow(width: int, held: list[tuple[str, int, int]]) -> list[str]:
 
 def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = [[], [], [], [Job("ppo", 7, 1)]]
-    monkeypatch.setattr("colocate.cli.top.jobs", lambda: found.pop(0) if len(found) > 1 else found[0])
+    monkeypatch.setattr("colocate_run.cli.top.jobs", lambda: found.pop(0) if len(found) > 1 else found[0])
     _wait_for_one(0.001)
     assert "no job runs on this machine yet; waiting for one that starts" in capsys.readouterr().out

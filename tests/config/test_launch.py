@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate._job.run import Run
-from colocate._runs.record import RunRecord
 from colocate.config import Config
 from colocate.errors import ClosedError, ConfigError, PlacementError, RoleStartError
+from colocate_report.record import RunRecord
+from colocate_run.run import Run
 
 Write = Callable[[str], Path]
 

@@ -17,14 +17,14 @@ from tests.dask.conftest import planted, script
 
 import colocate
 from colocate import Pool, Runtime, WorkerDied
-from colocate.cli.audit import find_strays
-from colocate.cli.cluster import Cluster
 from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 from colocate_dask import undocumented
+from colocate_run.cli.audit import find_strays
+from colocate_run.cli.cluster import Cluster
 
 
 @pytest.fixture(scope="module")

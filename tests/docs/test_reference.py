@@ -14,7 +14,7 @@ from tests.docs.blocks import PAGES, ROOT
 
 import colocate
 from colocate import Run, errors
-from colocate.cli import app
+from colocate_run.cli import app
 
 DOCS = ROOT / "docs"
 CONTRIBUTING, CHANGELOG = ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"

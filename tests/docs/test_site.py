@@ -16,8 +16,8 @@ from tests.unit.test_surface import SURFACE
 import colocate
 from colocate import Context, errors
 from colocate.config import schema
-from colocate.config.schema import key_of, keys
-from colocate.config.trust import HARMLESS_VARIABLES
+from colocate_run.config.schema import key_of, keys
+from colocate_run.config.trust import HARMLESS_VARIABLES
 
 SITE = ROOT / "build" / "site"
 CLASSES = {

@@ -114,7 +114,7 @@ def test_a_report_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*args: object, **kwargs: object) -> Path:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("colocate.report.write", full)
+    monkeypatch.setattr("colocate_report.write", full)
     expected = colocate.RoleError if fails else OSError
     with colocate.connect("local") as runtime, pytest.raises(expected):
         in_a_run(runtime, tmp_path, notes, fails=fails)

@@ -11,7 +11,7 @@ TELL = "print(*sorted({'outpost.executor', 'colocate_ray.executor', 'colocate_da
 TELL += "{*sys.modules}))"
 AUDIT = """
 import sys
-from colocate.cli import app
+from colocate_run.cli import app
 try:
     app(["audit"], standalone_mode=False)
 finally:
@@ -28,8 +28,8 @@ TELL
 """
 VERSION = """
 import sys
-from colocate._runs.environment import environment
-from colocate.cli.version import lines
+from colocate_run.environment import environment
+from colocate_run.cli.version import lines
 print([*lines()][1])
 print(*environment())
 TELL

@@ -16,10 +16,10 @@ import pytest
 
 import colocate
 from colocate import Pool, Runtime, WorkerDied
-from colocate.cli.audit import find_strays
-from colocate.cli.cluster import Cluster
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import send, wait_until
+from colocate_run.cli.audit import find_strays
+from colocate_run.cli.cluster import Cluster
 
 # A driver that leaves a placement group with an actor in it, under our name, and another time takes them away.
 STRANGER = """

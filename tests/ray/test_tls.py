@@ -13,9 +13,9 @@ from tests.conformance.shared import cluster as running
 from tests.ray.conftest import tls
 
 import colocate
-from colocate._job.cluster_window import look_at
 from colocate.errors import ConfigError, EngineError
 from colocate.testing.probes.plain import Echo
+from colocate_report.cluster_window import look_at
 
 
 @pytest.fixture(scope="module")

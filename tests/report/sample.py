@@ -10,9 +10,10 @@ from typing import Any
 
 import attrs
 
-from colocate import GroupMemory, RoleMemory, SlotMemory, report
-from colocate._runs.calls import Span, Total
-from colocate._runs.record import RunRecord
+import colocate_report as report
+from colocate import GroupMemory, RoleMemory, SlotMemory
+from colocate_report.calls import Span, Total
+from colocate_report.record import RunRecord
 
 STARTED = 1_700_000_000.0
 MIB = 1 << 20

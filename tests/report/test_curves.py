@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from colocate.report.curves import HEIGHT, WIDTH, Chart, Curves, curves, headline, series_of
+from colocate_report.curves import HEIGHT, WIDTH, Chart, Curves, curves, headline, series_of
 
 
 def drawn(*rows: Mapping[str, Any]) -> Curves:

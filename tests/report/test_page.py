@@ -10,8 +10,8 @@ import pytest
 from tests.report.sample import Page, calls, graph, record, totals
 
 from colocate import GroupMemory, RoleMemory, SlotMemory
-from colocate._runs.calls import KEPT_SPANS, Span
-from colocate._runs.contention import HandedOver, RoleUse
+from colocate_report.calls import KEPT_SPANS, Span
+from colocate_report.contention import HandedOver, RoleUse
 
 PARTS = ["curves", "answers", "times", "timeline", "memory", "ownership", "setup"]
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}

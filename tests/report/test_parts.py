@@ -12,11 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.report.sample import Page, graph, memory, record, totals
 
-from colocate._runs.calls import Span
-from colocate.report.ownership import ownership
-from colocate.report.scale import Axis, duration, number, offset, share_out, time_ticks, words
-from colocate.report.tables import tables
-from colocate.report.times import times
+from colocate_report.calls import Span
+from colocate_report.ownership import ownership
+from colocate_report.scale import Axis, duration, number, offset, share_out, time_ticks, words
+from colocate_report.tables import tables
+from colocate_report.times import times
 
 ROLES = {"actor": 0, "critic": 1}
 FLOATS = st.floats(-1e12, 1e12)
@@ -207,14 +207,14 @@ class TestColours:
         assert weak == []
 
     def test_both_schemes_have_all_colours(self) -> None:
-        style = files("colocate.report").joinpath("templates/style.css").read_text()
+        style = files("colocate_report").joinpath("templates/style.css").read_text()
         used = set(re.findall(r"var\(--([a-z]+\d?(?:-[a-z]+)?)\)", style)) - {"rows", "row"}
         assert used <= set(palette("light"))
         assert set(palette("light")) == set(palette("dark"))
 
 
 def palette(scheme: str) -> dict[str, str]:
-    style = files("colocate.report").joinpath("templates/style.css").read_text()
+    style = files("colocate_report").joinpath("templates/style.css").read_text()
     light, dark = re.findall(r":root \{\n(.*?)\}", style, re.DOTALL)[:2]
     return dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from colocate._calls.records import CallRecord
-from colocate._runs.calls import CallLog
-from colocate._runs.environment import origin
-from colocate._runs.restarts import lost_by
-from colocate.config.secrets import without_secret_values
 from colocate.errors import RoleError, WorkerDied
 from colocate.worker.serving.functions import CHECKPOINT
+from colocate_report.calls import CallLog
+from colocate_report.restarts import lost_by
+from colocate_run.config.secrets import without_secret_values
+from colocate_run.environment import origin
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_what_a_group_was_lost_by(cause: WorkerDied, words: str) -> None:
 
 def test_what_was_done_since_the_last_checkpoint_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("colocate._runs.calls.time.time", lambda: clock[-1])
+    monkeypatch.setattr("colocate_report.calls.time.time", lambda: clock[-1])
     log = CallLog(lambda group, role, rank: rank)
     log.colocate_call_finished(CallRecord("policy", "", CHECKPOINT, (0,), 8.0, 10.0, (), False, None, 8.0))
     log.colocate_call_finished(CallRecord("policy", "", CHECKPOINT, (0,), 8.0, 12.0, (), False, "it failed", 8.0))

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 import colocate
-from colocate._job.cluster_window import ClusterWindow, look_at
-from colocate._job.window import Job, window
-from colocate.cli.cluster import Cluster
-from colocate.cli.top import Sight, _chosen, show_top
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Reach, Watchable, Window
+from colocate_report.cluster_window import ClusterWindow, look_at
+from colocate_report.window import Job, window
+from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.top import Sight, _chosen, show_top
 
 
 class Registry(Watchable):
@@ -64,7 +64,7 @@ def test_job_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = ClusterWindow(registry, "demo", "here/1/1", seen)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("colocate._job.cluster_window.PATIENCE_S", 0.2)
+            patch.setattr("colocate_report.cluster_window.PATIENCE_S", 0.2)
             with pytest.raises(TimeoutError, match=r"job 'demo' \(here/1/1\) doesn't answer"):
                 look_at(registry.windows()[0], registry)
         go.set()
@@ -94,7 +94,7 @@ def test_command_says_what_does_not_answer(monkeypatch: pytest.MonkeyPatch, caps
     def hangs(job: Job) -> None:
         raise TimeoutError(f"job {job.name!r} doesn't answer")
 
-    monkeypatch.setattr("colocate.cli.top.jobs", lambda: [Job("demo", 7)])
-    monkeypatch.setattr("colocate.cli.top.look", hangs)
+    monkeypatch.setattr("colocate_run.cli.top.jobs", lambda: [Job("demo", 7)])
+    monkeypatch.setattr("colocate_run.cli.top.look", hangs)
     assert show_top("demo", Cluster(), once=True, every=1.0, json=False) == 1
     assert "job 'demo' doesn't answer" in capsys.readouterr().err

@@ -8,10 +8,10 @@ import attrs
 import pytest
 
 import colocate
-from colocate._runs.calls import CallLog
-from colocate._runs.contention import Busy, Move, RoleUse, contention, waits
-from colocate._runs.naps import Naps
 from colocate.testing.gate import Address, Gate, pass_gate
+from colocate_report.calls import CallLog
+from colocate_report.contention import Busy, Move, RoleUse, contention, waits
+from colocate_report.naps import Naps
 
 LANE = [
     Busy(0.0, 2.0, "actor", 0.0),

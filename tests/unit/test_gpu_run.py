@@ -92,7 +92,10 @@ def test_the_checkout_is_installed(tmp_path: Path) -> None:
     points = {(point.group, point.name, point.value) for point in found.entry_points}
     assert points == {(point.group, point.name, point.value) for point in real.entry_points}
     assert (found.read_text("top_level.txt") or "").split() == sorted(
-        ["colocate", "colocate_local", "colocate_ray", "colocate_dask", "colocate_ppo", "colocate_observers"]
+        [
+            *("colocate", "colocate_run", "colocate_report", "colocate_local", "colocate_ray", "colocate_dask"),
+            *("colocate_ppo", "colocate_observers"),
+        ]
     )
     assert [Path(line).name for line in (tmp_path / "colocate.pth").read_text().splitlines()] == [*run.SOURCES]
 

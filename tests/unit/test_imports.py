@@ -13,6 +13,7 @@ import pytest
 import colocate
 
 HEAVY = ("torch", "numpy", "ray", "distributed", "transformers", "matplotlib", "jinja2")
+OF_COMMANDS = ("typer", "rich", "ruamel", "jinja2", "colocate_run", "colocate_report")
 
 
 def run(python: str, code: str) -> str:
@@ -26,6 +27,28 @@ def test_import_loads_nothing_heavy() -> None:
     names = "[getattr(colocate, name) for name in colocate.__all__]"
     code = f"import colocate, sys; {names}; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert run(sys.executable, code).strip() == "[]"
+
+
+def test_core_loads_nothing_of_commands() -> None:
+    """Nor does a worker: neither the packages that run and report jobs, nor a library that only these need."""
+    code = f"""
+import colocate, sys
+
+class Echo(colocate.Role):
+    @colocate.method
+    def echo(self, word: str) -> str:
+        return word
+
+def loaded(ctx: object) -> list[str]:
+    import sys
+    return [name for name in {OF_COMMANDS!r} if name in sys.modules]
+
+[getattr(colocate, name) for name in colocate.__all__ if name not in colocate._BESIDE]
+with colocate.connect(processes=True) as runtime, runtime.reserve() as pool:
+    group = pool.spawn({{"words": colocate.role(Echo)}})
+    print(loaded(None), group.run(loaded))
+"""
+    assert run(sys.executable, code).strip() == "[] [[]]"
 
 
 @pytest.mark.parametrize("name", ["config.load_config", "errors.RoleError", "executor.Executor", "torch.renew"])
@@ -143,7 +166,7 @@ def test_public_names_are_the_same_for_checkers_and_at_run_time() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert declared == colocate._HOME_OF
+    assert declared == colocate._HOME_OF | colocate._BESIDE
     assert sorted(declared) == colocate.__all__
     assert all(getattr(colocate, name) is not None for name in colocate.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

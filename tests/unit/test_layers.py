@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests import layers
 
+import colocate
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,6 +64,24 @@ def test_no_circle() -> None:
     assert layers.circles() == []
 
 
-@pytest.mark.parametrize("folder", ["executors", "plugins", "docs/examples"])
+BUILT_ON_CORE = ("executors", "plugins", "docs/examples", *(f"core/{name}" for name in layers.BESIDE))
+
+
+@pytest.mark.parametrize("folder", BUILT_ON_CORE)
 def test_what_is_built_on_core_imports_public_names_only(folder: str) -> None:
     assert [f"{importer} imports {name}" for importer, name in layers.private(ROOT / folder)] == []
+
+
+def test_what_core_has_from_packages_beside_it() -> None:
+    """It is imported for whoever uses one of these names, in a function or for type checkers."""
+    assert {arrow.importer: arrow.imported for arrow in layers.beside()} == {
+        "_api.runtime": "colocate_report.trace.Trace",
+        "cli": "colocate_run.cli.main",
+        "config": "colocate_run.config",
+    }
+    assert {home.partition(".")[0] for home in colocate._BESIDE.values()} == set(layers.BESIDE)
+
+
+def test_the_report_knows_nothing_of_jobs() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "core" / "colocate_report").rglob("*.py")]
+    assert not [source for source in sources if "colocate_run" in source]

@@ -7,14 +7,13 @@ import os
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from colocate._api.audit import Audit, audit
 from colocate._api.connection import Connection, live
 from colocate._api.graph import Graph, Held
 from colocate._api.group import ColocatedGroup
 from colocate._api.pool import Pool, Slots
-from colocate._api.trace import Trace
 from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
 from colocate._role.budget import Budget
@@ -38,6 +37,9 @@ from colocate._system.printer import told_when_slow
 from colocate._system.room import spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
+
+if TYPE_CHECKING:
+    from colocate_report.trace import Trace
 
 _log = logging.getLogger("colocate")
 
@@ -142,8 +144,10 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Raises:
             OSError: The file can't be written, or another trace is being written there.
         """
+        from colocate_report.trace import Trace  # beside core: whoever traces nothing needn't have it
+
         self._node.check()
-        return Trace(self._node, Path(path))
+        return Trace(self, Path(path))
 
     def reserve(
         self,

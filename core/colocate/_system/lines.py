@@ -14,8 +14,9 @@ from types import CodeType
 
 from colocate._signals.off_main import frames
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TESTING = os.path.join(_HERE, "testing", "")  # its suites are users of colocate
+_CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(os.path.dirname(_CORE), name, "") for name in ("colocate", "colocate_run", "colocate_report"))
+_TESTING = os.path.join(_CORE, "testing", "")  # its suites are users of colocate
 
 
 def caller() -> tuple[str, int]:
@@ -101,5 +102,5 @@ def _is_passed_by(file: str) -> bool:
 
 
 def is_own_code(file: str) -> bool:
-    """Whether a file is a part of colocate's core."""
-    return file.startswith(_HERE) and not file.startswith(_TESTING)
+    """Whether a file is a part of colocate's core, or of what runs jobs and reports them."""
+    return file.startswith(_OWN) and not file.startswith(_TESTING)

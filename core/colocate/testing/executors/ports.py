@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 import colocate
-from colocate._job.window import window
 from colocate.errors import ColocateError
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, needs, of_executor
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import starter_of
+from colocate_report.window import window
 
 _MANY = 40
 _EVERYWHERE = ("0.0.0.0", "::")  # no socket of colocate's: engines have such

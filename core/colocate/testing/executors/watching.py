@@ -13,9 +13,6 @@ import attrs
 import pytest
 
 from colocate import Runtime, wire
-from colocate._job.cluster_window import look_at
-from colocate.cli.cluster import Cluster
-from colocate.cli.top import show_top
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Detachable, Watchable, Window
 from colocate.testing.executors._base import needs, of_executor
@@ -23,6 +20,9 @@ from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, 
 from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import wait_until
+from colocate_report.cluster_window import look_at
+from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.top import show_top
 
 _JOB = """
 from colocate.testing.probes.counting import Counting

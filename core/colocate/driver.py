@@ -1,0 +1,168 @@
+"""A driver from inside: its runtimes, threads, files and clocks, for packages that run jobs or watch them.
+
+What this module offers may change with any version; programs need a `Runtime` and its groups alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from colocate._api.audit import audit_strays
+from colocate._api.glance import Recent, glance
+from colocate._calls.records import CALL_FINISHED, OF_RUNS, check_observer
+from colocate._crew.restart import Restarts
+from colocate._crew.saved import found_in
+from colocate._protocol.commands import Seen
+from colocate._protocol.message import read
+from colocate._protocol.requests import Requests
+from colocate._protocol.versions import PROTOCOL
+from colocate._signals.off_main import off_main
+from colocate._system.deadline import Deadline
+from colocate._system.files import GrowingFile, atomic_folder, write_whole
+from colocate._system.jobs import JobThread, report_exception
+from colocate._system.limits import LEDGERS_WITHIN_S, TOLD_WITHIN_S
+from colocate._system.recent import RECENT_S, Interval, length, merged
+from colocate._system.room import SpillFile, free_memory
+from colocate.worker.serving.functions import CHECKPOINT, SLEEP, WAKE
+
+if TYPE_CHECKING:
+    from colocate._api.group import ColocatedGroup
+    from colocate._api.runtime import Runtime
+    from colocate.errors import ColocateError
+    from colocate.executor import Executor
+
+__all__ = [
+    "CALL_FINISHED",
+    "CHECKPOINT",
+    "LEDGERS_WITHIN_S",
+    "OF_RUNS",
+    "PROTOCOL",
+    "RECENT_S",
+    "SLEEP",
+    "TOLD_WITHIN_S",
+    "WAKE",
+    "Deadline",
+    "Driver",
+    "GrowingFile",
+    "Interval",
+    "JobThread",
+    "Place",
+    "Recent",
+    "Requests",
+    "Restarts",
+    "Seen",
+    "SpillFile",
+    "atomic_folder",
+    "audit_strays",
+    "check_observer",
+    "fail",
+    "found_in",
+    "free_memory",
+    "length",
+    "merged",
+    "off_main",
+    "read",
+    "report_exception",
+    "restarts_of",
+    "write_whole",
+]
+
+
+class Place(NamedTuple):
+    """Where a worker runs."""
+
+    slot: int
+    node: str
+    device: str
+
+
+class Driver:
+    """A runtime, as what runs a job on it or watches it sees it.
+
+    Attributes:
+        executor: What runs its workers.
+        ports: The first and the last TCP port that it may listen on; None for any.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._node = runtime._node
+        self._services = self._node.services
+        self.executor: Executor = self._services.executor
+        self.ports = self._services.ports
+
+    def require(self, capability: type, what: str) -> None:
+        """Raise `CapabilityError` if its executor can't do something: who can is named."""
+        self._node.require(capability, what)
+
+    @property
+    def observers(self) -> Sequence[object]:
+        """Who is told what happens, by `runtime.observe`."""
+        return tuple(self._services.observers)
+
+    def forget(self, observer: object) -> None:
+        """Tell an observer nothing more."""
+        self._services.observers.remove(observer)
+
+    def soon(self, job: Callable[[], object]) -> None:
+        """Have something done in the order of all that observers are told, on their thread."""
+        self._services.dispatcher.soon(job)
+
+    def settle(self) -> bool:
+        """Wait until observers have been told of all that has happened; False when one of them doesn't return."""
+        return self._services.settle()
+
+    def untold(self) -> Counter[str]:
+        """Return how often observers are still to be told of something, by hook."""
+        return self._services.untold()
+
+    def give_up_while(self, hangs: Callable[[], bool]) -> str:
+        """Don't wait for the observers' thread at the end as long as something hangs there; return its stack."""
+        self._services.dispatcher.is_given_up = hangs
+        return self._services.dispatcher.stack
+
+    def slot_of(self, group: str, role: str, rank: int) -> int:
+        """Return the slot of a rank of a role, as far as it is known: of a group that is long gone, the rank."""
+        return self._node.slot_of(group, role, rank)
+
+    def places_of(self, group: str) -> list[Place]:
+        """Return where the workers of a group run; nothing of one that is long gone."""
+        crew = self._node.crew_of(group)
+        workers = () if crew is None else crew.workforce.workers
+        return [Place(each.slot, each.boot.node, each.boot.device) for each in workers]
+
+    def glance(self, recent: Recent) -> list[dict[str, Any]]:
+        """Return what its groups do just now, as plain data."""
+        return glance(self._node, recent)
+
+    @property
+    def resumed(self) -> Mapping[str, Path]:
+        """Where a run that goes on has checkpoints of groups, by their names: a group's first memory is that."""
+        return self._services.resumed
+
+    @resumed.setter
+    def resumed(self, folders: Mapping[str, Path]) -> None:
+        self._services.resumed = folders
+
+    def close_detached(self, name: str, force: bool) -> None:
+        """End a detached pool of its cluster, whoever made it.
+
+        Raises:
+            BorrowedError: A driver is attached (without `force`).
+            ConfigError: There is no such pool.
+        """
+        from colocate._detached import close_detached
+
+        close_detached(self._node, name, force)
+
+
+def restarts_of(group: ColocatedGroup) -> Restarts:
+    """Return what is known of a group's restarts and of the checkpoints that these begin from."""
+    return group._node.restarts
+
+
+def fail(group: ColocatedGroup, error: ColocateError) -> None:
+    """Have a group fail, as if it had met an error: it is restarted, if it may be."""
+    group._node.fail(error)

@@ -1,0 +1,159 @@
+"""What was called while a job ran: totals per role and method, and when each slot was busy with what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import attrs
+
+from colocate import CallRecord, MoveRecord, hookimpl
+from colocate.driver import CHECKPOINT, SLEEP, WAKE
+from colocate.errors import ColocateError
+from colocate_report.contention import Busy, HandedOver, Move, RoleUse, contention
+from colocate_report.naps import Naps
+from colocate_report.restarts import Restart, lost_by
+
+K = TypeVar("K")
+KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
+
+
+@attrs.frozen
+class Span:
+    """One rank of one call, or of a role whose memory moved ("sleep", "wake"): where, from when to when, what for."""
+
+    group: str
+    slot: int
+    role: str
+    method: str
+    start: float
+    end: float
+    why: str = ""
+
+
+@attrs.frozen
+class Total:
+    """All calls of one method.
+
+    Attributes:
+        group: Name of the group.
+        role: Name of the role.
+        method: Name of the method.
+        calls: How many.
+        seconds: How long they ran, each call counted as long as its slowest rank.
+    """
+
+    group: str
+    role: str
+    method: str
+    calls: int
+    seconds: float
+
+
+@attrs.define(eq=False)
+class CallLog:
+    """An observer that keeps totals of all calls and the spans of the last ones."""
+
+    _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
+    _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
+    _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _busy: deque[tuple[Span, float, Move | None]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _moved: dict[tuple[str, str], tuple[int, int]] = attrs.field(factory=dict, init=False)
+    _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
+    _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
+    _naps: Naps = attrs.field(factory=lambda: Naps(time.time()), init=False)
+    _saved: dict[str, float] = attrs.field(factory=dict, init=False)  # when a group's last checkpoint was made
+    _lost: dict[str, Restart] = attrs.field(factory=dict, init=False)  # those that aren't back
+    _restarts: list[Restart] = attrs.field(factory=list, init=False)
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+
+    @hookimpl
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """Count a call, but for a sleep or a wake, which each role tells of. Comes on the runtime's thread."""
+        if record.method in (SLEEP, WAKE):
+            return
+        key = (record.group, record.role, record.method)
+        longest = max((end - start for _, start, end in record.ran), default=0.0)
+        with self._lock:
+            if record.method == CHECKPOINT and record.error is None:
+                self._saved[record.group] = record.finished
+            calls, seconds = self._totals.get(key, (0, 0.0))
+            self._totals[key] = calls + 1, seconds + longest
+            for rank, start, end in record.ran:
+                slot = self._slot(record.group, record.role, rank)
+                span = Span(record.group, slot, record.role, record.method, start, end)
+                self._spans.append(span)
+                self._busy.append((span, record.ready, None))
+                self._naps.see(record.group, record.role, rank)
+            came = sum(each.nbytes for each in record.transfers)
+            _add(self._transferred, (record.group, record.role), came)
+            for maker, nbytes in record.handed_over.items():
+                _add(self._handed_over, (record.group, maker, record.role), nbytes)
+
+    @hookimpl
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        """Note a sleep or a wake. Comes on the runtime's thread."""
+        with self._lock:
+            slot = self._slot(record.group, record.role, record.rank)
+            span = Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why)
+            self._spans.append(span)
+            if not record.ahead:  # else it ran beside another role, and held up none
+                self._busy.append((span, record.start, Move.IN_CALL if record.in_call else Move.ALONE))
+            times, nbytes = self._moved.get((record.group, record.role), (0, 0))
+            self._moved[record.group, record.role] = times + 1, nbytes + record.nbytes
+            self._naps.note(record)
+
+    @hookimpl
+    def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
+        """Roles that are made anew are awake; what the group was lost by is told when it is back."""
+        now = time.time()
+        with self._lock:
+            if state == "failed":
+                self._lost[name] = Restart(name, lost_by(name, cause), now, now, self._saved.get(name, 0.0))
+            elif state == "restarting":
+                self._naps.end(name, now)
+            elif state == "ready" and (lost := self._lost.pop(name, None)) is not None:
+                self._restarts.append(attrs.evolve(lost, ready=now))
+
+    def totals(self) -> tuple[Total, ...]:
+        """Per method, in the order of their first calls."""
+        with self._lock:
+            return tuple(Total(*key, *counts) for key, counts in self._totals.items())
+
+    def contention(self) -> tuple[RoleUse, ...]:
+        """What roles did to each other on their slots, as the last spans tell."""
+        with self._lock:
+            stretches, moved = list(self._busy), dict(self._moved)
+            transferred, awake = dict(self._transferred), self._naps.awake(time.time())
+        slots: dict[tuple[str, int], list[Busy]] = {}
+        for span, ready, move in stretches:
+            busy = Busy(span.start, span.end, span.role, ready, move)
+            slots.setdefault((span.group, span.slot), []).append(busy)
+        return tuple(contention(slots, moved, transferred, awake))
+
+    def restarts(self, saved: Sequence[float]) -> tuple[Restart, ...]:
+        """Groups that were lost and are back; their state had also been saved at these times."""
+        with self._lock:
+            found = list(self._restarts)
+        return tuple(
+            attrs.evolve(each, since=max([each.since, *(when for when in saved if when <= each.at)])) for each in found
+        )
+
+    def handed_over(self) -> tuple[HandedOver, ...]:
+        """What roles used of others' results that lay where they ran, most first."""
+        with self._lock:
+            found = [HandedOver(*key, nbytes) for key, nbytes in self._handed_over.items()]
+        return tuple(sorted(found, key=lambda each: -each.nbytes))
+
+    def spans(self) -> tuple[Span, ...]:
+        """The last spans, in the order in which their calls ended."""
+        with self._lock:
+            return tuple(self._spans)
+
+
+def _add(counts: dict[K, int], key: K, more: int) -> None:
+    if more:
+        counts[key] = counts.get(key, 0) + more

@@ -1,0 +1,172 @@
+"""Who waited for whom on the slots that roles share: what it costs that they do."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import attrs
+
+from colocate.driver import Interval, length, merged
+from colocate.texts import size_text
+
+
+class Move(enum.Enum):
+    """Memory of a role that slept or woke: by itself, or while a call waited for it, of whose time it is a part."""
+
+    ALONE = enum.auto()
+    IN_CALL = enum.auto()
+
+
+class Busy(NamedTuple):
+    """A stretch of time in which a slot ran something of a role.
+
+    Attributes:
+        start: When it began.
+        end: When it was over.
+        role: The role.
+        ready: When it could have begun if the slot had been its own: it was called, and all that it uses was there.
+        move: How memory of the role slept or woke, if that was it.
+    """
+
+    start: float
+    end: float
+    role: str
+    ready: float
+    move: Move | None = None
+
+
+@attrs.frozen
+class RoleUse:
+    """What a role did on its slots, and what others on them did to it.
+
+    Attributes:
+        group: Name of its group.
+        role: Its name.
+        busy: Seconds that its ranks ran, added up, with what its calls waited for memory to move, and with sleeps and
+            wakes that were asked for; calls of a rank that overlap count once.
+        waited: Seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
+            that waited at once they count once, and those of all slots are added up.
+        moved: Bytes that it slept and woke with, all together.
+        transferred: Bytes of kept results that its calls got from other workers.
+        awake: Seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept.
+        moving: Seconds in which it slept and woke and nothing was computed on the slot. They are part of what is busy:
+            of its own, and of the roles for which it made room. Not those in which a call waited for the rest of what
+            had begun to move ahead of its turn.
+        moves: How often it slept and woke, on all ranks; also ahead of a turn, while something else was computed.
+    """
+
+    group: str
+    role: str
+    busy: float
+    waited: Mapping[str, float]
+    moved: int
+    transferred: int = 0
+    awake: float | None = None
+    moving: float = 0.0
+    moves: int = 0
+
+
+@attrs.frozen
+class HandedOver:
+    """What fusing saved of copies: kept results of a role that lay where another one used them.
+
+    Attributes:
+        group: Name of their group.
+        maker: The role that had made them.
+        user: The role that used them.
+        nbytes: Bytes of their tensors and arrays, each use counted.
+    """
+
+    group: str
+    maker: str
+    user: str
+    nbytes: int
+
+
+def contention(
+    slots: Mapping[tuple[str, int], Iterable[Busy]],
+    moved: Mapping[tuple[str, str], tuple[int, int]],
+    transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
+) -> list[RoleUse]:
+    """What roles did to each other.
+
+    Args:
+        slots: What each slot ran, by group and slot.
+        moved: How often memory was moved, and how many bytes, by group and role.
+        transferred: Bytes that came from other workers, by group and role.
+        awake: Seconds that they were awake, by group and role, where some have slept.
+    """
+    busy: dict[tuple[str, str], float] = {}
+    moving: dict[tuple[str, str], float] = {}
+    waited: dict[tuple[str, str], dict[str, float]] = {}
+    for (group, _), stretches in slots.items():
+        ran: dict[str, list[Interval]] = {}
+        waits: dict[str, list[Interval]] = {}
+        for each in sorted(stretches, key=lambda each: each[:4]):
+            its_runs, its_waits = ran.setdefault(each.role, []), waits.setdefault(each.role, [])
+            if each.move is not None:
+                moving[group, each.role] = moving.get((group, each.role), 0.0) + each.end - each.start
+            if each.move is not Move.IN_CALL:
+                its_runs.append((each.start, each.end))
+                its_waits.append((each.ready, each.start))
+        running = {role: merged(intervals) for role, intervals in ran.items()}
+        for role, intervals in waits.items():
+            key = group, role
+            busy[key] = busy.get(key, 0.0) + length(running[role])
+            its = waited.setdefault(key, {})
+            waiting = merged(intervals)
+            for other, times in running.items():
+                if other != role and (seconds := _overlap(waiting, times)):
+                    its[other] = its.get(other, 0.0) + seconds
+    found = []
+    for key in busy:
+        moves, nbytes = moved.get(key, (0, 0))
+        came, is_awake, seconds = transferred.get(key, 0), awake.get(key), moving.get(key, 0.0)
+        found.append(RoleUse(*key, busy[key], waited[key], nbytes, came, is_awake, seconds, moves))
+    return found
+
+
+def _overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
+    """How long is in both; each is merged."""
+    total, left, right = 0.0, 0, 0
+    while left < len(some) and right < len(others):
+        start, end = max(some[left][0], others[right][0]), min(some[left][1], others[right][1])
+        total += max(0.0, end - start)
+        if some[left][1] < others[right][1]:
+            left += 1
+        else:
+            right += 1
+    return total
+
+
+def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
+    """The same as rows, where there is anything to tell: seconds busy, waited for others, awake and moving; bytes."""
+    slept, transferred = any(use.moved for use in found), any(use.transferred for use in found)
+    if not (slept or transferred or any(use.waited for use in found)):
+        return []
+    several = len({use.group for use in found}) > 1
+    return [
+        {
+            **({"group": use.group} if several else {}),
+            "role": use.role or "functions",
+            "busy (s)": round(use.busy, 3),
+            "waited (s)": round(sum(use.waited.values()), 3),
+            "for": ", ".join(f"{other or 'functions'} {seconds:.3f}" for other, seconds in _longest(use.waited)),
+            **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
+            **({"moves": use.moves, "moving (s)": round(use.moving, 3), "moved": _bytes(use.moved)} if slept else {}),
+            **({"transferred": _bytes(use.transferred)} if transferred else {}),
+        }
+        for use in found
+    ]
+
+
+def _bytes(nbytes: int) -> str:
+    return size_text(nbytes) if nbytes else ""
+
+
+def _longest(waited: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(waited.items(), key=lambda item: -item[1])

@@ -1,0 +1,278 @@
+"""The learning curves: what a run logged, as lines over its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import attrs
+
+from colocate.texts import plural
+from colocate_report.scale import Axis, number, percent, words
+
+WIDTH, HEIGHT = 2000, 1000  # units of a plot; the page stretches it
+LARGE_LINES = 4
+SMALL_CHARTS = 24
+DOTTED = 40  # lines of up to so many points show each of them
+
+Point = tuple[int, float | None]
+
+
+@attrs.frozen(eq=False)
+class Series:
+    """One metric.
+
+    Attributes:
+        name: What the job calls it.
+        points: A step and its value for each time it was logged; None where that was no finite number.
+        values: The finite values in order; there may be none.
+    """
+
+    name: str
+    points: Sequence[Point]
+    values: Sequence[float]
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return words(self.name)
+
+    @property
+    def last(self) -> str:
+        """What it was in the end, as text."""
+        return number(self.values[-1]) if self.points[-1][1] is not None else "not finite"
+
+    @property
+    def gap(self) -> str:
+        """In words, when it was no finite number; empty when it always was."""
+        steps = [step for step, value in self.points if value is None]
+        if not steps:
+            return ""
+        if not self.values:
+            return f"{self.label} never was a finite number."
+        much, whole = f"{len(steps):,}", plural(len(self.points), "time")
+        return f"{self.label} was no finite number {much} of {whole}, first at step {steps[0]:,}."
+
+
+@attrs.frozen
+class Line:
+    """A series as drawn.
+
+    Attributes:
+        label: What it shows.
+        path: Its line, an SVG path; of many points their mean.
+        band: Between the lowest and highest of many points, an SVG path; empty when the line shows all.
+        dots: Its points as zero-length strokes, an SVG path; empty when they are too many.
+        first: Its first value, as text.
+        last: Its last value, as text.
+        strong: Whether it is a result on held-out data, drawn bolder.
+    """
+
+    label: str
+    path: str
+    band: str
+    dots: str
+    first: str
+    last: str
+    strong: bool
+
+
+@attrs.frozen
+class Hover:
+    """A strip of a plot that shows its values to a pointer: left edge and width in %, and text."""
+
+    left: float
+    width: float
+    text: str
+
+
+@attrs.frozen
+class Chart:
+    """A plot.
+
+    Attributes:
+        title: What it shows.
+        lines: What is drawn.
+        x_ticks: Steps: place in %, label.
+        y_ticks: Values: place in % from the top, label.
+        hovers: What a pointer is shown.
+        summary: The plot in words, for those who don't see it.
+    """
+
+    title: str
+    lines: tuple[Line, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    hovers: tuple[Hover, ...]
+    summary: str
+
+
+@attrs.frozen
+class Curves:
+    """All charts of a run.
+
+    Attributes:
+        large: The important ones.
+        small: The others.
+        rest: What found no room: name, first, last, lowest, highest.
+        gaps: What wasn't always a finite number, in words.
+    """
+
+    large: tuple[Chart, ...]
+    small: tuple[Chart, ...]
+    rest: tuple[tuple[str, ...], ...]
+    gaps: tuple[str, ...]
+
+    @property
+    def banded(self) -> bool:
+        """Whether any line shows a mean."""
+        return any(line.band for chart in (*self.large, *self.small) for line in chart.lines)
+
+
+def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
+    """What the rows have, in the order in which names came up."""
+    found: dict[str, list[Point]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "time") and (value is None or isinstance(value, bool | int | float)):
+                found.setdefault(name, []).append((int(row["step"]), _finite(value)))
+    series = []
+    for name, points in found.items():
+        points.sort(key=lambda point: point[0])
+        series.append(Series(name, points, [value for _, value in points if value is not None]))
+    return series
+
+
+def headline(series: Sequence[Series]) -> list[Series]:
+    """The series that say whether a run has learned: held-out results, then rewards, then other successes."""
+    drawn = [each for each in series if each.values]
+    ranked = sorted((each for each in drawn if _rank(each.name) < 9), key=lambda each: _rank(each.name))
+    return ranked[:LARGE_LINES] or drawn[:1]
+
+
+def curves(series: Sequence[Series]) -> Curves:
+    """The charts of what a run logged."""
+    leading = headline(series)
+    others = [each for each in series if each.values and each not in leading]
+    shown, rest = others[:SMALL_CHARTS], others[SMALL_CHARTS:]
+    # Values between 0 and 1 share an axis: comparing them is the point. Others would flatten each other.
+    fractions = [each for each in leading if min(each.values) >= 0 and max(each.values) <= 1]
+    large = [fractions] if fractions else []
+    large += [[each] for each in leading if each not in fractions]
+    span = _span(series)
+    return Curves(
+        tuple(_chart(group, span, large=True) for group in large),
+        tuple(_chart([each], span, large=False) for each in shown),
+        tuple(_extremes(each) for each in rest[:200]),
+        tuple(each.gap for each in series if each.gap)[:SMALL_CHARTS],
+    )
+
+
+def _rank(name: str) -> int:
+    parts = set(name.lower().replace("/", "_").split("_"))
+    held_out = bool(parts & {"eval", "val", "validation", "test"})
+    if parts & {"accuracy", "success", "acc"}:
+        return 0 if held_out else 3
+    if parts & {"reward", "return", "score"}:
+        return 1 if held_out else 2
+    return 4 if held_out else 9
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _span(series: Sequence[Series]) -> tuple[int, int]:
+    steps = [each.points[0][0] for each in series] + [each.points[-1][0] for each in series]
+    return (min(steps), max(steps)) if steps else (0, 0)
+
+
+def _extremes(series: Series) -> tuple[str, ...]:
+    values = series.values
+    return series.label, number(values[0]), series.last, number(min(values)), number(max(values))
+
+
+def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Chart:
+    values = [value for each in group for value in each.values]
+    low, high = min(values), max(values)
+    if 0 <= low < high / 2:
+        low = 0.0  # near enough to show it, and slopes then tell the truth
+    if large and len(group) > 1 and high > 0.6:
+        high = 1.0
+    x = Axis.within(*span, 8 if large else 4, whole=True)
+    y = Axis.around(low, high, 5 if large else 3)
+    lines = tuple(_line(each, x, y, 300 if large else 120) for each in group)
+    said = [f"{line.label} from {line.first} to {line.last}" for line in lines]
+    return Chart(
+        title=", ".join(line.label for line in lines),
+        lines=lines,
+        x_ticks=tuple((percent(x.at(tick)), label) for tick, label in zip(x.ticks, x.labels(), strict=True)),
+        y_ticks=tuple((percent(1 - y.at(tick)), label) for tick, label in zip(y.ticks, y.labels(), strict=True)),
+        hovers=tuple(_hovers(group, x, 100 if large else 50)),
+        summary=f"Steps {span[0]} to {span[1]}: {'; '.join(said)}.",
+    )
+
+
+def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
+    def place(step: float, value: float) -> tuple[int, int]:
+        return round(x.at(step) * WIDTH), round((1 - y.at(value)) * HEIGHT)
+
+    band = ""
+    points: Sequence[tuple[float, float | None]] = series.points
+    if len(points) > 2 * columns:
+        buckets = _buckets(series.points, x, columns)
+        points = [(step, mean) for step, mean, _, _ in buckets]
+        upper = [place(step, high) for step, _, _, high in buckets]
+        lower = [place(step, low) for step, _, low, _ in reversed(buckets)]
+        band = _path([*upper, *lower]) + "z"
+    places = [None if value is None else place(step, value) for step, value in points]
+    real = [each for each in places if each is not None]
+    return Line(
+        label=series.label,
+        path=_path(places),
+        band=band,
+        dots="".join(f"M{left} {top}h0" for left, top in real) if len(real) <= DOTTED else "",
+        first=number(series.values[0]),
+        last=series.last,
+        strong=_rank(series.name) in (0, 1, 4),
+    )
+
+
+def _path(places: Sequence[tuple[int, int] | None]) -> str:
+    """A line through the places, broken where there is none."""
+    text, pen = [], "M"
+    for place in places:
+        if place is None:
+            pen = "M"
+        else:
+            text.append(f"{pen}{place[0]} {place[1]}")
+            pen = "L"
+    return "".join(text)
+
+
+def _buckets(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float, float, float, float]]:
+    """For each column that has finite values: the middle of their steps, their mean, lowest and highest."""
+    buckets: dict[int, list[tuple[int, float]]] = {}
+    for step, value in points:
+        if value is not None:
+            buckets.setdefault(min(columns - 1, int(x.at(step) * columns)), []).append((step, value))
+    found = []
+    for bucket in buckets.values():
+        values = [value for _, value in bucket]
+        found.append(((bucket[0][0] + bucket[-1][0]) / 2, fmean(values), min(values), max(values)))
+    return found
+
+
+def _hovers(group: Sequence[Series], x: Axis, limit: int) -> Iterable[Hover]:
+    """A strip around each step that has a value, or around every n-th."""
+    finite = [{step: value for step, value in each.points if value is not None} for each in group]
+    steps = sorted(set().union(*finite))
+    steps = steps[:: -(-len(steps) // limit)]
+    for index, step in enumerate(steps):
+        before, after = steps[max(0, index - 1)], steps[min(len(steps) - 1, index + 1)]
+        left, right = x.at((before + step) / 2), x.at((step + after) / 2)
+        names = [f"{each.label} " if len(group) > 1 else "" for each in group]
+        said = [f"{name}{number(values[step])}" for name, values in zip(names, finite, strict=True) if step in values]
+        yield Hover(percent(left), percent(right - left), "\n".join([f"step {step:,}", *said]))

@@ -1,0 +1,143 @@
+"""From a run's record to its page: what the templates are given, and how they are rendered."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from colocate.texts import plural
+from colocate_report.calls import KEPT_SPANS
+from colocate_report.contention import waits
+from colocate_report.curves import Curves, Series, curves, headline, series_of
+from colocate_report.memory import Memory, memory
+from colocate_report.ownership import Node, ownership
+from colocate_report.record import timed_phases, told_restarts
+from colocate_report.saved import saved
+from colocate_report.scale import duration, number
+from colocate_report.tables import Table, tables
+from colocate_report.timeline import Timeline, timeline
+from colocate_report.times import COLOURS, Times, times
+
+if TYPE_CHECKING:
+    from colocate_report.record import RunRecord
+
+_INVISIBLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+@attrs.frozen
+class Tile:
+    """A figure at the page's head: what it is, its value, and what it was at the start; empty when that is nothing."""
+
+    label: str
+    value: str
+    before: str = ""
+
+
+@attrs.frozen
+class Page:
+    """Everything the template shows."""
+
+    name: str
+    verdict: str
+    began: str
+    error: str
+    restarts: tuple[str, ...]
+    log: str
+    tiles: tuple[Tile, ...]
+    curves: Curves
+    tables: tuple[Table, ...]
+    times: Times
+    waits: Table | None
+    saved: str
+    timeline: Timeline
+    dropped: int
+    roles: Mapping[str, int]
+    memory: tuple[Memory, ...]
+    ownership: Node | None
+    config: str
+    environment: Mapping[str, str]
+
+
+def render(record: RunRecord, error: str | None) -> str:
+    """The page of a run.
+
+    Args:
+        record: The run.
+        error: What ended it before its time; None when nothing failed.
+    """
+    environment = Environment(
+        loader=PackageLoader("colocate_report"),
+        autoescape=True,
+        finalize=visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html").render(page=page_of(record, error))
+
+
+def visible(value: Any) -> Any:
+    """The value, in a string with signs in place of characters that HTML can't have or nobody can see."""
+    return _INVISIBLE.sub(_sign, value) if type(value) is str else value
+
+
+def page_of(record: RunRecord, error: str | None = None) -> Page:
+    """What a run's page shows."""
+    roles, waiting = _roles(record), waits(record.contention)
+    series = series_of(record.metrics)
+    dropped = len(record.spans) >= KEPT_SPANS
+    start = min((span.start for span in record.spans), default=record.started) if dropped else record.started
+    return Page(
+        name=record.name,
+        verdict="failed" if error is not None else f"stopped by {record.stopped}" if record.stopped else "finished",
+        began=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.started)),
+        error=error or "",
+        restarts=tuple(told_restarts(record)),
+        tiles=tuple(_tiles(record, series, roles)),
+        curves=curves(series),
+        tables=tables(record.tables),
+        log=record.log,
+        times=times(timed_phases(record), record.totals, roles, record.seconds),
+        waits=tables({"waits": waiting})[0] if waiting else None,
+        saved=saved(record),
+        timeline=timeline(record.spans, roles, start, record.started + record.seconds, record.restarts),
+        dropped=KEPT_SPANS if dropped else 0,
+        roles=roles,
+        memory=memory(record.memory, roles),
+        ownership=ownership(record.graph, roles),
+        config=record.config,
+        environment=record.environment,
+    )
+
+
+def _roles(record: RunRecord) -> dict[str, int]:
+    """The roles in the order of their first calls, with the number of the colour that is theirs on all of the page."""
+    holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
+    names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
+    return {name: index % COLOURS for index, name in enumerate(names)}
+
+
+def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]) -> list[Tile]:
+    tiles = [
+        Tile(each.label, each.last, number(each.values[0]) if len(each.values) > 1 else "")
+        for each in headline(series)[:2]
+    ]
+    if record.metrics:
+        tiles.append(Tile("Last step", number(max(row["step"] for row in record.metrics))))
+    tiles.append(Tile("Wall time", duration(record.seconds)))
+    calls = sum(total.calls for total in record.totals)
+    if calls:
+        slots = len({(span.group, span.slot) for span in record.spans})
+        tiles.append(Tile(f"Calls to {plural(len(roles), 'role')} on {plural(slots, 'slot')}", number(calls)))
+    seed = re.search(r"^seed: (\S+)$", record.config, re.MULTILINE)
+    return [*tiles, Tile("Seed", seed[1])] if seed else tiles
+
+
+def _sign(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return "\u2421" if code == 0x7F else chr(0x2400 + code) if code < 0x20 else "\ufffd"

@@ -1,0 +1,121 @@
+"""`RunRecord`: what is known of a run when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+
+from colocate import GroupMemory
+from colocate_report.calls import Span, Total
+from colocate_report.contention import HandedOver, RoleUse
+from colocate_report.restarts import Restart
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+@attrs.frozen
+class RunInfo:
+    """A run that begins, as observers are told of it.
+
+    Attributes:
+        name: The config's name, or that of the folder that `record` was given.
+        directory: Its folder.
+        config: The config as run, every default written out, and values hidden whose key calls itself a secret; empty
+            for a run that has none.
+        resumed: The step that it goes on after; None for a new run.
+        environment: Versions and machine.
+    """
+
+    name: str
+    directory: Path
+    config: Mapping[str, Any]
+    resumed: int | None
+    environment: Mapping[str, str]
+
+
+@attrs.frozen
+class LogRecord:
+    """What a run logged, as observers are told of it.
+
+    Attributes:
+        step: The step it belongs to. After a failure a run may go back, and come to the same step again.
+        scalars: Numbers by name.
+        seconds: Seconds per phase of the job since the last one.
+        time: When, in seconds of time.time().
+    """
+
+    step: int
+    scalars: Mapping[str, float]
+    seconds: Mapping[str, float]
+    time: float
+
+
+@attrs.frozen(repr=False)
+class RunRecord:
+    """A finished run, as the report and the last page on the screen show it.
+
+    Attributes:
+        name: The config's name.
+        directory: Its folder.
+        config: The config as run, in YAML.
+        metrics: What was logged, in order: `step`, `time` (of time.time()), scalars, and `seconds` per phase.
+        tables: What the job showed: rows by title.
+        totals: Calls and seconds per group, role and method.
+        spans: When each rank was busy with which call (of a long run: the last ones).
+        phases: Seconds per phase of the job.
+        tree: The ownership graph before closing, as a tree.
+        graph: The same as JSON.
+        environment: Versions and machine.
+        started: When it began (`time.time()`).
+        seconds: How long it took, with the start-up.
+        stopped: The signal that ended it early; None when it came to its own end.
+        start_up: Seconds until all workers ran and had their roles.
+        log: The last part of all that was printed.
+        handed_over: What roles used of others' results that lay where they ran: the copies that fusing saved.
+        contention: What roles did to each other on their slots (of a long run: in its last part).
+        restarts: Groups that were lost while it ran, and made anew.
+        memory: What the memory of the groups was used for when the job was done, of those that could be asked.
+    """
+
+    name: str
+    directory: Path
+    config: str
+    metrics: Sequence[Row]
+    tables: Mapping[str, Sequence[Row]]
+    totals: Sequence[Total]
+    spans: Sequence[Span]
+    phases: Mapping[str, float]
+    tree: str
+    graph: str
+    environment: Mapping[str, str]
+    started: float
+    seconds: float
+    stopped: str | None = None
+    start_up: float = 0.0
+    log: str = ""
+    memory: Sequence[GroupMemory] = ()
+    contention: Sequence[RoleUse] = ()
+    handed_over: Sequence[HandedOver] = ()
+    restarts: Sequence[Restart] = ()
+
+    def __repr__(self) -> str:
+        """Short: a notebook shows it, and a long run has a hundred thousand spans."""
+        return f"<record of run {self.name!r} in {self.directory}, {self.seconds:.1f} s>"
+
+
+def scalars_of(row: Row) -> dict[str, Any]:
+    """The numbers that a job has logged, of a line of its metrics."""
+    return {name: value for name, value in row.items() if name not in ("step", "time", "seconds")}
+
+
+def told_restarts(record: RunRecord) -> list[str]:
+    """What was lost by restarts, a line for each."""
+    return [f"{each.what} at {each.at - record.started:.0f} s: {each.lost:.0f} s lost" for each in record.restarts]
+
+
+def timed_phases(record: RunRecord) -> dict[str, float]:
+    """What the time of a run went into: its start-up, and the job's phases."""
+    return {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)

@@ -1,0 +1,134 @@
+"""Where the time went: per phase of the job, and per role and method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
+
+import attrs
+
+from colocate_report.scale import duration, number, percent, words
+
+if TYPE_CHECKING:
+    from colocate_report.calls import Total
+
+COLOURS = 8  # the style sheet has so many for roles and for phases; further ones begin anew
+
+
+@attrs.frozen
+class Segment:
+    """A part of a bar: its name, number (for the colour), width and middle in %, and text."""
+
+    label: str
+    number: int
+    width: float
+    middle: float
+    text: str
+
+
+@attrs.frozen
+class MethodRow:
+    """A method of a role with its calls, seconds, seconds per call, and part of the wall time, as text."""
+
+    role: str
+    number: int
+    method: str
+    calls: str
+    seconds: str
+    per_call: str
+    share: str
+
+
+@attrs.frozen
+class Bar:
+    """Parts of a whole, and rows of a table: number (for the colour), name, size, part."""
+
+    segments: tuple[Segment, ...]
+    rows: tuple[tuple[int, str, str, str], ...]
+
+
+@attrs.frozen
+class Times:
+    """A run's time by phase of the job, by role and by method."""
+
+    phases: Bar
+    roles: Bar
+    methods: tuple[MethodRow, ...]
+
+
+def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[str, int], seconds: float) -> Times:
+    """Where the time of a run went.
+
+    Args:
+        phases: Seconds per phase.
+        totals: Calls and seconds per method.
+        roles: The roles in order, with the numbers of their colours.
+        seconds: The run's wall time.
+    """
+    places = {role: place for place, role in enumerate(roles)}
+    totals = sorted(totals, key=lambda total: (places[total.role], -total.seconds))
+    per_role: dict[str, float] = {}
+    for total in totals:
+        per_role[total.role] = per_role.get(total.role, 0.0) + total.seconds
+    return Times(
+        phases=share_bar(
+            [(index % COLOURS, words(phase), spent) for index, (phase, spent) in enumerate(phases.items())],
+            seconds,
+            duration,
+        ),
+        roles=share_bar(
+            [(roles[role], role_label(role), spent) for role, spent in per_role.items()], seconds, duration
+        ),
+        methods=tuple(_methods(totals, roles, seconds)),
+    )
+
+
+def role_label(role: str) -> str:
+    """A role's name; plain functions run on the workers have none."""
+    return role or "functions"
+
+
+N = TypeVar("N", int, float)
+
+
+def share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], str]) -> Bar:
+    """A bar that stands for a whole, or for the parts' sum when they overlap and are more.
+
+    Args:
+        parts: Number (for the colour), name and size of each.
+        of: The size of the whole.
+        text: Says a size.
+    """
+    whole = max(of, sum(size for _, _, size in parts)) or 1.0
+    rows = tuple((number, label, text(size), _share(size, of)) for number, label, size in parts)
+    widths = [percent(size / whole) for _, _, size in parts]
+    ends = accumulate(widths)
+    return Bar(
+        tuple(
+            Segment(label, number, width, end - width / 2, f"{label}\n{size}, {share}")
+            for (number, label, size, share), width, end in zip(rows, widths, ends, strict=True)
+        ),
+        rows,
+    )
+
+
+def _methods(totals: Sequence[Total], roles: Mapping[str, int], seconds: float) -> Iterator[MethodRow]:
+    several = len({total.group for total in totals}) > 1
+    for total in totals:
+        yield MethodRow(
+            role=(f"{total.group}: " if several else "") + role_label(total.role),
+            number=roles[total.role],
+            method=total.method,
+            calls=number(total.calls),
+            seconds=duration(total.seconds),
+            per_call=duration(total.seconds / max(1, total.calls)),
+            share=_share(total.seconds, seconds),
+        )
+
+
+def _share(size: float, of: float) -> str:
+    if of <= 0:
+        return ""
+    share = size / of
+    return "< 1%" if 0 < share < 0.005 else f"{share:.0%}"

@@ -1,0 +1,281 @@
+"""`runtime.trace`: what a driver's calls do and when, as a file for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from colocate import CallRecord, FetchRecord, MoveRecord, TransferRecord
+from colocate.driver import Driver, GrowingFile, off_main
+from colocate.errors import ColocateError
+
+if TYPE_CHECKING:
+    from colocate import Runtime
+
+_DRIVER = 1  # viewers take a process or a thread 0 for the kernel's
+_RUNS, _MEMORY, _TRANSFERS = "", ": memory", ": from other workers"
+_ROWS = (_RUNS, _MEMORY, _TRANSFERS)
+_FIRST_ROW, _ROWS_OF_SLOT = 1 << 20, 1 << 12  # no thread has the number of a process: that would be its main one
+_LINES = _ROWS_OF_SLOT // len(_ROWS)
+_LOOKED_AT = 64  # what is told of a slot comes nearly in order
+_END = "\n]\n"
+_log = logging.getLogger("colocate")
+
+
+class Trace:
+    """A trace that is being written; a context manager that ends it.
+
+    In the form of Chrome's trace events: each group is a process, each of its slots a thread, with what its roles ran
+    there, and what a call had waited for; others below it have memory that slept and woke, and what came from other
+    workers. What overlaps, as calls of async methods do, has a thread more: viewers leave it out otherwise. The driver
+    is another process, with each call from when it was submitted to its last answer, and each fetch. Viewers read the
+    file at any time, also after a driver was killed, when its last bracket isn't there; a disk that is full ends the
+    trace, with a warning.
+    """
+
+    def __init__(self, runtime: Runtime, path: Path) -> None:
+        """Use `runtime.trace`.
+
+        Raises:
+            OSError: The file can't be written, or another trace is.
+        """
+        driver = Driver(runtime)
+        if any(isinstance(each, Trace) and each._is_at(path) for each in driver.observers):
+            raise OSError(errno.EBUSY, "another trace is being written there", str(path))
+        self._driver = driver
+        self._file: GrowingFile | None = GrowingFile(path, anew=True)
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # observers are told by one thread, and it may be closed by any
+        self._lines: list[str] = []
+        self._groups: dict[str, int] = {}
+        self._last: dict[tuple[int, int], tuple[float, str]] = {}  # what ended last on a slot, and when
+        self._asleep: dict[tuple[int, int], dict[str, int]] = {}
+        # By group, slot and kind, each with what it has had last, from when to when, in microseconds.
+        self._rows: dict[tuple[int, int, str], list[tuple[int, deque[tuple[int, int]]]]] = {}
+        self._number = 0
+        self._named("process_name", _DRIVER, name="driver")
+        try:
+            self._file.add("[\n" + self._lines.pop())
+        except OSError:
+            self._file.close()
+            raise
+        runtime.observe(self)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it: what has happened until now is in the file."""
+        if os.getpid() != self._process:  # in a child, of which it isn't
+            return
+        try:
+            self._driver.settle()
+        finally:
+            off_main(self._end, waits_s=None, in_any_case=True)
+
+    def _is_at(self, path: Path) -> bool:
+        file = self._file
+        return file is not None and path.is_file() and file.path.is_file() and path.samefile(file.path)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._add(_END)
+            self._stop()
+
+    # -- hooks, on the dispatcher's thread
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """A call has ended."""
+        with self._lock:
+            self._call(record)
+            self._write()
+
+    def colocate_result_fetched(self, record: FetchRecord) -> None:
+        """The driver has fetched a kept result."""
+        with self._lock:
+            name = f"fetch of {_label(record.role, record.method)}"
+            args = {"group": record.group, "ranks": list(record.ranks), "received_bytes": record.nbytes}
+            self._on_driver(name, record.start, record.end, args)
+            self._write()
+
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        """A role sleeps, or is awake."""
+        with self._lock:
+            group, slot = self._group(record.group), self._driver.slot_of(record.group, record.role, record.rank)
+            asleep = self._asleep.setdefault((group, slot), {})
+            change = record.nbytes if record.kind == "sleep" else -record.nbytes
+            asleep[record.role] = max(0, asleep.get(record.role, 0) + change)
+            args: dict[str, Any] = {"rank": record.rank, "bytes": record.nbytes, "why": record.why}
+            args["ahead of its turn"] = record.ahead
+            if record.kept_awake:
+                args["kept awake"] = dict(record.kept_awake)
+            name = f"{record.role} {record.kind}"
+            self._span(group, slot, _MEMORY, record.role, name, record.start, record.end, args)
+            self._count(group, slot, record.end)
+            self._write()
+
+    def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
+        """A group is in another state."""
+        with self._lock:
+            args = {} if cause is None else {"cause": str(cause).partition("\n")[0]}
+            group = self._group(name)
+            event = {"pid": group, "tid": group, "name": f"group {name} is {state}", "args": args}
+            now = time.time()
+            self._event(now, ph="i", s="p", **event)
+            if state == "restarting":  # its roles are made anew, and awake
+                for where in [where for where in self._asleep if where[0] == group]:
+                    self._asleep[where] = dict.fromkeys(self._asleep[where], 0)
+                    self._count(*where, now)
+            self._write()
+
+    # -- what a run does, on the thread of its job
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        """A phase of a job has ended."""
+        with self._lock:
+            self._on_driver(name, start, end, {}, "phases")
+            self._write()
+
+    def step(self, number: int) -> None:
+        """A job has logged a step."""
+        with self._lock:
+            self._event(time.time(), ph="i", s="g", pid=_DRIVER, tid=_DRIVER, name=f"step {number}")
+            self._write()
+
+    # -- how, with its lock held
+
+    def _count(self, group: int, slot: int, now: float) -> None:
+        asleep = dict(self._asleep[group, slot])
+        self._event(now, ph="C", pid=group, tid=group, name=f"asleep on slot {slot} (bytes)", args=asleep)
+
+    def _call(self, record: CallRecord) -> None:
+        name = _label(record.role, record.method)
+        group = self._group(record.group)
+        args: dict[str, Any] = {"group": record.group, "ranks": list(record.ranks), "kept": record.kept}
+        if record.error is not None:
+            args["error"] = record.error
+        if record.sent:
+            args["sent_bytes"] = record.sent
+        if record.received:
+            args["received_bytes"] = record.received
+        self._on_driver(name, record.submitted, record.finished, args)
+        unfinished = {rank for rank, _ in record.unfinished}
+        for rank, start, end in record.ran:
+            slot = self._driver.slot_of(record.group, record.role, rank)
+            more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
+            if rank in record.raised:
+                more["error"] = record.error
+            elif rank in unfinished:
+                more["not done when it failed"] = record.error
+            before, what = self._last.get((group, slot), (0.0, ""))
+            if before > record.submitted:
+                more["waited_for"] = what
+            self._last[group, slot] = end, name
+            self._span(group, slot, _RUNS, record.role or "group", name, start, end, more)
+        for each in record.transfers:
+            self._transfer(group, self._driver.slot_of(record.group, record.role, each.rank), name, each)
+
+    def _transfer(self, group: int, slot: int, call: str, record: TransferRecord) -> None:
+        made, rank = _label(record.role, record.method), record.source
+        source = None if rank is None else self._driver.slot_of(record.group, record.role, rank)
+        args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": made, "for": call}
+        if record.lent:
+            args["bytes_from_gpu_to_gpu"] = record.lent
+        if record.refusal:
+            args["not_from_gpu_to_gpu"] = record.refusal
+        name = f"{made} from {'other slots' if source is None else f'slot {source}'}"
+        self._span(group, slot, _TRANSFERS, "transfers", name, record.start, record.end, args)
+
+    def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any], category: str = "calls") -> None:
+        self._number += 1
+        event = {"cat": category, "id2": {"local": hex(self._number)}, "pid": _DRIVER, "tid": _DRIVER, "name": name}
+        self._event(start, ph="b", args=args, **event)
+        self._event(max(end, start), ph="e", **event)
+
+    def _group(self, name: str) -> int:
+        number = self._groups.get(name)
+        if number is None:
+            number = self._groups[name] = _DRIVER + 1 + len(self._groups)
+            self._named("process_name", number, name=f"group {name}")
+            for slot, node, device in self._driver.places_of(name):
+                self._new_row(number, slot, _RUNS, f"slot {slot} ({node}, {device})")
+        return number
+
+    def _span(
+        self, group: int, slot: int, kind: str, role: str, name: str, start: float, end: float, args: Mapping[str, Any]
+    ) -> None:
+        first = _microseconds(start)
+        last = max(first, _microseconds(end))
+        row = self._row(group, slot, kind, first, last)
+        self._event(start, ph="X", dur=last - first, cat=role, pid=group, tid=row, name=name, args=args)
+
+    def _row(self, group: int, slot: int, kind: str, start: int, end: int) -> int:
+        """The first of a slot's threads of a kind on which nothing else is at that time."""
+        rows = self._rows.get((group, slot, kind), ())
+        for row, spans in rows:
+            if all(end <= first or last <= start for first, last in spans):
+                spans.append((start, end))
+                return row
+        row, spans = self._new_row(group, slot, kind, f"slot {slot}{kind}")
+        spans.append((start, end))
+        return row
+
+    def _new_row(self, group: int, slot: int, kind: str, name: str) -> tuple[int, deque[tuple[int, int]]]:
+        rows = self._rows.setdefault((group, slot, kind), [])
+        # By their numbers, and by `sort_index`, viewers have those of a slot beside each other.
+        row = _FIRST_ROW + _ROWS_OF_SLOT * slot + _LINES * _ROWS.index(kind) + len(rows)
+        rows.append((row, deque(maxlen=_LOOKED_AT)))
+        self._named("thread_name", group, row, name=name)
+        self._named("thread_sort_index", group, row, sort_index=len(_ROWS) * slot + _ROWS.index(kind))
+        return rows[-1]
+
+    def _named(self, kind: str, process: int, thread: int | None = None, **args: str | int) -> None:
+        self._event(0.0, ph="M", pid=process, tid=thread or process, name=kind, args=args)
+
+    def _event(self, ts: float, **event: Any) -> None:
+        """Note one; `ts` in seconds."""
+        self._lines.append(json.dumps({"ts": _microseconds(ts), **event}))
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        self._add(",\n" + ",\n".join(lines))
+
+    def _add(self, text: str) -> None:
+        if self._file is not None:
+            try:
+                self._file.add(text)
+            except OSError as error:  # no reason to end what is traced
+                _log.warning("the trace ends here, and so it isn't whole: %s", error)
+                with contextlib.suppress(OSError):  # a few bytes may still be there
+                    self._file.add(_END)
+                self._stop()
+
+    def _stop(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            self._driver.forget(self)
+            file.close()
+
+
+def _microseconds(seconds: float) -> int:
+    # Whole ones: with their fractions two spans, of which one ends where the other begins, would overlap.
+    return int(seconds * 1e6)
+
+
+def _label(role: str, method: str) -> str:
+    return f"{role}.{method}" if role else method

@@ -1,0 +1,194 @@
+"""A window into a running job: who looks changes nothing.
+
+For the same user on the same machine it is a socket without a file, whose name says the process and the job. Who
+connects is told what the groups do just then, as one line of JSON, and nothing is read. For others of its cluster see
+`cluster_window.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from colocate.driver import Deadline, Driver, Recent, off_main, report_exception
+from colocate.errors import ColocateError
+from colocate.executor import Watchable
+from colocate_report.cluster_window import PATIENCE_S, ClusterWindow
+
+if TYPE_CHECKING:
+    from colocate import Runtime
+
+_NAME = "colocate-job"
+_LONGEST = 64  # bytes of a name: a socket's has a limit
+_STEP_S = 0.1
+_CREDENTIALS = struct.Struct("3i")  # of a process: pid, user, group
+_log = logging.getLogger("colocate")
+
+_numbers = itertools.count(1)
+
+
+class Job(NamedTuple):
+    """A job that runs.
+
+    Attributes:
+        name: Its name.
+        pid: Its driver's process.
+        number: Which one it is there: a process may run several.
+    """
+
+    name: str
+    pid: int
+    number: int = 1
+
+    @property
+    def id(self) -> str:
+        """What tells it apart on its machine."""
+        return f"{self.pid}/{self.number}"
+
+
+@contextlib.contextmanager
+def window(runtime: Runtime, name: str) -> Iterator[None]:
+    """A block in which a job can be looked at. Where that can't be, it goes on without."""
+    job, scene = Job(name, os.getpid(), next(_numbers)), Scene(runtime, name)
+    driver = Driver(runtime)
+    executor = driver.executor
+    with contextlib.ExitStack() as windows:
+        runtime.observe(scene.recent)
+        windows.callback(driver.forget, scene.recent)
+        with contextlib.suppress(OSError):  # no descriptor is free, or another container of this network has that name
+            windows.callback(_Window(job, scene).close)
+        if isinstance(executor, Watchable):
+            new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen, driver.ports)
+            try:
+                windows.callback(off_main(new).close)
+            except (OSError, ColocateError) as error:
+                _log.warning("others of the cluster can't look at job %s: %s", name, error)
+        yield
+
+
+class Scene:
+    """What is seen of a job.
+
+    Attributes:
+        recent: Knows who was busy: an observer.
+    """
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
+        self._name = name
+        self._since = time.time()
+        self.recent = Recent()
+
+    def seen(self) -> dict[str, Any]:
+        """What the groups do just now."""
+        groups = Driver(self._runtime).glance(self.recent) if self._runtime.alive else []
+        seconds = round(time.time() - self._since, 3)
+        return {"job": self._name, "node": platform.node(), "pid": os.getpid(), "seconds": seconds, "groups": groups}
+
+
+class _Window:
+    def __init__(self, job: Job, scene: Scene) -> None:
+        self._scene = scene
+        self._process = os.getpid()
+        self._closing = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(_address(job._replace(name=short(job.name))))
+            self._socket.listen(8)
+        except OSError:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name=f"colocate-window-{job.name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._closing = True
+        mine = os.getpid() == self._process  # a child's is the same one
+        if mine:
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one
+        self._socket.close()
+        if mine:
+            self._thread.join(_STEP_S)  # as long as it waits there, the socket is listed
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:  # it was closed; or no descriptor is free just now
+                if not self._closing:
+                    time.sleep(_STEP_S)
+                continue
+            with peer:
+                try:
+                    self._tell(peer)
+                except Exception as error:  # who looked has gone, say: whatever it is, the job has no part in it
+                    if not isinstance(error, OSError):
+                        report_exception()
+
+    def _tell(self, peer: socket.socket) -> None:
+        peer.settimeout(PATIENCE_S)
+        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user not in (os.getuid(), 0):
+            return
+        peer.sendall(json.dumps(self._scene.seen()).encode() + b"\n")
+
+
+def jobs() -> list[Job]:
+    """The jobs that run on this machine, of whichever user."""
+    return sorted(_listed(Path("/proc/net/unix").read_text(errors="replace")))
+
+
+def _listed(sockets: str) -> Iterator[Job]:
+    for found in re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{_NAME}/(\d+)/(\d+)/(.+)$", sockets, re.MULTILINE):
+        yield Job(found[3], int(found[1]), int(found[2]))
+
+
+def look(job: Job) -> dict[str, Any] | None:
+    """What a job's groups do just now; None where it has ended, or is another user's.
+
+    Raises:
+        TimeoutError: It doesn't answer.
+    """
+    deadline, received = Deadline(PATIENCE_S), b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        try:
+            peer.settimeout(PATIENCE_S)
+            peer.connect(_address(job))
+            while chunk := peer.recv(1 << 16):
+                received += chunk
+                peer.settimeout(max(0.01, deadline.left or 0.01))
+        except TimeoutError:
+            raise TimeoutError(
+                f"job {job.name!r} (process {job.pid}) doesn't answer: it is stopped, or hangs"
+            ) from None
+        except OSError:
+            return None
+    try:
+        found: dict[str, Any] = json.loads(received)
+    except ValueError:  # it has ended in the middle of it, or has said nothing
+        return None
+    return found
+
+
+def short(name: str) -> str:
+    """The name by which `jobs` lists a job of that name."""
+    line = "".join(letter if letter.isprintable() else "_" for letter in name)
+    return line.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
+
+
+def _address(job: Job) -> str:
+    return f"\0{_NAME}/{job.pid}/{job.number}/{job.name}"

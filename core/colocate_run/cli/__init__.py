@@ -1,0 +1,262 @@
+"""The command line: `colocate run / check / plan / schema / example / top / plugins / doctor / audit / groups / close`.
+
+Commands are imported when they are run, and what completes them when a shell asks.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="colocate",
+    help="Several roles fused into one process per GPU, on Ray, on Dask or on your own machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _configs(incomplete: str) -> list[str]:
+    from colocate_run.cli.completion import configs
+
+    return configs(incomplete)
+
+
+def _executors(incomplete: str) -> list[tuple[str, str]]:
+    from colocate_run.cli.completion import executors
+
+    return executors(incomplete)
+
+
+def _plugins(incomplete: str) -> list[tuple[str, str]]:
+    from colocate_run.cli.completion import plugin_names
+
+    return plugin_names(incomplete)
+
+
+File = Annotated[Path, typer.Argument(help="The config, a YAML file.", show_default=False, autocompletion=_configs)]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="NAME",
+        help="Another executor; replaces the config's whole entry.",
+        autocompletion=_executors,
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change the config, as in --set pools.main.slots=2."),
+]
+ClusterOf = Annotated[
+    Path | None, typer.Argument(help="A config, whose cluster is looked at.", autocompletion=_configs)
+]
+Address = Annotated[
+    str | None, typer.Option("--address", metavar="ADDRESS", help="The cluster to join, as the executor names it.")
+]
+NoImport = Annotated[
+    bool, typer.Option("--no-import", help="For a config of others: it may name plugins, but no modules of its own.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from colocate_run.cli.version import lines
+
+        for line in lines():
+            typer.echo(line)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show versions: colocate, Python, the engines."
+        ),
+    ] = False,
+) -> None:
+    """Several roles fused into one process per GPU, on Ray, on Dask or on your own machine."""
+
+
+@app.command()
+def run(
+    file: File,
+    executor: Executor = None,
+    changes: Changes = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
+    """Run the job of a config."""
+    from colocate_run.cli.run import run_job
+
+    raise typer.Exit(run_job(file, executor, changes or [], resume=resume, json=json, allow_import=not no_import))
+
+
+@app.command()
+def check(
+    file: File,
+    executor: Executor = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
+    """Show what a config would start, or every mistake in it; starts nothing."""
+    from colocate_run.cli.check import show_plan
+
+    raise typer.Exit(show_plan(file, executor, changes or [], json=json, allow_import=not no_import))
+
+
+@app.command()
+def plan(
+    file: File,
+    executor: Executor = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
+    """Show what memory the roles of a config will hold, and who must take turns; builds and starts nothing."""
+    from colocate_run.cli.plan import show_memory
+
+    raise typer.Exit(show_memory(file, executor, changes or [], json=json, allow_import=not no_import))
+
+
+@app.command()
+def schema() -> None:
+    """Print a JSON Schema of configs, for editors."""
+    from colocate_run.cli.schema import show_schema
+
+    raise typer.Exit(show_schema())
+
+
+@app.command()
+def example(
+    name: Annotated[str | None, typer.Argument(help="The example; without a name they are listed.")] = None,
+) -> None:
+    """Copy an example of the documentation into this folder."""
+    from colocate_run.cli.example import copy_example
+
+    raise typer.Exit(copy_example(name))
+
+
+@app.command()
+def plugins(
+    name: Annotated[
+        str | None, typer.Argument(help="One of them, to show in detail: it is imported.", autocompletion=_plugins)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the executors, and the plugins that bring roles and jobs; or show what one of them offers."""
+    if name is None:
+        from colocate_run.cli.plugins import show_plugins
+
+        raise typer.Exit(show_plugins(json=json))
+    from colocate_run.cli.plugin import show_plugin
+
+    raise typer.Exit(show_plugin(name, json=json))
+
+
+@app.command()
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="A config to check against this machine.", autocompletion=_configs)
+    ] = None,
+    executor: Executor = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
+    """Show versions, executors and devices, and what a config names that would not work here."""
+    from colocate_run.cli.doctor import examine
+
+    raise typer.Exit(examine(file, executor, changes or [], json=json, allow_import=not no_import))
+
+
+@app.command()
+def audit(
+    file: ClusterOf = None,
+    executor: Executor = None,
+    address: Address = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
+    """Find what is still there under colocate's name, here or on a cluster, although its driver is gone."""
+    from colocate_run.cli.audit import find_strays
+    from colocate_run.cli.cluster import Cluster
+
+    raise typer.Exit(find_strays(Cluster(file, executor, address, changes or [], not no_import), json=json))
+
+
+@app.command()
+def top(
+    job: Annotated[
+        str | None, typer.Argument(help="The job's name, or its driver's process; the only one by default.")
+    ] = None,
+    file: ClusterOf = None,
+    executor: Executor = None,
+    address: Address = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    every: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", min=0.1, max=86400, help="How often to look.")
+    ] = 1.0,
+    json: Json = False,
+) -> None:
+    """Watch a job of this machine, or of a cluster: what its roles hold, how busy they are, what runs and waits."""
+    from colocate_run.cli.cluster import Cluster
+    from colocate_run.cli.top import show_top
+
+    cluster = Cluster(file, executor, address, changes or [], not no_import)
+    raise typer.Exit(show_top(job, cluster, once=once, every=every, json=json))
+
+
+@app.command()
+def groups(
+    file: ClusterOf = None,
+    executor: Executor = None,
+    address: Address = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
+    """List the detached pools of a cluster: their groups, who is attached, how long they live without a driver."""
+    from colocate_run.cli.cluster import Cluster
+    from colocate_run.cli.groups import show_groups
+
+    raise typer.Exit(show_groups(Cluster(file, executor, address, changes or [], not no_import), json=json))
+
+
+@app.command()
+def close(
+    name: Annotated[str, typer.Argument(help="The detached pool.", show_default=False)],
+    file: ClusterOf = None,
+    executor: Executor = None,
+    address: Address = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    force: Annotated[bool, typer.Option("--force", help="Take it from the driver that is attached.")] = False,
+    json: Json = False,
+) -> None:
+    """End a detached pool, and free its slots. While a driver is attached it is refused."""
+    from colocate_run.cli.cluster import Cluster
+    from colocate_run.cli.groups import close_pool
+
+    cluster = Cluster(file, executor, address, changes or [], not no_import)
+    raise typer.Exit(close_pool(name, cluster, force=force, json=json))
+
+
+def main() -> None:
+    """The entry point of the `colocate` command."""
+    # Strict but for the bytes of file names ("surrogateescape") it is in the locale C.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: what a job shows may be any text
+    app()

@@ -1,0 +1,162 @@
+"""`colocate check`: the plan of a config, without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from colocate.plugins import find_job, find_role, plugins
+from colocate.texts import parse_bytes, size_text
+from colocate_run.cli.output import guarded, load, print_json
+from colocate_run.config import Config, GroupConfig, PoolConfig, RoleConfig
+from colocate_run.screen import console, show_table
+
+_SIZES = ("device_memory", "host_memory", "reserve_activations")
+_OTHERS = ("residency", "step", "sleep")
+
+
+def show_plan(
+    file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
+) -> int:
+    """Show what a config would start; exit status 1, with every mistake, when it is wrong."""
+
+    def command() -> int:
+        plan = plan_of(load(file, executor, changes, allow_import=allow_import))
+        if json:
+            print_json(plan)
+        else:
+            _show(plan, console())
+        return 0
+
+    return guarded(command, as_json=json)
+
+
+def plan_of(config: Config) -> dict[str, Any]:
+    """What a config would start, as plain data."""
+    origins = {plugin.name: plugin.origin for plugin in plugins() if plugin.kind == "executor"}
+    use = config.executor.use
+    job = config.job
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "executor": {"use": use, "from": origins[use], "with": config.executor.with_},
+        "pools": {name: _pool(pool) for name, pool in config.pools.items()},
+        "groups": {name: _group(group, config.pools[group.pool].slots) for name, group in config.groups.items()},
+        "job": job and {"use": job.use, "from": find_job(job.use).origin, "with": job.with_},
+        "observe": [each.use for each in config.observe],
+        "trace": config.trace,
+    }
+
+
+def _pool(pool: PoolConfig) -> dict[str, Any]:
+    plain = {"slots": pool.slots, "cpus": pool.cpus, "gpus": pool.gpus, "strategy": pool.strategy, "env": pool.env}
+    return {**plain, **_memory(pool)}
+
+
+def _group(group: GroupConfig, slots: int) -> dict[str, Any]:
+    roles: dict[str, dict[str, Any]] = {
+        name: {
+            "use": role.use,
+            "from": find_role(role.use).origin,
+            "with": role.with_,
+            "slots": list(range(slots)) if role.slots is None else role.slots,
+            "mesh": role.mesh or group.mesh,
+            **_memory(role),
+        }
+        for name, role in group.roles.items()
+    }
+    by_slot = [[name for name, role in roles.items() if slot in role["slots"]] for slot in range(slots)]
+    return {"pool": group.pool, "roles": roles, "slots": by_slot, **_memory(group)}
+
+
+def _memory(entry: PoolConfig | GroupConfig | RoleConfig) -> dict[str, Any]:
+    """What is said of its memory, budgets in bytes."""
+    said = {name: getattr(entry, name, None) for name in (*_SIZES, *_OTHERS)}
+    found = {name: value for name, value in said.items() if value is not None}
+    return {name: parse_bytes(value, name) if name in _SIZES else value for name, value in found.items()}
+
+
+def _show(plan: dict[str, Any], to: Console) -> None:
+    _line(to, f"{plan['name']}: the plan is sound (seed {plan['seed']}; nothing was started)")
+    rows = [{"": "executor", "name": plan["executor"]["use"], **_origin(plan["executor"])}]
+    if plan["job"]:
+        rows.append({"": "job", "name": plan["job"]["use"], **_origin(plan["job"])})
+    show_table("engine and job", rows, to)
+    if plan["pools"]:
+        pools = [
+            {
+                "pool": name,
+                **{key: value for key, value in pool.items() if key not in _SIZES},
+                "env": _options(pool["env"]),
+                "memory": _budgets(pool),
+            }
+            for name, pool in plan["pools"].items()
+        ]
+        show_table("pools (per slot)", _without_empty(pools), to)
+    for name, group in plan["groups"].items():
+        budgets = f" ({found})" if (found := _budgets(group)) else ""
+        show_table(f"group {name} in pool {group['pool']}{budgets}: roles", _roles(group), to)
+        show_table(f"group {name}: roles per slot", _slots(group["slots"]), to)
+
+
+def _roles(group: dict[str, Any]) -> list[dict[str, Any]]:
+    whole = list(range(len(group["slots"])))
+    roles = [
+        {
+            "role": name,
+            "use": role["use"],
+            **_origin(role),
+            "slots": "all" if role["slots"] == whole else _ranges(role["slots"]),
+            "mesh": _options(role["mesh"] or {"dp": len(role["slots"])}),
+            "memory": _budgets(role),
+        }
+        for name, role in group["roles"].items()
+    ]
+    return _without_empty(roles)
+
+
+def _budgets(entry: dict[str, Any]) -> str:
+    sizes = {name: size_text(entry[name]) for name in _SIZES if name in entry}
+    return _options(sizes | {name: entry[name] for name in _OTHERS if name in entry})
+
+
+def _without_empty(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the column about memory where nothing is said of that."""
+    if not any(row["memory"] for row in rows):
+        for row in rows:
+            del row["memory"]
+    return rows
+
+
+def _slots(by_slot: list[list[str]]) -> list[dict[str, Any]]:
+    """A row per run of slots with the same roles: a thousand equal slots are one row."""
+    rows: list[tuple[int, int, list[str]]] = []
+    for slot, roles in enumerate(by_slot):
+        if rows and rows[-1][2] == roles:
+            rows[-1] = (rows[-1][0], slot, roles)
+        else:
+            rows.append((slot, slot, roles))
+    return [
+        {"slot": str(first) if first == last else f"{first}-{last}", "roles": ", ".join(roles) or "(none)"}
+        for first, last, roles in rows
+    ]
+
+
+def _origin(entry: dict[str, Any]) -> dict[str, str]:
+    return {"from": entry["from"], "with": _options(entry["with"])}
+
+
+def _options(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def _ranges(slots: list[int]) -> str:
+    return ", ".join(str(slot) for slot in slots)
+
+
+def _line(to: Console, text: str) -> None:
+    to.print(Text(text, "bold"), soft_wrap=True)

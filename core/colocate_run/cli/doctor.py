@@ -1,0 +1,142 @@
+"""`colocate doctor`: versions, plugins and devices, and whether a config would work on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+
+from colocate.driver import SpillFile, free_memory
+from colocate.errors import ColocateError, ConfigError, PluginError
+from colocate.gpus import gpu_names
+from colocate.plugins import PluginInfo, pip_line, plugins
+from colocate.texts import size_text
+from colocate_run.cli.output import error_data, leaves, load, print_errors, print_json
+from colocate_run.config import Config
+from colocate_run.environment import environment
+from colocate_run.launch import reserve_pool
+from colocate_run.screen import console, show_table
+
+_SPILL_DIR = "spill_dir"
+_SHM = Path("/dev/shm")
+_SMALL_SHM = 1 << 30  # of a container that nobody asked for more it has 64 MiB
+
+
+def examine(
+    file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
+) -> int:
+    """Show what there is; exit status 1 when a config is given that would not work here."""
+    wanted, faults = (None, []) if file is None else _examined(file, executor, changes, allow_import)
+    devices = {**_devices(), "memory that sleeps": _place_for_what_sleeps(wanted)}
+    found = [(plugin, plugin.fault()) for plugin in plugins()]
+    if json:
+        told = [{**attrs.asdict(plugin), "fault": fault and fault.message} for plugin, fault in found]
+        data = {"versions": environment(), "devices": devices, "plugins": told}
+        if file is not None:
+            data["config"] = {"file": str(file), "errors": [error_data(error) for error in faults]}
+        print_json(data)
+        return 1 if faults else 0
+    to = console()
+    show_table("versions", [{"": name, "version": text} for name, text in environment().items()], to)
+    show_table("devices", [{"": name, "found": text} for name, text in devices.items()], to)
+    show_table("plugins", [_row(plugin, fault) for plugin, fault in found], to)
+    if file is not None:
+        to.print(f"\n{file}: {'would not work here' if faults else 'works here'}", markup=False, soft_wrap=True)
+        print_errors(faults, as_json=False)
+    return 1 if faults else 0
+
+
+def _examined(
+    file: Path, executor: str | None, changes: Iterable[str], allow_import: bool
+) -> tuple[str | None, list[ColocateError]]:
+    """The folder that a config names for what sleeps, and why it would not work on this machine.
+
+    That is its mistakes, or what its executor says to its pools.
+    """
+    wanted: str | None = None
+    try:
+        config = load(file, executor, changes, allow_import=allow_import)
+        wanted = config.executor.with_.get(_SPILL_DIR)
+        _reserve_all(config)
+    except ColocateError as error:
+        return wanted, [error]
+    except ExceptionGroup as group:
+        ours, others = group.split(ColocateError)
+        if ours is None or others is not None:
+            raise
+        return wanted, leaves(ours)
+    return wanted, []
+
+
+def _reserve_all(config: Config) -> None:
+    """Connect, and hold all pools together for a moment; no worker starts."""
+    from colocate import connect
+
+    with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
+        pools = [reserve_pool(runtime, name, config) for name in config.pools]
+        wanted = config.executor.with_.get(_SPILL_DIR)
+        if wanted is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
+            try:
+                SpillFile.somewhere(wanted).close()
+            except ValueError as error:
+                raise ConfigError(f"{_SPILL_DIR}={wanted!r}: {error}") from None
+
+
+def _row(plugin: PluginInfo, fault: PluginError | None) -> dict[str, Any]:
+    state = "works" if fault is None else fault.message
+    if fault is not None and fault.hint and isinstance(fault.__cause__, ModuleNotFoundError):
+        state = f"needs {fault.__cause__.name}: {fault.hint}"  # nobody may have asked for it
+    return {"name": plugin.name, "kind": plugin.brings, "from": plugin.origin, "state": state}
+
+
+def _devices() -> dict[str, str]:
+    gpus = f"unknown: torch is not installed; {pip_line('torch')}"
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        names = gpu_names(torch)
+        gpus = f"{len(names)} ({names[0]})" if names else "none that torch can use"
+    memory = psutil.virtual_memory()
+    free = free_memory()
+    # Of what is free on the machine there may be less or more by the time that it is asked again.
+    limited = free < 0.9 * memory.available
+    of = ", by the limit of its control group" if limited else f" of {memory.total / 2**30:.1f} GiB"
+    return {
+        "CPUs": environment()["cpus"],
+        "memory": f"{free / 2**30:.1f} GiB free{of}",
+        "shared memory": shared_memory(_SHM),
+        "GPUs": gpus,
+    }
+
+
+def shared_memory(folder: Path) -> str:
+    """What Ray's object store and DataLoader's processes will find in `/dev/shm`."""
+    try:
+        size = shutil.disk_usage(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}; Ray and DataLoader's processes need it"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        mode = folder.stat().st_mode & 0o7777
+        return f"{folder}: this user may not write there (mode {mode:o}, wanted 1777); Ray can't start"
+    told = f"{folder}: {size_text(size.free)} free of {size_text(size.total)}"
+    if size.total < _SMALL_SHM:
+        told += "; that is little for Ray and DataLoader's processes: in a container --shm-size=8g"
+    return told
+
+
+def _place_for_what_sleeps(wanted: str | None) -> str:
+    """Where the host's memory goes when roles sleep, as workers on this machine find it."""
+    try:
+        spill = SpillFile.somewhere(wanted)
+    except ValueError as error:
+        return str(error)
+    with closing(spill):
+        return f"goes to {spill.directory} ({shutil.disk_usage(spill.directory).free / 2**30:.1f} GiB free)"

@@ -1,0 +1,51 @@
+"""`colocate example`: the examples of the pages, for those who have no checkout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rich.text import Text
+
+import colocate
+from colocate.errors import ConfigError
+from colocate.texts import did_you_mean
+from colocate_run.cli.output import guarded
+from colocate_run.screen import console, show_table
+
+
+def copy_example(name: str | None) -> int:
+    """Copy an example into the working directory, or list those that there are."""
+
+    def command() -> int:
+        there = _examples()
+        if name is None:
+            rows = [{"example": each, "files": ", ".join(path.name for path in paths)} for each, paths in there.items()]
+            show_table("examples", rows, console())
+            return 0
+        if name not in there:
+            raise ConfigError(f"there is no example {name!r}: there are {', '.join(there)}{did_you_mean(name, there)}")
+        if taken := [path.name for path in there[name] if Path(path.name).exists()]:
+            raise ConfigError(f"{', '.join(taken)}: there already, and nothing was copied; use another folder")
+        for path in there[name]:
+            if path.is_dir():
+                shutil.copytree(path, path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(path, path.name)
+            console().print(Text(path.name), soft_wrap=True)
+        if config := next((path for path in there[name] if path.suffix == ".yaml"), None):
+            console().print(Text(f"run it: colocate run {config.name}"), soft_wrap=True)
+        return 0
+
+    return guarded(command, as_json=False)
+
+
+def _examples() -> dict[str, list[Path]]:
+    """By name: a folder, or the files of that name."""
+    package = Path(colocate.__file__).parent
+    inside = package / "examples"  # of a wheel
+    found: dict[str, list[Path]] = {}
+    for path in sorted((inside if inside.is_dir() else package.parents[1] / "docs" / "examples").iterdir()):
+        if not path.name.startswith(("_", ".")):
+            found.setdefault(path.stem, []).append(path)
+    return found

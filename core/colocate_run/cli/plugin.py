@@ -1,0 +1,240 @@
+"""`colocate plugins NAME`: one plugin in detail, which imports it: its roles with options and methods, its jobs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.text import Text
+
+from colocate.errors import PluginError
+from colocate.executor import Detachable, MultiNode, OwnProcess
+from colocate.plugins import (
+    FoundJob,
+    FoundRole,
+    PluginInfo,
+    about_executor,
+    find_executor,
+    find_observer,
+    jobs_of,
+    needed_by,
+    plugins_named,
+    roles_of,
+)
+from colocate.signatures import Arguments, MethodSpec, arguments_of, brief, methods_of, options_of
+from colocate_run.cli.output import error_data, guarded, print_errors, print_json
+from colocate_run.screen import console, show_table
+
+
+def show_plugin(name: str, *, json: bool) -> int:
+    """Show what the plugins of a name offer; exit status 1 when there is none, or something in them is broken."""
+
+    def command() -> int:
+        faults: list[PluginError] = []
+        found = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
+        if json:
+            print_json([attrs.asdict(plugin) | details for plugin, details in found])
+        else:
+            for plugin, details in found:
+                _show(plugin, details, console())
+            print_errors(faults, as_json=False)
+        return 1 if faults else 0
+
+    return guarded(command, as_json=json)
+
+
+def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
+    """What it offers as plain data. What can't be imported has an `error` instead, which is among the faults too."""
+    if plugin.kind == "executor":
+        return _or_error(partial(_executor, plugin.name), faults)
+    if plugin.kind == "observer":
+        return _or_error(partial(_observer, plugin.name), faults)
+    return _or_error(partial(_roles_and_jobs, plugin.name, faults), faults)
+
+
+def _or_error(details: Callable[[], dict[str, Any]], faults: list[PluginError]) -> dict[str, Any]:
+    try:
+        return details()
+    except PluginError as error:
+        faults.append(error)
+        return {"error": error_data(error)}
+
+
+def _executor(name: str) -> dict[str, Any]:
+    cls: Any = find_executor(name)
+    options = _options(options_of(cls), cls, cls.__init__, cls.connect)
+    about = about_executor(name)
+    can = {each.__name__: name for each in (OwnProcess, MultiNode, Detachable) if issubclass(cls, each)}
+    return {
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "about": _first_line(cls),
+        "capabilities": {**(about.capabilities if about is not None else {}), **can},
+        "options": options,
+    }
+
+
+def _observer(name: str) -> dict[str, Any]:
+    made: Any = find_observer(name).load()
+    return {
+        "class": f"{made.__module__}:{made.__qualname__}",
+        "about": _first_line(made),
+        "options": _options(arguments_of(made, name), made, made.__init__),
+    }
+
+
+def _roles_and_jobs(name: str, faults: list[PluginError]) -> dict[str, Any]:
+    roles = {each.name: _or_error(partial(_role, each), faults) for each in roles_of(name)}
+    jobs = {each.name: _or_error(partial(_job, each), faults) for each in jobs_of(name)}
+    return {"roles": roles, "jobs": jobs}
+
+
+def _role(found: FoundRole) -> dict[str, Any]:
+    cls: Any = found.load()
+    return {
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "about": _first_line(cls),
+        "needs": sorted(needed_by(cls)),
+        "options": _options(arguments_of(cls, found.name), cls, cls.__init__),
+        "methods": {name: _method(spec) for name, spec in methods_of(cls).items()},
+    }
+
+
+def _method(spec: MethodSpec) -> dict[str, Any]:
+    return {
+        "signature": _signature(spec.signature),
+        "dispatch": repr(spec.dispatch),
+        "collect": repr(spec.collect),
+        "async": spec.is_async,
+        "about": _first_line(spec.function),
+    }
+
+
+def _job(found: FoundJob) -> dict[str, Any]:
+    function = found.load()
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return {
+        "function": f"{function.__module__}:{name}",
+        "about": _first_line(function),
+        "options": _options(arguments_of(function, found.name, skip=1), function),
+    }
+
+
+def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]:
+    """By name: the type as its source says it, the default as Python shows it, and what docstrings say of it."""
+    about = {name: text for each in described for name, text in told_of(each)}
+    shown: dict[str, dict[str, Any]] = {
+        name: {
+            "type": _type(parameter.annotation),
+            "default": None if parameter.default is parameter.empty else brief(repr(parameter.default)),
+            "required": parameter.default is parameter.empty,
+            "about": about.get(name, ""),
+        }
+        for name, parameter in arguments.parameters.items()
+    }
+    rest = {"type": "", "default": None, "required": False, "about": "any other option"}
+    return shown | ({"**": rest} if arguments.open else {})
+
+
+def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
+    """What a section of a docstring says of each argument, or attribute."""
+    lines = _docstring(described).splitlines()
+    name, told = "", list[str]()
+    for line in lines[lines.index(section) + 1 :] if section in lines else ():
+        if line and not line.startswith(" "):
+            break
+        if entry := _ARGUMENT.fullmatch(line):
+            yield name, " ".join(told)
+            name, told = entry[1], [entry[2]]
+        else:
+            told.append(line.strip())
+    yield name, " ".join(told).strip()
+
+
+_ARGUMENT = re.compile(r" {4}(\w+)(?: \([^)]*\))?: (.*)")
+
+
+class _Source(str):
+    """An annotation as its source says it, which a signature would put into quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _signature(signature: inspect.Signature) -> str:
+    def plain(annotation: Any) -> Any:
+        return _Source(annotation) if isinstance(annotation, str) else annotation
+
+    parameters = [each.replace(annotation=plain(each.annotation)) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=plain(signature.return_annotation)))
+
+
+def _type(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _first_line(described: Any) -> str:
+    return _docstring(described).partition("\n")[0]
+
+
+def _docstring(described: Any) -> str:
+    """Its own, not one that it inherits."""
+    text = getattr(described, "__doc__", None)
+    return inspect.cleandoc(text) if isinstance(text, str) else ""
+
+
+def _show(plugin: PluginInfo, details: Mapping[str, Any], to: Console) -> None:
+    to.print(Text(f"{plugin.name}: {plugin.brings}, from {plugin.origin} ({plugin.value})", "bold"), soft_wrap=True)
+    if "class" in details:
+        _line(to, _about(details))
+    if "capabilities" in details:
+        can = [name if plain == plugin.name else f"{name} ({plain})" for name, plain in details["capabilities"].items()]
+        _line(to, f"capabilities: {', '.join(can) or 'none'}")
+    _show_options("options", details, to)
+    for name, role in details.get("roles", {}).items():
+        _heading(f"role {name}", role, to)
+        _show_methods(role.get("methods", {}), to)
+        _show_options(f"options of {name}", role, to)
+    for name, job in details.get("jobs", {}).items():
+        _heading(f"job {name}", job, to)
+        _show_options(f"options of {name}", job, to)
+
+
+def _heading(what: str, described: Mapping[str, Any], to: Console) -> None:
+    about = "broken, see below" if "error" in described else _about(described)
+    to.print(Text(f"\n{what}", "bold").append(Text(f": {about}", "not bold")), soft_wrap=True)
+    if described.get("needs"):
+        _line(to, f"needs {', '.join(described['needs'])}")
+
+
+def _about(described: Mapping[str, Any]) -> str:
+    where = described.get("class") or described.get("function")
+    return f"{described['about']} ({where})" if described["about"] else str(where)
+
+
+def _show_methods(methods: Mapping[str, Mapping[str, Any]], to: Console) -> None:
+    for name, method in methods.items():
+        _line(to, f"  {'async ' if method['async'] else ''}{name}{method['signature']}")
+        _line(
+            to, f"      {method['dispatch']}, {method['collect']}" + (f": {method['about']}" if method["about"] else "")
+        )
+
+
+def _show_options(title: str, described: Mapping[str, Any], to: Console) -> None:
+    show_table(title, list(_rows(described.get("options", {}))), to)
+
+
+def _rows(options: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    for name, option in options.items():
+        default = "(required)" if option["required"] else option["default"]
+        yield {"option": name, "type": option["type"], "default": default, "what it is": option["about"]}
+
+
+def _line(to: Console, text: str) -> None:
+    to.print(Text(text), soft_wrap=True)

@@ -1,0 +1,97 @@
+"""`colocate run`: the job of a config, from launch to the last thing closed."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from colocate.texts import plural
+from colocate_report.record import RunRecord
+from colocate_run.cli.output import error_data, guarded, load, print_json
+from colocate_run.launch import opened
+from colocate_run.log import RunLog
+from colocate_run.recording import begin, execute
+from colocate_run.screen import Screen, Unread
+
+_LOST = "everything is closed, what came after the last checkpoint is lost"
+
+
+def run_job(
+    file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool, allow_import: bool = True
+) -> int:
+    """Run a config's job.
+
+    Returns:
+        0 when it came to its end; 128 + the signal's number, as shells have it, when a signal ended it; 1 for an error.
+
+    Raises:
+        SystemExit: The job's own, unless that says that all is well.
+    """
+
+    def command() -> int:
+        screen, log = Screen(quiet=json), RunLog()
+        # What a job prints must not get between a script and the JSON it waits for.
+        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), log.listening():
+            config = load(file, executor, changes, allow_import=allow_import)
+            with begin(config, log, resume=resume, screen=screen) as begun:
+                with contextlib.ExitStack() as stack:
+                    with screen.starting(config.name) as stage:
+                        job = stack.enter_context(opened(config, stage))
+                    record = execute(begun, job.runtime, job.groups, job.start_up)
+                screen.say(_closed(record))
+        if json:
+            print_json(_summary(record))
+        if record.stopped is None:
+            return 0
+        goes_on = "go on with --resume" if begun.folder.checkpoints() else "it had written no checkpoint to go on from"
+        screen.say(f"stopped by {record.stopped}; {goes_on}")
+        return 128 + signal.Signals[record.stopped]
+
+    try:
+        return guarded(command, as_json=json)
+    except SystemExit as ended:  # Python prints what it says, and nothing else of it
+        if json:
+            print_json({"errors": [error_data(ended)]})
+        if isinstance(ended, Unread):
+            sys.stderr.write(f"nobody reads its output any more: {_LOST}\n")
+        else:
+            sys.stderr.write(f"ended by sys.exit({ended.code!r}): everything is closed\n")
+        raise
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write(f"interrupted: {_LOST}\n")
+        second = next((each for each in interrupt.args if isinstance(each, int)), signal.SIGINT)
+        return 128 + second
+
+
+def _closed(record: RunRecord) -> str:
+    """What the block has closed, counted in the ownership graph of before."""
+    counts: Counter[str] = Counter()
+    nodes = [json_module.loads(record.graph)]
+    while nodes:
+        node = nodes.pop()
+        counts[node["kind"]] += 1
+        nodes += node["children"]
+    listed = [plural(count, kind) for kind, count in counts.items()]
+    return f"everything is closed: {', '.join(listed)}"
+
+
+def _summary(record: RunRecord) -> dict[str, Any]:
+    last: dict[str, Any] = {}
+    for row in record.metrics:
+        last.update(row)
+    for name in ("seconds", "time"):
+        last.pop(name, None)
+    return {
+        "name": record.name,
+        "directory": str(record.directory),
+        "last": last,
+        "seconds": round(record.seconds, 3),
+        "phases": {phase: round(seconds, 3) for phase, seconds in record.phases.items()},
+        "stopped": record.stopped,
+    }

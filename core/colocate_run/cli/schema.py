@@ -1,0 +1,73 @@
+"""`colocate schema`: what a config may say, as a JSON Schema, for editors that complete and check YAML."""
+
+from __future__ import annotations
+
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import attrs
+
+from colocate_run.cli.output import print_json
+from colocate_run.cli.plugin import told_of
+from colocate_run.config.schema import Config, key_of, keys
+
+_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", types.NoneType: "null"}
+
+
+def show_schema() -> int:
+    """Print it.
+
+    Returns:
+        The exit status.
+    """
+    print_json(json_schema())
+    return 0
+
+
+def json_schema() -> dict[str, Any]:
+    """That of a config's file. What only a signature, a plugin or another key decides is left to `colocate check`."""
+    defined: dict[str, Any] = {}
+    top = _entry(Config, defined)
+    top["required"].remove("name")  # by default the file's stem
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "colocate", **top, "$defs": defined}
+
+
+def _entry(cls: type[attrs.AttrsInstance], defined: dict[str, Any]) -> dict[str, Any]:
+    """The object that a class of the schema is in a file."""
+    hints, told = get_type_hints(cls), dict(told_of(cls, "Attributes:"))
+    properties, required = {}, []
+    for field in keys(cls):
+        key = key_of(field.name)
+        found = properties[key] = {"description": told[field.name], **_value(hints[field.name], defined)}
+        if field.default is attrs.NOTHING:
+            required.append(key)
+        elif not isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
+            found["default"] = field.default
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _value(annotation: Any, defined: dict[str, Any]) -> dict[str, Any]:
+    origin, of = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _value(of[0], defined)
+    if origin is Literal:
+        return {"enum": [*of]}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_value(each, defined) for each in of]}
+    if origin is list:
+        return {"type": "array", "items": _value(of[0], defined)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _value(of[1], defined)}
+    if attrs.has(annotation):
+        return _named(annotation, defined)
+    return {"type": _TYPES[annotation]} if annotation in _TYPES else {}
+
+
+def _named(cls: type[attrs.AttrsInstance], defined: dict[str, Any]) -> dict[str, Any]:
+    name = cls.__name__.removesuffix("Config").lower()
+    if name not in defined:
+        defined[name] = {}
+        defined[name] = _entry(cls, defined)
+    whole = {"$ref": f"#/$defs/{name}"}
+    # Its name alone is short for an entry that has nothing else.
+    return {"anyOf": [{"type": "string"}, whole]} if "use" in attrs.fields_dict(cls) else whole

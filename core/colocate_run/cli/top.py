@@ -1,0 +1,218 @@
+"""`colocate top`: what a running job's roles do and hold, as it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import attrs
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from colocate.driver import RECENT_S, Driver, off_main
+from colocate.errors import ConfigError, EngineError
+from colocate.executor import Detachable, Executor, Watchable, Window
+from colocate.texts import did_you_mean, plural, size_text
+from colocate_report.cluster_window import look_at
+from colocate_report.window import Job, jobs, look, short
+from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.output import guarded, print_json
+from colocate_run.screen import console, show_table, table_that_fits
+
+_HERE = "on this machine"
+_SIZES = ("holds", "asleep", "busy", "queue", "for")
+# What a narrow terminal leaves out first. What a role holds and what its slot runs stays longest.
+_SPARE = ("node", "device", "queue", "asleep", "busy", "for", "holds")
+
+
+@attrs.frozen
+class Sight:
+    """A job that can be looked at.
+
+    Attributes:
+        name: Its name.
+        ids: What else it may be called by; the first is its alone.
+        look: What its groups do just now; None where it has ended, or is another user's.
+    """
+
+    name: str
+    ids: tuple[str, ...]
+    look: Callable[[], Mapping[str, Any] | None]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.ids[0]})"
+
+
+def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, json: bool) -> int:
+    """Show a job, again and again until it ends or somebody has seen enough."""
+
+    def command() -> int:
+        try:
+            show()
+        except KeyboardInterrupt:
+            return 0
+        except TimeoutError as error:
+            raise EngineError(str(error)) from error
+        return 0
+
+    def show() -> None:
+        if not cluster.given:
+            if not once and not json and console().is_terminal:
+                _wait_for_one(every)
+            _show(_chosen(name and short(name), [_here(job) for job in jobs()], _HERE), once, every, json)
+            return
+        call = " ".join(filter(None, ("top", name)))
+        with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
+            driver = Driver(runtime)
+            driver.require(Watchable, "say which jobs run on its cluster")
+            executor = driver.executor
+            found = [_there(window, executor) for window in off_main(cast("Watchable", executor).windows)]
+            if isinstance(executor, Detachable):
+                found += [_detached(str(pool["name"]), executor) for pool in off_main(executor.published)]
+            _show(_chosen(name, found, "on this cluster"), once, every, json)
+
+    return guarded(command, as_json=json)
+
+
+def _wait_for_one(every: float) -> None:
+    """Wait until some job of this machine can be looked at: one that starts can't yet."""
+    if not jobs():
+        console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
+    while not jobs():
+        time.sleep(every)
+
+
+def _here(job: Job) -> Sight:
+    return Sight(job.name, (job.id, str(job.pid)), partial(look, job))
+
+
+def _there(window: Window, executor: Executor) -> Sight:
+    watchable = cast("Watchable", executor)
+
+    def seen() -> Mapping[str, Any] | None:
+        try:
+            return look_at(window, watchable)
+        except EngineError:
+            if any(window.id == each.id for each in watchable.windows()):
+                raise
+            return None  # it has ended
+
+    return Sight(window.name, (window.id, window.id.split("/")[1]), partial(off_main, seen))
+
+
+def _detached(name: str, executor: Detachable) -> Sight:
+    def seen() -> Mapping[str, Any] | None:
+        try:
+            return _as_a_job(executor.look(name))
+        except (ConfigError, EngineError):
+            if any(name == each["name"] for each in executor.published()):
+                raise
+            return None  # it has ended
+
+    return Sight(name, (f"pool/{name}",), partial(off_main, seen))
+
+
+def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
+    """A detached pool in the form of a job: its workers by group and slot, instead of its roles by group."""
+    groups: dict[str, dict[str, Any]] = {}
+    state = "detached" if pool["driver"] is None else "attached"
+    for name in pool["groups"]:
+        groups[name] = {"group": name, "state": state, "slots": []}
+    for worker in sorted(pool["workers"], key=lambda each: int(each["slot"])):
+        group = groups.setdefault(worker["group"], {"group": worker["group"], "state": state, "slots": []})
+        group["generation"] = worker["generation"]
+        if "memory" in worker:
+            group["memory"] = worker["memory"]
+        group["slots"].append({key: value for key, value in worker.items() if key not in ("group", "generation")})
+    return {**{key: value for key, value in pool.items() if key != "workers"}, "groups": list(groups.values())}
+
+
+def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
+    """The job that is meant: by its name, or its driver's process, or the only one."""
+    matching = [each for each in found if name is None or name == each.name or name in each.ids]
+    if len(matching) == 1:
+        return matching[0]
+    there = ", ".join(map(str, found))
+    if not found:
+        on_cluster = "no job runs on this cluster, and no pool is detached"
+        none = "no job runs on this machine, or it is still starting" if where == _HERE else on_cluster
+        raise ConfigError(f"{none}: `colocate run FILE` starts one, and a script's is a block of colocate.record")
+    if matching:
+        raise ConfigError(f"which job? These run {where}: {there}. Say its number: colocate top {matching[0].ids[0]}")
+    raise ConfigError(f"no job is called {name!r}: there is {there}{did_you_mean(name or '', [e.name for e in found])}")
+
+
+def _show(sight: Sight, once: bool, every: float, json: bool) -> None:
+    told = sight.look()
+    if told is None:
+        raise ConfigError(f"job {sight} has just ended, or is another user's")
+    if json:
+        print_json(told)
+    elif once or not console().is_terminal:
+        console().print(Text(_title(told), "bold"), soft_wrap=True)
+        show_table("", list(rows(told)), console(), spare=_SPARE)
+        for trouble in _troubles(told):
+            console().print(Text(trouble, "yellow"), soft_wrap=True)
+    else:
+        _watch(sight, told, every)
+
+
+def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
+    try:
+        with Live(console=console(), screen=False, auto_refresh=False) as live:
+            while told is not None:
+                live.update(_page(told, live.console.width), refresh=True)
+                time.sleep(every)
+                told = sight.look()
+    except KeyboardInterrupt:
+        return
+    console().print(Text(f"{sight.name} has ended"))
+
+
+def _page(told: Mapping[str, Any], width: int) -> Group:
+    table = table_that_fits(list(rows(told)), width, spare=_SPARE, sizes=_SIZES)
+    return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))
+
+
+def _troubles(told: Mapping[str, Any]) -> list[str]:
+    """What can't be told, in words."""
+    found = [group["memory"] for group in told["groups"] if "memory" in group]
+    found += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
+    if told.get("lost"):
+        found.append(f"{plural(told['lost'], 'slot')} can't be reached")
+    return found
+
+
+def _title(told: Mapping[str, Any]) -> str:
+    if "pid" not in told:
+        left = f"it lives {told['left_s']:.0f} s without a driver" if told["left_s"] is not None else told["driver"]
+        return (
+            f"{told['name']} (detached pool), {left or 'its lead does not answer'}; busy: of the last {RECENT_S:.0f} s"
+        )
+    where = f"process {told['pid']} on {told['node']}"
+    return f"{told['job']} ({where}), {told['seconds']:.0f} s; busy: of the last {RECENT_S:.0f} s"
+
+
+def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """A row for each role of each slot; what the slot itself does is in its first one."""
+    for group in told["groups"]:
+        for slot in group["slots"]:
+            first = True
+            for role in slot["roles"]:
+                yield {
+                    "group": f"{group['group']} ({group['state']})" if first and slot is group["slots"][0] else "",
+                    "slot": str(slot["slot"]) if first else "",
+                    "node": slot["node"] if first else "",
+                    "device": slot["device"] if first else "",
+                    "role": role["role"],
+                    "holds": "" if role["bytes"] is None else size_text(role["bytes"]),
+                    "asleep": size_text(role["asleep"]) if role["asleep"] else "",
+                    "busy": f"{role['busy']:.0%}",
+                    "queue": str(slot["queue"]) if first else "",
+                    "runs": (slot["call"] or "") if first else "",
+                    "for": f"{slot['age']:.1f} s" if first and slot["age"] is not None else "",
+                }
+                first = False

@@ -1,0 +1,294 @@
+"""What can only be checked when the whole config is known: references, plugins, and arguments against signatures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colocate import RoleSpec
+from colocate.errors import ConfigError, PluginError
+from colocate.executor import Executor, OwnProcess
+from colocate.plugins import find_executor, find_job, find_observer, find_role, lacks_processes, lacks_vmm
+from colocate.signatures import (
+    NO_BUDGET,
+    Arguments,
+    Budget,
+    Budgets,
+    Place,
+    amount_problem,
+    arguments_of,
+    budgets,
+    options_of,
+    parse_meshes,
+    path_text,
+    torchrun_problem,
+    variable_problem,
+)
+from colocate.texts import nearest, parse_bytes
+from colocate_run.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
+from colocate_run.config.source import Document
+from colocate_run.config.trust import Kind, Trust
+
+
+def check(config: Config, document: Document, allow_import: bool = True) -> None:
+    """Note everything that is wrong between the parts of a config, each of which is right in itself."""
+    trust = Trust(config.plugins.allow, allow_import)
+    if not re.fullmatch(r"\w[\w.-]*", config.name):
+        document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
+    executor = _executor(config, trust, document)
+    _variables(trust, document)
+    for name, pool in config.pools.items():
+        _pool(pool, executor, ("pools", name), document)
+    _groups(config, executor, trust, document)
+    _job(config, trust, document)
+    for index, observer in enumerate(config.observe):
+        _observer(observer, trust, ("observe", index), document)
+    if config.groups:  # a config without any is for code that spawns its own
+        used = {group.pool for group in config.groups.values()}
+        for name in config.pools:
+            if name not in used:
+                document.warn(("pools", name), "no group uses this pool; it would be reserved all the same")
+
+
+def _trusted(trust: Trust, use: str, kind: Kind, place: Place, document: Document) -> bool:
+    why = trust.objection(use, kind)
+    if why is not None:
+        document.wrong((*place, "use"), why)
+    return why is None
+
+
+def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
+    """What would run the workers, when it can be known."""
+    if not _trusted(trust, config.executor.use, "executor", ("executor",), document):
+        return None
+    try:
+        executor = find_executor(config.executor.use)
+    except PluginError as error:
+        document.wrong(("executor", "use"), error.message)
+        return None
+    arguments, given = _connect_arguments(executor), config.executor.with_
+    _with(arguments, given, ("executor",), document)
+    known = {name: value for name, value in given.items() if arguments.open or name in arguments.parameters}
+    for name, why in trust.objections_to_options(executor, known).items():
+        if not document.is_callers(place := ("executor", "with", name)):
+            document.wrong(place, why)
+    return executor.variant(config.executor.with_)
+
+
+def _connect_arguments(executor: type[Executor]) -> Arguments:
+    """The options that a config may give to an executor: those of `colocate.connect` and the executor's own."""
+    from colocate import connect  # which needs all of core
+
+    own = options_of(executor)
+    general = arguments_of(connect, own.owner)
+    given = ("executor", "seed", "call_timeout", "replace")  # keys of their own in a config, or of no use there
+    parameters = {name: p for name, p in {**general.parameters, **own.parameters}.items() if name not in given}
+    return attrs.evolve(own, parameters=parameters, hints={**general.hints, **own.hints})
+
+
+def _variables(trust: Trust, document: Document) -> None:
+    """Environments are judged as they were written: also those of pools of which something else is wrong."""
+    pools = document.data.get("pools")
+    for name, pool in pools.items() if isinstance(pools, dict) else ():
+        env = pool.get("env") if isinstance(pool, dict) else None
+        for variable in env if isinstance(env, dict) else ():
+            if (why := trust.objection_to_variable(variable)) is not None:
+                document.wrong(("pools", name, "env", variable), why)
+
+
+def _job(config: Config, trust: Trust, document: Document) -> None:
+    if config.job is None or not _trusted(trust, config.job.use, "roles", ("job",), document):
+        return
+    try:
+        function = find_job(config.job.use).load()
+    except PluginError as error:
+        document.wrong(("job", "use"), error.message)
+    else:
+        _with(arguments_of(function, f"job {config.job.use}", skip=1), config.job.with_, ("job",), document)
+
+
+def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Document) -> None:
+    if not _trusted(trust, observer.use, "observer", place, document):
+        return
+    try:
+        factory = find_observer(observer.use).load()
+    except PluginError as error:
+        document.wrong((*place, "use"), error.message)
+        return
+    _with(arguments_of(factory, observer.use), observer.with_, place, document)
+    for name in observer.with_:
+        option = (*place, "with", name)
+        if (why := trust.objection_to_observers_option()) is not None and not document.is_callers(option):
+            document.wrong(option, why)
+
+
+def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
+    if pool.env and executor is not None and not issubclass(executor, OwnProcess):
+        text = (
+            f"slots of {executor.name!r} are threads of this process, whose environment they share: set it where that "
+            "is started, or use executor.with.processes=true"
+        )
+        document.wrong((*place, "env"), text)
+    for variable, value in pool.env.items():
+        if (why := variable_problem(variable, value)) is not None:
+            document.wrong((*place, "env", variable), why)
+    _sizes(pool, ("host_memory", "device_memory"), place, document)
+    if (problem := amount_problem(pool.slots, whole=True, least=1)) is not None:
+        document.wrong((*place, "slots"), problem)
+
+
+def _sizes(entry: attrs.AttrsInstance, names: Sequence[str], place: Place, document: Document) -> bool:
+    """Whether all sizes of an entry are some."""
+    problems = _size_problems(entry, names)
+    for name, problem in problems.items():
+        document.wrong((*place, name), problem)
+    return not problems
+
+
+def _size_problems(entry: attrs.AttrsInstance, names: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        if (size := getattr(entry, name)) is not None:
+            try:
+                parse_bytes(size, name)
+            except ConfigError as error:
+                found[name] = error.message
+    return found
+
+
+def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
+    """Whether a group's budgets go together."""
+    memory = ("device_memory", "host_memory")
+    fine = [_sizes(group, memory, place, document)]
+    for name, role in group.roles.items():
+        fine.append(_sizes(role, (*memory, "reserve_activations"), (*place, "roles", name), document))
+    if not all(fine) or (pool is not None and _size_problems(pool, memory)):
+        return
+    try:
+        budgets_of(group, pool)
+    except ConfigError as error:
+        document.wrong(place, error.message)
+
+
+def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
+    """The budgets of a group.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    roles: dict[str, RoleSpec[Any]] = {
+        name: RoleSpec(role.use).on(
+            device_memory=role.device_memory,
+            host_memory=role.host_memory,
+            reserve_activations=role.reserve_activations,
+        )
+        for name, role in group.roles.items()
+    }
+    slot = NO_BUDGET if pool is None else Budget.of(pool.device_memory, pool.host_memory)
+    return budgets(slot, Budget.of(group.device_memory, group.host_memory), roles, group.residency, group.step)
+
+
+def _groups(config: Config, executor: type[Executor] | None, trust: Trust, document: Document) -> None:
+    taken: dict[str, str] = {}
+    for name, group in config.groups.items():
+        place: Place = ("groups", name)
+        _pool_of(group.pool, taken.setdefault(group.pool, name), place, document)
+        if not document.data["groups"][name]["roles"]:
+            document.wrong((*place, "roles"), "a group needs at least one role")
+        pool = config.pools.get(group.pool)
+        if pool is not None:
+            _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
+        _budgets(group, pool, place, document)
+        if (problem := amount_problem(group.restarts, whole=True, least=1)) is not None:
+            document.wrong((*place, "restarts"), f"{problem}; a group that isn't restarted has on_failure: fail")
+        for role_name, role in group.roles.items():
+            below = (*place, "roles", role_name)
+            cls = _role(role_name, role, pool, trust, below, document)
+            ranks = len(role.slots) if role.slots is not None else pool.slots if pool is not None else 1
+            if (
+                cls is not None
+                and executor is not None
+                and (why := lacks_processes(role_name, cls, role.default_group, role.env, ranks, executor))
+            ):
+                document.wrong(below, why)
+            if pool is not None and (why := lacks_vmm(role_name, role.sleep, pool.gpus)):
+                document.wrong((*below, "sleep"), why)
+
+
+def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:
+    """Whether the pool of a group exists and is its own."""
+    declared = document.data.get("pools", {})
+    if not isinstance(declared, dict):
+        return  # said already, and what it should have been can't be known
+    if pool not in declared:
+        there = f"there are {', '.join(declared)}" if declared else "there is none"
+        near = nearest(pool, declared)
+        document.wrong((*place, "pool"), f"no pool is called {pool!r}; {there}", near)
+    elif first != place[-1]:
+        text = f"pool {pool!r} has group {first!r} already: a slot takes one group at a time"
+        document.wrong((*place, "pool"), text)
+
+
+def _role(
+    name: str, role: RoleConfig, pool: PoolConfig | None, trust: Trust, place: Place, document: Document
+) -> type | None:
+    """Its class, when it can be had."""
+    if not name.isidentifier():
+        document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
+    if pool is not None and _slots(role, pool, place, document):
+        count = pool.slots if role.slots is None else len(role.slots)
+        _mesh(role.mesh, count, (*place, "mesh"), document)
+    if not _trusted(trust, role.use, "roles", place, document):
+        return None
+    try:
+        cls = find_role(role.use).load()
+    except PluginError as error:
+        document.wrong((*place, "use"), error.message)
+        return None
+    _with(arguments_of(cls, role.use), role.with_, place, document)
+    return cls
+
+
+def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document) -> bool:
+    """Whether the slots of a role exist, each named once."""
+    if role.slots is None:
+        return True
+    if not role.slots:
+        document.wrong((*place, "slots"), "name at least one slot, or leave the key out for all")
+        return False
+    for i, slot in enumerate(role.slots):
+        if not 0 <= slot < pool.slots:
+            there = f"the pool has {pool.slots}, counted from 0" if pool.slots > 1 else "the pool has one, slot 0"
+            document.wrong((*place, "slots", i), f"there is no slot {slot}: {there}")
+            return False
+    if len(set(role.slots)) < len(role.slots):
+        document.wrong((*place, "slots"), f"{role.slots} names a slot twice")
+        return False
+    if role.env == "torchrun" and (why := torchrun_problem(len(role.slots), pool.slots)) is not None:
+        document.wrong((*place, "env"), why)
+    return True
+
+
+def _mesh(mesh: Mapping[str, Any] | None, slots: int, place: Place, document: Document) -> None:
+    try:
+        parse_meshes(mesh, slots)
+    except ConfigError as error:
+        document.wrong(place, error.message)
+
+
+def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document: Document) -> None:
+    for problem in arguments.problems(given):
+        at = (*place, "with", *problem.place) if problem.place else place
+        document.wrong(at, problem.message, problem.nearest)
+    if not arguments.open:
+        return
+    founded = [name for name in given if (*place, "with", name) not in document.unfounded]
+    for name in given:
+        if name not in founded and name not in arguments.parameters:
+            at = (*place, "with", name)
+            near = nearest(name, [*arguments.parameters, *founded])
+            text = f"{arguments.owner} takes any name, and the config doesn't give it this one; to add it, write a +"
+            document.wrong(at, f"{text}: --set +{path_text(at)}=...", near)

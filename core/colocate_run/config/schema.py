@@ -1,0 +1,251 @@
+"""What a config may say: one frozen class per kind of entry. Keys are the field names (`with_` is written `with`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import attrs
+
+from colocate.signatures import Checked, amount_problem, duration_problem, gpus_problem
+
+Mesh = dict[str, int] | dict[str, dict[str, int]]
+
+_GPUs = Annotated[int, Checked(gpus_problem)]
+_CPUs = Annotated[float, Checked(amount_problem)]
+_Seconds = Annotated[float, Checked(duration_problem)]
+
+
+@attrs.frozen
+class ExecutorConfig:
+    """The engine that runs the workers.
+
+    Attributes:
+        use: Its name: `local`, `ray`, `dask`, or another entry point of the group `colocate.executors`.
+        with_: Options of `colocate.connect` for it.
+    """
+
+    use: str = "local"
+    with_: dict[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class PoolConfig:
+    """Slots reserved together; the fields are the parameters of `Runtime.reserve`.
+
+    Attributes:
+        slots: How many, all or none.
+        gpus: GPUs of each slot.
+        cpus: CPUs of each slot. Workers that are processes set torch's threads from it.
+        host_memory: The host's memory of each slot, in bytes or as "8GiB", for what roles hold there, with what sleeps;
+            reserved where the executor counts it.
+        device_memory: How much of its device's memory the roles of each slot may hold, in bytes or as "40GiB".
+        strategy: As few nodes as possible, or as many.
+        timeout: Seconds to wait for slots that could fit but don't now.
+        env: Environment variables, set in the worker before torch or a role is imported. With one that is read before
+            that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
+    """
+
+    slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
+    gpus: _GPUs = 0
+    cpus: _CPUs = 1
+    host_memory: int | str | None = None
+    device_memory: int | str | None = None
+    strategy: Literal["pack", "spread"] = "pack"
+    timeout: _Seconds = 60
+    env: dict[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class RoleConfig:
+    """A role of a group.
+
+    Attributes:
+        use: A plugin's role as in `ppo.actor`, or `module:Class`.
+        with_: Arguments of its constructor, checked against its signature.
+        slots: Indices of the slots it lives on; null for all.
+        mesh: Axes over its ranks, or several such by name.
+        default_group: Whether torch's default process group, whose ranks are the group's slots, is there before it.
+        env: `torchrun` for the environment variables that torchrun sets, for a library that reads them.
+        device_memory: How much of the slot's device's memory it may hold, in bytes or as "20GiB".
+        host_memory: How much of the host's, with what sleeps.
+        reserve_activations: How much of `device_memory` stays free for what its methods compute with.
+        sleep: `vmm` for a role of which the constructor's memory on a GPU keeps its addresses when it sleeps, for CUDA
+            graphs.
+    """
+
+    use: str
+    with_: dict[str, Any] = attrs.field(factory=dict)
+    slots: list[int] | None = None
+    mesh: Mesh | None = None
+    default_group: bool = False
+    env: Literal["torchrun"] | None = None
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    reserve_activations: int | str | None = None
+    sleep: Literal["vmm"] | None = None
+
+
+@attrs.frozen
+class GroupConfig:
+    """Roles fused over the slots of a pool; the fields are the parameters of `Pool.spawn`.
+
+    Attributes:
+        pool: The name of its pool.
+        roles: The roles, constructed in this order in each worker.
+        mesh: Axes over the ranks, as in `{dp: 2, tp: 4}`, for roles that live on all slots and name no mesh.
+        on_failure: Whether a group that fails ends with an error, or is rebuilt in its pool, and the job goes on from
+            its last checkpoint.
+        restarts: How often it is rebuilt without a new checkpoint in between.
+        device_memory: How much of each slot's device's memory its roles may hold together, in bytes or as "40GiB".
+        host_memory: How much of the host's, with what sleeps.
+        residency: `swap` for roles that take turns: who isn't called sleeps, so that `device_memory` is kept.
+        step: The roles in the order in which they are called again and again; found from the calls by default.
+    """
+
+    pool: str
+    roles: dict[str, RoleConfig]
+    mesh: Mesh | None = None
+    on_failure: Literal["fail", "restart"] = "fail"
+    restarts: int = 3
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    residency: Literal["swap"] | None = None
+    step: list[str] | None = None
+
+
+@attrs.frozen
+class JobConfig:
+    """The function that does the work.
+
+    Attributes:
+        use: A plugin's job as in `ppo.train`, or `module:function`.
+        with_: Its options, checked against the function's signature.
+    """
+
+    use: str
+    with_: dict[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class ObserverConfig:
+    """Who is told of a run.
+
+    Attributes:
+        use: Its name: `tensorboard`, `wandb`, `mlflow`, `prometheus`, `opentelemetry`, another entry point of the group
+            `colocate.observers`, or `module:Class`.
+        with_: Its options, checked against its signature.
+    """
+
+    use: str
+    with_: dict[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class PluginsConfig:
+    """Which plugins this config may use.
+
+    Attributes:
+        allow: Their names: executors, and namespaces of roles and jobs. Null for all that are installed; colocate's own
+            may always be used.
+    """
+
+    allow: list[str] | None = None
+
+
+@attrs.frozen
+class Config:
+    """A whole config, checked.
+
+    Attributes:
+        name: What the run is called; its folder is `runs/<name>`. Letters, digits, `-`, `_` and `.`. In a file, its
+            stem if nothing is said.
+        seed: The seed from which every `ctx.generator` is derived.
+        call_timeout: Seconds after which a call is given up that names no deadline of its own; null for never.
+        executor: The engine that runs the workers.
+        pools: Slots to reserve, by name, in this order.
+        groups: Groups to spawn, by name, in this order.
+        job: What `colocate run` runs; null for a config that is only launched.
+        plugins: Which plugins may be used.
+        observe: Who is told of the run, as in `[tensorboard, {use: mlflow, with: {experiment: sums}}]`.
+        trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
+        origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
+            option of the command line, with line 0, where that has made it.
+    """
+
+    name: str
+    seed: int = 0
+    call_timeout: Annotated[float | None, Checked(partial(duration_problem, positive=True))] = None
+    executor: ExecutorConfig = attrs.field(factory=ExecutorConfig)
+    pools: dict[str, PoolConfig] = attrs.field(factory=dict)
+    groups: dict[str, GroupConfig] = attrs.field(factory=dict)
+    job: JobConfig | None = None
+    plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
+    observe: list[ObserverConfig] = attrs.field(factory=list)
+    trace: bool = False
+    origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
+
+    def dump(self) -> str:
+        """The config as YAML, every short form and default written out; `load_config` of it gives an equal one."""
+        from colocate_run.config.source import write_yaml
+
+        return write_yaml(self.plain())
+
+    def plain(self) -> dict[str, Any]:
+        """The same as plain data."""
+        found: dict[str, Any] = _plain(self)
+        return found
+
+
+@attrs.frozen
+class Shape:
+    """Who says which keys a mapping in a config has.
+
+    Attributes:
+        kind: The class whose fields they are, if they are the schema's.
+        item: The class of the values, where the config's author names the entries.
+        arguments: Whether they are arguments of an executor, a role or a job, whose signature says them.
+        named: Whether the config's author does.
+    """
+
+    kind: type[attrs.AttrsInstance] | None = None
+    item: type[attrs.AttrsInstance] | None = None
+    arguments: bool = False
+    named: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any) -> Shape:
+        """That of a mapping which is annotated so."""
+        found: type[attrs.AttrsInstance] | None = next(filter(attrs.has, (annotation, *get_args(annotation))), None)
+        named = any(get_origin(each) is dict for each in (annotation, *get_args(annotation)))
+        return cls(item=found, named=True) if named else cls(found)
+
+    def below(self, key: str | int) -> Shape:
+        """That of the value of a key. Below a key that the schema lacks nothing is known: it is the mistake."""
+        if isinstance(key, int):  # of a list, all of whose values are alike
+            return self
+        if self.kind is None:
+            return Shape(self.item) if self.item is not None else Shape(named=self.named or self.arguments)
+        field = next((field.name for field in keys(self.kind) if key_of(field.name) == key), None)
+        if field is None:
+            return Shape()
+        return Shape(arguments=True) if field == "with_" else Shape.of(get_type_hints(self.kind)[field])
+
+
+def keys(cls: type[attrs.AttrsInstance]) -> list[attrs.Attribute[Any]]:
+    """The fields of one of these classes that are keys in YAML."""
+    return [field for field in attrs.fields(cls) if field.metadata.get("key", True)]
+
+
+def key_of(field: str) -> str:
+    """The key in YAML of a field of these classes."""
+    return field.rstrip("_")
+
+
+def _plain(value: Any) -> Any:
+    if attrs.has(type(value)):
+        return {key_of(field.name): _plain(getattr(value, field.name)) for field in keys(type(value))}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value

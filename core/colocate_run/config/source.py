@@ -1,0 +1,297 @@
+"""Reading YAML 1.2 into plain data that remembers its lines, and writing it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from colocate.errors import ConfigError, Mistake
+from colocate.signatures import Place, path_text
+from colocate.texts import plural
+
+_YAML = "tag:yaml.org,2002:"
+_MERGE = f"{_YAML}merge"
+_PLAIN_TAGS = tuple(f"{_YAML}{name}" for name in ("null", "bool", "int", "float", "str"))
+_TIMESTAMP = f"{_YAML}timestamp"  # no type of YAML 1.2's core schema: text
+_MOST_DEPTH = 100  # what reads and checks a config goes as deep as the config does
+_MOST_DIGITS = 1000  # Python turns no number of more than 4,300 into text, and a config is written out again
+_MOST_COPIED = 1_000_000  # characters that aliases stand for: a few of them that name each other stand for any number
+_LEAST_COPIED = 10  # what a value counts, however short it is
+
+
+@attrs.define(eq=False)
+class Document:
+    """A config on its way from text to `Config`, with what was found wrong so far.
+
+    Attributes:
+        name: What messages call it.
+        data: Its plain data.
+        lines: The line of each place that came from a file.
+        origins: The command-line option that each changed place came from.
+        unfounded: Arguments that a command-line option gives and the config doesn't name.
+        mistakes: What is wrong.
+        warnings: What is right, and hardly meant.
+    """
+
+    name: str
+    data: dict[str, Any] = attrs.field(factory=dict)
+    lines: dict[Place, int] = attrs.field(factory=dict)
+    origins: dict[Place, str] = attrs.field(factory=dict)
+    unfounded: set[Place] = attrs.field(factory=set)
+    mistakes: list[Mistake] = attrs.field(factory=list)
+    warnings: list[Mistake] = attrs.field(factory=list)
+
+    def wrong(self, place: Place, message: str, nearest: str | None = None) -> None:
+        """Note a mistake, with the line or the option that the place came from."""
+        mistake = self._mistake(place, message, nearest)
+        if mistake not in self.mistakes:
+            self.mistakes.append(mistake)
+
+    def warn(self, place: Place, message: str) -> None:
+        """Note what is no mistake by itself, and probably one."""
+        self.warnings.append(self._mistake(place, message, None))
+
+    def _mistake(self, place: Place, message: str, nearest: str | None) -> Mistake:
+        line, option = self._source(place)
+        return Mistake(path_text(place), line, f"{message} (from {option})" if option else message, nearest)
+
+    def put(self, place: Place, value: Any, option: str) -> None:
+        """Set the value of a place whose parent exists, because a command-line option says so."""
+        parent: Any = self.data
+        for key in place[:-1]:
+            parent = parent[key]
+        parent[place[-1]] = value
+        known: dict[Place, Any]
+        for known in (self.lines, self.origins):
+            for below in [each for each in known if each[: len(place)] == place]:
+                del known[below]
+        self.origins[place] = option
+
+    def is_callers(self, place: Place) -> bool:
+        """Whether a place came from an option of the caller's, not from the config."""
+        return any(place[:length] in self.origins for length in range(len(place) + 1))
+
+    def error(self) -> ConfigError:
+        """All mistakes as one error, in the order of the file."""
+        count = len(self.mistakes)
+        ordered = sorted(self.mistakes, key=lambda mistake: (mistake.line is None, mistake.line or 0))
+        message = f"{self.name}: {plural(count, 'mistake')}"
+        return ConfigError(message, mistakes=tuple(ordered))
+
+    def made_at(self) -> dict[str, tuple[str, int]]:
+        """Where the executor and each pool and group come from, by path: file and line, or an option and 0."""
+        entries = [(kind, name) for kind in ("pools", "groups") for name in self.data.get(kind) or ()]
+        found = {}
+        for place in (("executor",), *entries):
+            line, option = self._source(place)
+            if option is not None:
+                found[path_text(place)] = option, 0
+            elif line is not None:
+                found[path_text(place)] = self.name, line
+        return found
+
+    def _source(self, place: Place) -> tuple[int | None, str | None]:
+        for length in range(len(place), -1, -1):
+            if (option := self.origins.get(place[:length])) is not None:
+                return None, option
+            if (line := self.lines.get(place[:length])) is not None:
+                return line, None
+        return None, None
+
+
+def read_file(path: Path) -> Document:
+    """The document of a file.
+
+    Raises:
+        ConfigError: It can't be read, or its syntax is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read the config {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the config {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return read_text(text, str(path))
+
+
+def read_text(text: str, name: str) -> Document:
+    """The document of a text, which must be a mapping at its top.
+
+    Raises:
+        ConfigError: Its syntax is wrong.
+    """
+    document = Document(name)
+    value = read_value(text, document)
+    if document.mistakes and value is None:
+        raise document.error()
+    if not isinstance(value, dict):
+        document.wrong((), "a config is a mapping of keys to values: executor, pools, groups, job" + _instead(value))
+        raise document.error()
+    document.data = value
+    return document
+
+
+def read_dict(config: Mapping[str, Any], name: str) -> Document:
+    """The document of a dict; its data are copies."""
+    document = Document(name)
+    document.data = _copied(config, (), document)
+    return document
+
+
+def read_value(text: str, document: Document) -> Any:
+    """Any YAML value as plain data; lines and mistakes go to the document. None, with a mistake, for bad syntax."""
+    try:
+        if (line := _too_deep(text)) is not None:
+            document.mistakes.append(Mistake("", line, f"more than {_MOST_DEPTH} lists and mappings inside each other"))
+            return None
+        yaml = YAML(typ="safe", pure=True)
+        node = yaml.compose(text)
+        return None if node is None else _Builder(yaml, document).build(node, (), ())
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        context = f"{error.context}: " if error.context else ""
+        problem = f"{context}{error.problem}".partition("\n")[0]
+        document.mistakes.append(Mistake("", mark.line + 1 if mark else None, f"not YAML: {problem}"))
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        document.mistakes.append(Mistake("", line, f"not YAML: {error}".partition("\n")[0]))
+    except YAMLError as error:
+        document.mistakes.append(Mistake("", None, f"not YAML: {error}".partition("\n")[0]))
+    return None
+
+
+def _too_deep(text: str) -> int | None:
+    """The line where lists and mappings lie too deep inside each other, which would exhaust the stack."""
+    depth = 0
+    for event in YAML(typ="safe", pure=True).parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            line: int = event.start_mark.line + 1
+            return line
+    return None
+
+
+def write_yaml(data: Any) -> str:
+    """Plain data as YAML text, keys in their order."""
+    yaml: Any = YAML(typ="safe", pure=True)  # its settings are typed by their defaults, mostly None
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.allow_unicode = True
+    text = io.StringIO()
+    yaml.dump(data, text)
+    return text.getvalue()
+
+
+@attrs.define
+class _Builder:
+    """Builds data from YAML nodes. Every alias becomes a copy: setting one place must not change another."""
+
+    yaml: YAML
+    document: Document
+    _built: set[int] = attrs.field(factory=set, init=False)
+    _copied: int = attrs.field(default=0, init=False)
+
+    def build(self, node: Node, place: Place, above: tuple[int, ...]) -> Any:
+        if not self._affordable(node, place):
+            return None
+        self.document.lines.setdefault(place, node.start_mark.line + 1)
+        if id(node) in above:
+            self.document.wrong(place, "an alias stands for something that contains it")
+            return None
+        above = (*above, id(node))
+        if isinstance(node, MappingNode):
+            return self._mapping(node, place, above)
+        if isinstance(node, SequenceNode):
+            return [self.build(item, (*place, i), above) for i, item in enumerate(node.value)]
+        return self._scalar(node, place)
+
+    def _affordable(self, node: Node, place: Place) -> bool:
+        """Whether one more value may be made; what aliases stand for is counted."""
+        if id(node) not in self._built:
+            self._built.add(id(node))
+        elif self._copied <= _MOST_COPIED:
+            self._copied += max(_LEAST_COPIED, len(node.value))
+            if self._copied > _MOST_COPIED:
+                self.document.wrong(place[:1], "the aliases in it stand for more than a config can hold: write less")
+        return self._copied <= _MOST_COPIED
+
+    def _scalar(self, node: Node, place: Place) -> Any:
+        if node.tag == _TIMESTAMP:
+            return node.value
+        if node.tag not in _PLAIN_TAGS:
+            self.document.wrong(place, f"the tag {node.tag} is not known; a config has plain values only")
+            return None
+        kind = node.tag.removeprefix(_YAML)
+        if kind in ("int", "float") and len(node.value) > _MOST_DIGITS:
+            text = f"a number of {len(node.value):,} characters; at most {_MOST_DIGITS:,}"
+            self.document.wrong(place, text)
+            return None
+        try:
+            return self.yaml.constructor.construct_object(node)
+        except (ValueError, KeyError):  # by a tag, it is said to be what it isn't
+            self.document.wrong(place, f"{node.value!r} is tagged !!{kind}, and is none")
+            return None
+
+    def _mapping(self, node: MappingNode, place: Place, above: tuple[int, ...]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key_node, value_node in self._items(node, place):
+            key = key_node.value
+            if not isinstance(key_node, ScalarNode):
+                self.document.wrong(place, "a key must be text, not a list or a mapping")
+                continue
+            below = (*place, key)
+            line = key_node.start_mark.line + 1
+            if key in found:
+                text = f"the key {key!r} is there twice: first in line {self.document.lines[below]}"
+                self.document.mistakes.append(Mistake(path_text(below), line, text))
+                continue
+            self.document.lines[below] = line
+            found[key] = self.build(value_node, below, above)
+        for base_place, base_node in self._bases(node, place):
+            merged = self.build(base_node, base_place, above)
+            if isinstance(merged, dict):
+                found.update({key: value for key, value in merged.items() if key not in found})
+            else:
+                self.document.wrong(base_place, "what << merges must be a mapping, or a list of mappings")
+        return found
+
+    def _items(self, node: MappingNode, place: Place) -> Iterator[tuple[Node, Node]]:
+        return ((key, value) for key, value in node.value if key.tag != _MERGE)
+
+    def _bases(self, node: MappingNode, place: Place) -> Iterator[tuple[Place, Node]]:
+        for key, value in node.value:
+            if key.tag == _MERGE:
+                several = isinstance(value, SequenceNode)
+                yield from ((place, each) for each in (value.value if several else [value]))
+
+
+def _copied(value: Any, place: Place, document: Document) -> Any:
+    """Plain data copied; what YAML can't say is a mistake."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                document.wrong(place, f"a key must be text, not {key!r}")
+        return {key: _copied(each, (*place, key), document) for key, each in value.items() if isinstance(key, str)}
+    if isinstance(value, list | tuple):
+        return [_copied(each, (*place, i), document) for i, each in enumerate(value)]
+    if type(value) is int and value.bit_length() > _MOST_DIGITS * math.log2(10):
+        document.wrong(place, f"a number of more than {_MOST_DIGITS:,} digits")
+        return None
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    document.wrong(place, f"a config has plain values only (text, numbers, lists, dicts), not {type(value).__name__}")
+    return None
+
+
+def _instead(value: Any) -> str:
+    return "; it is empty" if value is None else f"; it is a {type(value).__name__}"

@@ -1,0 +1,100 @@
+"""Which code a config may name or have run: plugins of its allow-list, and anything else only where the caller says so.
+
+Naming a module isn't the only way to run one. An environment variable names what a loader, Python or a library opens as
+it starts; an option of an executor may have the engine install and import things, or choose whose messages are
+unpickled. So where modules are refused, variables are those of a list, and options those that their executor answers
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import attrs
+
+from colocate.executor import Executor
+from colocate.plugins import plugins
+
+Kind: TypeAlias = Literal["executor", "roles", "observer"]
+_OWN = "colocate"
+_CHECKS = "strict"  # `connect`'s own option: it checks more
+
+# Numbers, switches and levels only. What isn't here names a file, a folder, a module, a library or a server
+# (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN, OMP_TOOL_LIBRARIES, CUDA_INJECTION64_PATH, HF_HOME, HF_ENDPOINT), has
+# modules imported by their names (PYTHONWARNINGS, TORCH_LOGS), writes files (NCCL_DEBUG_FILE), opens sockets where
+# others reach them (GLOO_SOCKET_IFNAME), or takes devices that the reservation hasn't (CUDA_VISIBLE_DEVICES).
+HARMLESS_VARIABLES = frozenset(
+    {
+        # threads
+        *("OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS"),
+        *("OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMEXPR_MAX_THREADS", "RAYON_NUM_THREADS"),
+        # Python and the allocator of C
+        *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "MALLOC_ARENA_MAX"),
+        # CUDA and torch
+        *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG"),
+        *("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_DISTRIBUTED_DEBUG"),
+        *("TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        *("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_COMPILE_DISABLE"),
+        # NCCL
+        *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS"),
+        *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_CROSS_NIC"),
+        *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE"),
+        *("NCCL_IB_DISABLE", "NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT", "NCCL_IB_GID_INDEX", "NCCL_IB_TC", "NCCL_IB_SL"),
+        *("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"),
+        # libraries of models
+        *("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        *("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY", "TRANSFORMERS_VERBOSITY", "WANDB_MODE"),
+    }
+)
+
+
+@attrs.frozen
+class Trust:
+    """What may be imported for a config.
+
+    Attributes:
+        allow: Names of the plugins that may; None for all that are installed. colocate's own always may.
+        modules: Whether "module:Class" may.
+    """
+
+    allow: Sequence[str] | None
+    modules: bool
+
+    def objection(self, use: str, kind: Kind) -> str | None:
+        """Why what a config names isn't imported; None when it may be."""
+        if ":" in use:
+            return None if self.modules else f"{use!r} names a module, and this config may name plugins only"
+        name = use.partition(".")[0] if kind == "roles" else use
+        if self.allow is None or name in self.allow:
+            return None
+        found = next((each for each in plugins() if each.kind == kind and each.name == name), None)
+        if found is None or found.distribution == _OWN:  # one that isn't there is an error of its own
+            return None
+        return f"plugin {name!r} ({found.origin}) isn't in plugins.allow: add it there if you trust it"
+
+    def objection_to_variable(self, name: str) -> str | None:
+        """Why an environment variable isn't set for a config; None when it may be."""
+        if self.modules or name in HARMLESS_VARIABLES:
+            return None
+        return (
+            f"a config that may name plugins only can't set {name!r}: it isn't on the list of variables that hold "
+            "numbers and switches and can't have anything loaded or run (docs/trust.md). Set it in your own "
+            "environment, if you trust it"
+        )
+
+    def objection_to_observers_option(self) -> str | None:
+        """Why no option of an observer is used for a config; None when they are."""
+        if self.modules:
+            return None
+        return (
+            "a config that may name plugins only can't say where an observer sends what it is told: give its options "
+            "by --set, if you trust them"
+        )
+
+    def objections_to_options(self, executor: type[Executor], options: Mapping[str, Any]) -> Mapping[str, str]:
+        """Why options of an executor aren't used for a config, by name."""
+        if self.modules:
+            return {}
+        found = {name: executor.objection(name, value) for name, value in options.items() if name != _CHECKS}
+        return {name: why for name, why in found.items() if why is not None}

@@ -1,0 +1,48 @@
+"""What a run ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+
+from colocate.gpus import gpu_names
+from colocate.plugins import plugins, versions_of
+from colocate_run.config.secrets import without_secret_values
+
+_GIT_WITHIN_S = 5.0
+
+
+def origin() -> dict[str, str]:
+    """Where this process runs, what it was started with, and the commit of the code beside which it was."""
+    found = {"host": platform.node(), "command": shlex.join(without_secret_values(sys.orig_argv))}
+    try:
+        commit = _git("rev-parse", "HEAD")
+        found["commit"] = commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that takes long
+        pass
+    return found
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_WITHIN_S, check=True).stdout.strip()
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, as people ask for them when numbers differ."""
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+    }
+    known = dict(versions_of(("colocate", "torch", "numpy", "transformers")))
+    for plugin in plugins():
+        known |= plugin.engine() if plugin.kind == "executor" else {}
+    found |= {name: version for name, version in known.items() if version is not None}
+    torch = sys.modules.get("torch")
+    if torch is not None and (names := gpu_names(torch)):
+        found["gpus"] = ", ".join(names)
+    return found

@@ -1,0 +1,158 @@
+"""The folder of a run: config, metrics, and checkpoints that are complete or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colocate.driver import GrowingFile, atomic_folder, write_whole
+from colocate.errors import ConfigError
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+@attrs.define(eq=False)
+class RunFolder:
+    """runs/<name>, or <name>-2, <name>-3 … when that exists.
+
+    Attributes:
+        path: Where it is (absolute).
+    """
+
+    path: Path
+    _metrics: GrowingFile | None = attrs.field(default=None, init=False)
+
+    @classmethod
+    def create(cls, name: str, root: Path) -> RunFolder:
+        """A new folder for a run of this name.
+
+        Raises:
+            ConfigError: There can't be one.
+        """
+        path = root
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = (root / (name if number == 1 else f"{name}-{number}")).absolute()
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+                    break
+        except OSError as error:
+            raise ConfigError(f"can't make the run's folder {path}: {error.strerror or error}") from error
+        return cls(path)
+
+    def free(self, stem: str, suffix: str) -> Path:
+        """A name that no file has yet: a run that goes on keeps what it had written before."""
+        names = (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}" for number in itertools.count(1))
+        return next(path for name in names if not (path := self.path / name).exists())
+
+    @classmethod
+    def latest(cls, name: str, root: Path) -> RunFolder:
+        """The newest folder of this name that has a complete checkpoint.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+        named = [(pattern.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
+        numbered = sorted(((int(found[1] or 1), path) for found, path in named if found), reverse=True)
+        for _, path in numbered:
+            folder = cls(path.absolute())
+            # A folder demo-2 may also be the first of a config that is called so.
+            if folder.checkpoints() and f"name: {name}" in folder.config().splitlines():
+                return folder
+        raise ConfigError(
+            f"nothing to resume: no complete checkpoint of {name!r} in {root.absolute()}; run it without --resume"
+        )
+
+    def config(self) -> str:
+        """The config as it ran last; empty when there is none."""
+        path = self.path / "config.yaml"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file, all of it or nothing."""
+        write_whole(self.path / name, text)
+
+    def remove(self, name: str) -> None:
+        """See that a file isn't there."""
+        (self.path / name).unlink(missing_ok=True)
+
+    # -- metrics
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null.
+
+        Raises:
+            OSError: The disk is full, or the like; the file has the lines before, whole.
+        """
+        if self._metrics is None:
+            self._metrics = GrowingFile(self.path / "metrics.jsonl")
+        self._metrics.add(json.dumps(finite(row), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Nothing is added for now."""
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            metrics.close()
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Take out of metrics.jsonl what comes after a step, and return the rest."""
+        self.close()
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows = [row for row in map(_row, lines) if row is not None and row["step"] <= step]
+        self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        return rows
+
+    # -- checkpoints
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """The complete ones with their steps, oldest first."""
+        folder = self.path / "checkpoints"
+        found = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    def of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
+        return self.path / "checkpoints" / f"step-{step:06d}"
+
+    @contextlib.contextmanager
+    def checkpoint(self, step: int, keep: int = 2) -> Iterator[Path]:
+        """A folder to write into, which becomes the checkpoint of a step when the block ends well.
+
+        Args:
+            step: The step it is of; replaces an earlier one of the same step.
+            keep: How many complete ones stay.
+        """
+        with atomic_folder(self.of(step)) as part:
+            yield part
+        for _, path in self.checkpoints()[:-keep]:
+            shutil.rmtree(path)
+
+
+def finite(value: Any) -> Any:
+    """The value as JSON can say it, which has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """The object of a line; None for the torn last line of a run that was killed."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

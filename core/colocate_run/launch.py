@@ -1,0 +1,124 @@
+"""`launch`: a config's runtime, pools and groups, opened in order and closed with the block."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate import RoleSpec, role
+from colocate.plugins import find_role
+from colocate.signatures import arguments_of
+from colocate.texts import made_for, plural
+from colocate_run.config.schema import Config, RoleConfig
+from colocate_run.stage import Stage
+
+if TYPE_CHECKING:
+    from colocate import ColocatedGroup, Pool, Runtime
+    from colocate_report.record import RunRecord
+
+
+@attrs.frozen(eq=False)
+class Launched:
+    """What a config describes, running.
+
+    Attributes:
+        config: The config.
+        runtime: Its runtime.
+        groups: Its groups by name.
+        start_up: Seconds that starting it took.
+    """
+
+    config: Config
+    runtime: Runtime
+    groups: Mapping[str, ColocatedGroup]
+    start_up: float = 0.0
+
+    def run(self, *, resume: bool = False, quiet: bool = False) -> RunRecord:
+        """Run the config's job to its end.
+
+        Args:
+            resume: Go on from the last complete checkpoint of a run of this name.
+            quiet: Whether nothing is shown; the run's folder gets everything either way.
+
+        Raises:
+            ConfigError: There is no job, or nothing to resume.
+        """
+        from colocate_run.log import RunLog
+        from colocate_run.recording import begin, execute
+        from colocate_run.screen import Screen
+
+        screen, log = Screen(quiet=quiet), RunLog()
+        with log.listening(), begin(self.config, log, resume=resume, screen=screen) as begun:
+            return execute(begun, self.runtime, self.groups, self.start_up)
+
+
+def launch(config: Config) -> AbstractContextManager[Launched]:
+    """Open what a config describes: its runtime, then pools and groups in order; all of it closes with the block.
+
+    Args:
+        config: From `load_config`.
+    """
+    return opened(config, lambda stage, what: contextlib.nullcontext())
+
+
+@contextlib.contextmanager
+def opened(config: Config, stage: Stage) -> Iterator[Launched]:
+    """As `launch`, saying what it does."""
+    from colocate import connect
+
+    began = time.monotonic()
+    use, options = config.executor.use, config.executor.with_
+    with stage("connect", f"connecting to {use}"), made_for(config.origins.get("executor")):
+        runtime = connect(use, seed=config.seed, call_timeout=config.call_timeout, **options)
+    with runtime:
+        pools, groups = {}, {}
+        for name, pool in config.pools.items():
+            with stage(f"pool {name}", f"reserving pool {name}: {plural(pool.slots, 'slot')}"):
+                pools[name] = reserve_pool(runtime, name, config)
+        for name, group in config.groups.items():
+            workers, roles = plural(len(pools[group.pool]), "worker"), plural(len(group.roles), "role")
+            with stage(f"group {name}", f"starting group {name}: {workers} with {roles}"):
+                groups[name] = _spawn(pools[group.pool], name, config)
+        yield Launched(config, runtime, groups, time.monotonic() - began)
+
+
+def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
+    """Reserve a pool as the config's entry describes it."""
+    with made_for(config.origins.get(f"pools.{name}")):
+        return runtime.reserve(name=name, **attrs.asdict(config.pools[name], recurse=False))
+
+
+def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
+    entry = config.groups[name]
+    roles: dict[str, RoleSpec[Any]] = {key: _role(role) for key, role in entry.roles.items()}
+    with made_for(config.origins.get(f"groups.{name}")):
+        return pool.spawn(
+            roles,
+            name=name,
+            mesh=entry.mesh,
+            on_failure=entry.on_failure,
+            restarts=entry.restarts,
+            device_memory=entry.device_memory,
+            host_memory=entry.host_memory,
+            residency=entry.residency,
+            step=entry.step,
+        )
+
+
+def _role(entry: RoleConfig) -> RoleSpec[Any]:
+    given = arguments_of(find_role(entry.use).load(), entry.use).built(entry.with_)
+    return role(entry.use, **given).on(
+        slots=entry.slots,
+        mesh=entry.mesh,
+        default_group=entry.default_group,
+        env=entry.env,
+        device_memory=entry.device_memory,
+        host_memory=entry.host_memory,
+        reserve_activations=entry.reserve_activations,
+        sleep=entry.sleep,
+    )

@@ -1,0 +1,218 @@
+"""Who is told of a run: observers that its config names, from before its workers start until its report is written."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate.driver import CALL_FINISHED, OF_RUNS, TOLD_WITHIN_S, check_observer
+from colocate.errors import ConfigError, Mistake, PluginError
+from colocate.plugins import find_observer
+from colocate.signatures import arguments_of, path_text
+from colocate.texts import listed, plural, shown, told
+from colocate_report.record import LogRecord, RunInfo, RunRecord
+from colocate_run.config.schema import ObserverConfig
+from colocate_run.screen import Screen, short
+
+if TYPE_CHECKING:
+    from colocate.driver import Driver
+
+_STARTED, LOGGED, _FINISHED = OF_RUNS
+_log = logging.getLogger("colocate")
+
+
+@attrs.define(eq=False)
+class Guarded:
+    """An observer that can't harm the run: it hears nothing more but of the end once it has raised, which is said.
+
+    Attributes:
+        name: What it is called.
+        heard: How often it has been told, by hook.
+        hook: The hook that it is in.
+    """
+
+    name: str
+    _observer: object
+    _screen: Screen
+    heard: Counter[str] = attrs.field(factory=Counter, init=False)
+    hook: str | None = attrs.field(default=None, init=False)
+    _stopped: bool = attrs.field(default=False, init=False)
+
+    def begin(self, info: RunInfo) -> None:
+        """Tell it of the run, which doesn't begin if it can't hear of that.
+
+        Raises:
+            PluginError: It raised.
+        """
+        started = getattr(self._observer, _STARTED, None)
+        if started is None:
+            return
+        try:
+            started(info)
+        except Exception as error:
+            text = f"the observer {self.name!r} raised when it was told that the run starts: "
+            raise PluginError(f"{text}{type(error).__name__}: {error}", name=self.name) from error
+
+    def tell(self, hook: str, *args: object) -> None:
+        """Tell it something, if it has the hook, and hasn't been stopped."""
+        if self._stopped:
+            return
+        if self.has(hook):
+            self.hook = hook
+            try:
+                self._call(hook, *args)
+            finally:
+                self.hook = None
+        self.heard[hook] += 1
+
+    def stop(self) -> None:
+        """Tell it nothing more, but for the end."""
+        self._stopped = True
+
+    def end(self, record: RunRecord, error: BaseException | None) -> None:
+        """Tell it that the run is over."""
+        if self.has(_FINISHED):
+            self._call(_FINISHED, record, error)
+
+    def missing(self, given: Counter[str]) -> Counter[str]:
+        """How often it would have been told, and hasn't been, by hook."""
+        return Counter({hook: number for hook, number in (given - self.heard).items() if self.has(hook)})
+
+    def has(self, hook: str) -> bool:
+        """Whether it wants to be told."""
+        return getattr(self._observer, hook, None) is not None
+
+    def _call(self, hook: str, *args: object) -> None:
+        try:
+            getattr(self._observer, hook)(*args)
+        except Exception as error:
+            self.stop()
+            more = "" if hook == _FINISHED else ", and is told nothing more but of the end"
+            words = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._screen.say(f"the observer {self.name!r} raised in {hook}{more}: {words}")
+            self._screen.note(told(error))
+
+
+@attrs.define(eq=False)
+class RunObservers:
+    """All of a run; to the runtime they are one."""
+
+    _screen: Screen
+    _all: list[Guarded] = attrs.field(factory=list, init=False)
+    _told: list[Guarded] = attrs.field(factory=list, init=False)
+    _given: Counter[str] = attrs.field(factory=Counter, init=False)  # how often they have been told, or were to be
+
+    def __bool__(self) -> bool:
+        return bool(self._told)
+
+    def __getattr__(self, hook: str) -> Callable[..., None]:
+        if not hook.startswith("colocate_"):
+            raise AttributeError(hook)
+        return partial(self._tell, hook)
+
+    def _tell(self, hook: str, *args: object) -> None:
+        self._given[hook] += 1
+        for each in self._told:
+            each.tell(hook, *args)
+
+    def add(self, observe: Sequence[object]) -> None:
+        """Make those that a config names: by name, as an entry of the config, or the observer itself.
+
+        Raises:
+            ConfigError: An entry isn't one, or an observer has no hooks that exist.
+            PluginError: One is unknown, or can't be made.
+        """
+        if not isinstance(observe, Iterable):
+            raise ConfigError(f"observe={shown(observe)} is no list of observers")
+        for each in [observe] if isinstance(observe, str) else observe:
+            match each:
+                case str():
+                    self._make(each, {})
+                case ObserverConfig():
+                    self._make(each.use, each.with_)
+                case {"use": str(name), "with": dict(options), **rest} if not rest:
+                    self._make(name, options)
+                case {"use": str(name), **rest} if not rest:
+                    self._make(name, {})
+                case Mapping():
+                    raise ConfigError(f"observe: {dict(each)!r}: write {{'use': name, 'with': {{...}}}}")
+                case _:
+                    check_observer(each, "observe")
+                    self._all.append(Guarded(type(each).__name__, each, self._screen))
+
+    def _make(self, name: str, options: Mapping[str, Any]) -> None:
+        found = find_observer(name)
+        arguments = arguments_of(found.load(), name)
+        if problems := list(arguments.problems(options)):
+            mistakes = [
+                Mistake(path_text(("with", *each.place)), None, each.message, each.nearest) for each in problems
+            ]
+            raise ConfigError(f"observe: {name}: {plural(len(problems), 'mistake')}", mistakes=mistakes)
+        made = found.make(arguments.built(options))
+        check_observer(made, f"observe: {name}")
+        self._all.append(Guarded(name, made, self._screen))
+
+    def begin(self, info: RunInfo) -> None:
+        """Tell them of the run. Only those that have heard of it are told of its end.
+
+        Raises:
+            PluginError: One of them raised.
+        """
+        for each in self._all:
+            each.begin(info)
+            self._told.append(each)
+
+    def logged(self, record: LogRecord, driver: Driver) -> None:
+        """Have them told what was logged, in the order of all that happens."""
+        if self._told:
+            self._given[LOGGED] += 1
+            driver.soon(partial(self._tell_logged, record))
+
+    def _tell_logged(self, record: LogRecord) -> None:
+        for each in self._told:
+            each.tell(LOGGED, record)
+
+    def settle(self, driver: Driver, directory: Path) -> None:
+        """Wait until they have been told of all that has happened. Whom somebody keeps from that is named.
+
+        Args:
+            driver: That of the run's runtime.
+            directory: The run's folder.
+        """
+        if driver.settle():
+            return
+        for each in self._told:  # before counting: what they haven't been told, they won't be
+            each.stop()
+        waiting = driver.untold()
+        given = self._given + waiting
+        slow = next((each for each in self._told if each.hook is not None), None)
+        # It keeps the runtime's thread as long as it likes, and the run has ended well.
+        stack = driver.give_up_while(lambda: slow is not None and slow.hook is not None)
+        in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"
+        untold = [(each.name, _words(each.missing(given))) for each in self._told]
+        lines = [f"the observer {name!r} hasn't been told of {words}" for name, words in untold if words]
+        if waiting[CALL_FINISHED]:
+            lines.append(f"its report lacks {plural(waiting[CALL_FINISHED], 'call')}")
+        if lines:
+            text = (
+                f"run {short(directory)}, {TOLD_WITHIN_S:g} s after its end: {'; '.join(lines)}, because {in_the_way}"
+            )
+            _log.warning("%s; log.txt there has the stack, metrics.jsonl all that was logged", text)
+            self._screen.note(f"{text}:\n{stack}\n")
+
+    def end(self, record: RunRecord, error: BaseException | None) -> None:
+        """Tell them that it is over, and how."""
+        for each in self._told:
+            each.end(record, error)
+
+
+def _words(untold: Counter[str]) -> str:
+    steps, calls = untold.pop(LOGGED, 0), untold.pop(CALL_FINISHED, 0)
+    parts = {"logged step": steps, "call": calls, "other event": untold.total()}
+    return listed([plural(number, what) for what, number in parts.items() if number])

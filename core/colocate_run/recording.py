@@ -1,0 +1,365 @@
+"""What remains of a run: its folder from its beginning, what was called in it, its report, and who is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate import GroupMemory
+from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver
+from colocate.errors import ColocateError, ConfigError, EngineError, GroupRestarted
+from colocate.plugins import find_job
+from colocate.signatures import arguments_of
+from colocate.texts import error_text, told
+from colocate_report.calls import CallLog
+from colocate_report.record import Row, RunInfo, RunRecord
+from colocate_report.window import window
+from colocate_run.config.schema import Config
+from colocate_run.config.secrets import without_secrets
+from colocate_run.config.shown import config_text
+from colocate_run.environment import environment, origin
+from colocate_run.folder import RunFolder
+from colocate_run.log import RunLog, tail_of
+from colocate_run.observing import RunObservers
+from colocate_run.run import Run
+from colocate_run.screen import Screen
+from colocate_run.stopping import StopSignals
+
+if TYPE_CHECKING:
+    from colocate import ColocatedGroup, Runtime
+
+
+@attrs.define(eq=False)
+class Begun:
+    """A run that has its folder, before its job begins.
+
+    Attributes:
+        name: What it is called.
+        folder: Its folder.
+        step: The step it goes on from; None for a new run.
+        metrics: What was logged up to that step.
+        screen: Where it is shown.
+        config: Its config as plain data; empty for a run that has none.
+        trace: Whether a trace is written.
+        job: What it does; None where the code of a block does it.
+        observers: Who is told of it.
+        environment: Versions, machine, command line and commit.
+        started: Whether all is there that the job needs; until then there is nothing to report but what went wrong.
+    """
+
+    name: str
+    folder: RunFolder
+    step: int | None
+    metrics: list[Row]
+    screen: Screen
+    config: Mapping[str, Any] = attrs.field(factory=dict)
+    trace: bool = False
+    job: Callable[[Run], object] | None = None
+    observers: RunObservers = attrs.field(init=False)
+    environment: Mapping[str, str] = attrs.field(init=False)
+    started: bool = attrs.field(default=False, init=False)
+    _process: int = attrs.field(factory=os.getpid, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.observers = RunObservers(self.screen)
+        self.environment = {**environment(), **origin()}
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its process, and no child that was forked in its block: the run isn't over when that is."""
+        return os.getpid() == self._process
+
+    def ends_at_once(self, error: BaseException) -> bool:
+        """Whether it ends without a report: by a job's second Ctrl-C. In code of the user's the first one is told."""
+        return not self.is_here or (self.job is not None and isinstance(error, KeyboardInterrupt))
+
+
+def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> AbstractContextManager[Begun]:
+    """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there.
+
+    Args:
+        config: The config.
+        log: Hears what is printed.
+        resume: Go on from the last complete checkpoint of a run of this name.
+        screen: Where it is shown.
+
+    Raises:
+        ConfigError: The config has no job, there is nothing to resume, or the run's folder can't be made.
+        PluginError: An observer can't be had.
+    """
+    if config.job is None:
+        raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
+    function = find_job(config.job.use).load()
+    options = arguments_of(function, config.job.use, skip=1).built(config.job.with_)
+    folder, step, metrics = _folder(config.name, resume)
+    folder.write("config.yaml", config.dump())
+    plain = without_secrets(config.plain())
+    begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, lambda run: function(run, **options))
+    return _in_its_folder(begun, log, config.observe)
+
+
+def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float) -> RunRecord:
+    """Run a config's job and write everything that remains of it.
+
+    Args:
+        begun: The run.
+        runtime: Its runtime.
+        groups: Its groups.
+        start_up: Seconds that starting these took.
+    """
+    job, signals = begun.job, StopSignals(begun.screen.stopping)
+    assert job is not None
+    with _recording(begun, runtime, groups, signals, start_up) as run, signals:
+        _until_done(run, lambda: job(run))
+    if run.record is None:
+        sys.exit()  # a fork of the job's that has come to its end
+    return run.record
+
+
+@contextlib.contextmanager
+def record(
+    runtime: Runtime, directory: str | os.PathLike[str], *, observe: Sequence[object] = (), trace: bool = False
+) -> Iterator[Run]:
+    """Have a script or a notebook leave what a job leaves: a folder with metrics, log and report.
+
+    The block gets the same object as a job does: `run.log`, `run.timed`, `run.show`, `run.checkpoint`. Its
+    `run.groups` are those that there are when the block begins, and it installs no handlers of signals.
+
+    Args:
+        runtime: Whose calls are counted.
+        directory: The folder, as in "runs/x"; runs/x-2 and so on when that exists.
+        observe: Who else is told, as in a config: "tensorboard", {"use": "mlflow", "with": {...}}, or an object with
+            hooks.
+        trace: Whether the folder gets a trace.json for Perfetto.
+
+    Raises:
+        ConfigError: What is given is no runtime, or the folder can't be made.
+        PluginError: An observer can't be had.
+    """
+    _check_runtime(runtime)
+    path = Path(os.path.abspath(directory))  # also of "." and "..", which have no names of their own
+    screen, log = Screen(quiet=True), RunLog()
+    folder = RunFolder.create(path.name, path.parent)
+    begun = Begun(folder.path.name, folder, None, [], screen, trace=trace)
+    with (
+        log.listening(),
+        _in_its_folder(begun, log, observe),
+        _recording(begun, runtime, runtime.groups, StopSignals(screen.stopping), 0.0) as run,
+    ):
+        yield run
+
+
+def _check_runtime(runtime: object) -> None:
+    from colocate import Runtime  # which needs all of core
+
+    if not isinstance(runtime, Runtime):
+        raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
+
+
+@contextlib.contextmanager
+def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iterator[Begun]:
+    """While the block runs, keep what is printed, and in the end what went wrong; tell observers of both ends."""
+    folder, screen, since = begun.folder, begun.screen, time.time()
+    folder.remove("error.txt")
+    log.open(folder.path / "log.txt")
+    try:
+        with screen.logging(log):
+            begun.observers.add(observe)
+            begun.observers.begin(RunInfo(begun.name, folder.path, begun.config, begun.step, begun.environment))
+            yield begun
+    except BaseException as error:
+        if begun.ends_at_once(error) or (begun.started and _is_good(error)):
+            raise
+        text = told(error)
+        log.write(text)
+        try:
+            folder.write("error.txt", text)
+            for name, logged in ((isinstance(error, EngineError) and error.logs) or {}).items():
+                folder.write(f"engine-{name}", logged)
+        except OSError as other:
+            error.add_note(f"it could not be written to {folder.path / 'error.txt'}: {other}")
+        if not begun.started:
+            _failed(begun, lambda: _never_started(begun, since), error)
+        raise
+    finally:
+        log.close()
+        if log.fault is not None:
+            screen.say(f"log.txt isn't whole: {log.fault}")
+
+
+@contextlib.contextmanager
+def _recording(
+    begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], signals: StopSignals, start_up: float
+) -> Iterator[Run]:
+    """While the block runs, count what is called; then write the report, and tell observers that it is over."""
+    begun.started = True
+    name, folder, screen = begun.name, begun.folder, begun.screen
+    driver = Driver(runtime)
+    calls = CallLog(driver.slot_of)
+    observers = (calls, *([begun.observers] if begun.observers else []))
+    for each in observers:
+        runtime.observe(each)
+    for group in runtime.groups.values() if begun.observers else ():  # they are there already
+        driver.soon(partial(begun.observers.colocate_group_spawned, group))
+    started = time.time() - start_up
+    resumed = None if begun.step is None else folder.checkpoints()[-1][1]
+    run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics, begun.observers)
+    recorded = partial(_record, begun, run, calls, started, start_up)
+    try:
+        with (
+            contextlib.closing(folder),
+            window(runtime, name),
+            runtime.trace(folder.free("trace", ".json")) if begun.trace else contextlib.nullcontext(),
+            screen.running(name, folder.path, begun.step),
+        ):
+            try:
+                yield run
+            finally:
+                run._is_over = True
+                driver.resumed = {}
+    except BaseException as error:
+        if begun.is_here and _is_good(error):
+            _finish(begun, run, recorded)
+        elif not begun.ends_at_once(error):
+            _failed(begun, recorded, error)
+        raise
+    else:
+        if begun.is_here:
+            _finish(begun, run, recorded)
+    finally:
+        for each in observers:
+            driver.forget(each)
+
+
+def _until_done(run: Run, job: Callable[[], object]) -> None:
+    """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it.
+
+    One that ends by `sys.exit()` or `sys.exit(0)` has come to its end.
+    """
+    back: str | None = None
+    while True:
+        try:
+            run._restore(back)
+            job()
+        except GroupRestarted as restarted:
+            run._restart(restarted)
+            back = restarted.group
+        except SystemExit as ended:
+            if not _is_good(ended):
+                raise
+            return
+        else:
+            return
+
+
+def _is_good(error: BaseException) -> bool:
+    """Whether that is the end of a run that has come to it."""
+    return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and not error.code))
+
+
+def _finish(begun: Begun, run: Run, record: Callable[[], RunRecord]) -> None:
+    run.record = record()
+    begun.screen.finished(run.record)
+    try:
+        begun.screen.reported(_report(run.record))
+    finally:
+        begun.observers.end(run.record, None)
+
+
+def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: float) -> RunRecord:
+    begun.observers.settle(Driver(run.runtime), run.directory)
+    return RunRecord(
+        name=run.name,
+        directory=run.directory,
+        config=run._folder.config(),
+        metrics=tuple(run._metrics),
+        tables=run._tables,
+        totals=calls.totals(),
+        spans=calls.spans(),
+        phases=run._phases,
+        tree=run.runtime.graph.render("tree"),
+        graph=run.runtime.graph.render("json"),
+        environment={**begun.environment, **environment()},
+        started=started,
+        seconds=time.time() - started,
+        stopped=run._signals.received,
+        start_up=start_up,
+        memory=_memory(run),
+        contention=calls.contention(),
+        handed_over=calls.handed_over(),
+        restarts=calls.restarts([started + start_up, *run._saved]),
+        log=tail_of(run.directory / "log.txt"),
+    )
+
+
+def _memory(run: Run) -> tuple[GroupMemory, ...]:
+    """What groups use their memory for, where roles hold some."""
+    found: list[GroupMemory] = []
+    deadline = Deadline(LEDGERS_WITHIN_S)
+    for name, group in run.runtime.groups.items():
+        if group.state != "ready":
+            continue
+        try:
+            told = group.memory(deadline.left)
+        except (ColocateError, TimeoutError) as error:
+            run._screen.say(f"what the memory of group {name!r} was used for isn't known: {error_text(error)}")
+        else:
+            found += [told] if any(role.total for slot in told.slots for role in slot.roles) else []
+    return tuple(found)
+
+
+def _never_started(begun: Begun, started: float) -> RunRecord:
+    return RunRecord(
+        name=begun.name,
+        directory=begun.folder.path,
+        config=begun.folder.config(),
+        metrics=tuple(begun.metrics),
+        tables={},
+        totals=(),
+        spans=(),
+        phases={},
+        tree="",
+        graph="",
+        environment=begun.environment,
+        started=started,
+        seconds=time.time() - started,
+        log=tail_of(begun.folder.path / "log.txt"),
+    )
+
+
+def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
+    root = Path("runs")
+    if not resume:
+        return RunFolder.create(name, root), None, []
+    folder = RunFolder.latest(name, root)
+    step, _ = folder.checkpoints()[-1]
+    return folder, step, [*folder.rewind(step)]
+
+
+def _report(record: RunRecord, error: str | None = None) -> Path:
+    """Write report.html."""
+    import colocate_report
+
+    record = attrs.evolve(record, config=config_text(record.config))
+    return colocate_report.write(record.directory, record, error=error)
+
+
+def _failed(begun: Begun, record: Callable[[], RunRecord], error: BaseException) -> None:
+    """Report a run that failed; what goes wrong in that is a note on its error, not in its place."""
+    found = _never_started(begun, time.time())
+    try:
+        found = record()
+        begun.screen.reported(_report(found, told(error).strip()))
+    except Exception as other:
+        error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
+    finally:
+        begun.observers.end(found, error)

@@ -1,0 +1,290 @@
+"""`Run`: what a job gets to work with."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate.driver import Driver, Restarts, fail, found_in, restarts_of
+from colocate.errors import ClosedError, GroupRestarted
+from colocate.texts import shown
+from colocate_report.record import LogRecord, Row, RunRecord, scalars_of
+from colocate_report.trace import Trace
+from colocate_run.folder import RunFolder
+from colocate_run.observing import RunObservers
+from colocate_run.stopping import StopSignals
+
+if TYPE_CHECKING:
+    from colocate import ColocatedGroup, Runtime
+    from colocate_run.screen import Screen
+
+RESTART = "(restart)"
+"""The phase in which groups that were lost are made anew."""
+
+
+@attrs.define(eq=False, repr=False)
+class Run:
+    """What a job works with: `job(run, **options)`.
+
+    Attributes:
+        name: The config's name.
+        runtime: The runtime, seeded and connected.
+        groups: The config's groups by name.
+        directory: The run's folder, runs/<name>.
+        resumed: The folder of the checkpoint to go on from; None for a new run. Groups of the config that have a
+            checkpoint in there are as it has them when the job is called.
+        record: What is known of it, once it is over; None before.
+    """
+
+    name: str
+    runtime: Runtime
+    groups: Mapping[str, ColocatedGroup]
+    directory: Path
+    resumed: Path | None
+    _folder: RunFolder
+    _screen: Screen
+    _signals: StopSignals
+    _metrics: list[Row]
+    _observers: RunObservers | None = None
+    record: RunRecord | None = attrs.field(default=None, init=False)
+    _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
+    _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
+    _phases: dict[str, float] = attrs.field(factory=dict, init=False)
+    _saved: list[float] = attrs.field(factory=list, init=False)  # when its checkpoints were whole
+    _is_over: bool = attrs.field(default=False, init=False)
+    _warned: set[str] = attrs.field(factory=set, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._goes_on_from(self.resumed)
+
+    def __repr__(self) -> str:
+        return f"<run {self.name!r} in {self.directory}>"
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the user (Ctrl-C) or the system (SIGTERM) wants it to end: write a checkpoint and return."""
+        return self._signals.received is not None
+
+    def log(self, step: int, **scalars: float) -> None:
+        """Add a line to metrics.jsonl, and show it.
+
+        Args:
+            step: The step it belongs to: a whole number.
+            **scalars: Numbers by name; a tensor or array of one element counts as a number.
+
+        Raises:
+            TypeError: One of them isn't a number, or the step isn't a whole one.
+            ValueError: One has the name `seconds` or `time`, which a line has for `timed` and when it was logged, or is
+                too large for a float; or the step is, for 64 bits.
+            ClosedError: The run is over.
+        """
+        self._check("log")
+        for name, what in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
+            if name in scalars:
+                raise ValueError(f"run.log: {name!r} is where a line has {what}; call the number otherwise")
+        step = _whole("run.log", step)
+        now = time.time()
+        row: dict[str, Any] = {"step": step, "time": round(now, 3)}
+        row |= {name: _number(name, value) for name, value in scalars.items()}
+        seconds, self._seconds = self._seconds, {}
+        if seconds:
+            row["seconds"] = {phase: round(spent, 6) for phase, spent in seconds.items()}
+        self._folder.append(row)
+        self._metrics.append(row)
+        self._screen.logged(row)
+        for trace in self._traces():
+            trace.step(step)
+        if self._observers:
+            told = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
+            self._observers.logged(told, Driver(self.runtime))
+
+    def total(self, steps: int) -> None:
+        """Say how many steps there will be, for the progress bar."""
+        self._screen.total(steps)
+
+    def show(self, title: str, rows: Iterable[Row]) -> None:
+        """Keep a table for the end of the run and its report; the same title replaces.
+
+        Raises:
+            ClosedError: The run is over.
+        """
+        self._check("show")
+        self._tables[title] = [dict(row) for row in rows]
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the block's time as this phase's; the next `log` has the seconds of all phases since the last."""
+        start, began = time.perf_counter(), time.time()
+        self._screen.entered(phase)
+        try:
+            yield
+        finally:
+            self._screen.left()
+            spent = time.perf_counter() - start
+            for counts in (self._seconds, self._phases):
+                counts[phase] = counts.get(phase, 0.0) + spent
+            for trace in self._traces():
+                trace.phase(phase, began, began + spent)
+
+    def _traces(self) -> list[Trace]:
+        """Those that are being written."""
+        return [each for each in Driver(self.runtime).observers if isinstance(each, Trace)]
+
+    def rewind(self) -> int | None:
+        """Take back what was logged after the last complete checkpoint, which `resumed` is from now on.
+
+        The job then has its groups go on from there, by `group.restore`.
+
+        Returns:
+            That checkpoint's step; None if there is no checkpoint yet: then nothing is taken back.
+        """
+        complete = self._folder.checkpoints()
+        if not complete:
+            return None
+        step, resumed = complete[-1]
+        self._goes_on_from(resumed)
+        self._back_to(step)
+        return step
+
+    def _check(self, method: str) -> None:
+        if self._is_over:
+            raise ClosedError(
+                f"run.{method}: this is after the block of run {self.name!r}, which is over by then; use it inside",
+                closed_by="the end of its block",
+            )
+
+    def _back_to(self, step: int) -> None:
+        self._metrics[:] = self._folder.rewind(step)
+        self._seconds.clear()
+
+    def _goes_on_from(self, resumed: Path | None) -> None:
+        self.resumed = resumed
+        Driver(self.runtime).resumed = {} if resumed is None else found_in(resumed)
+
+    def _restore(self, back: str | None) -> None:
+        """Have the config's groups be as `resumed` has them.
+
+        Args:
+            back: The one that has just come back, as its last checkpoint has it.
+        """
+        for name, folder in Driver(self.runtime).resumed.items():
+            group = self.groups.get(name)
+            if group is None or not group.alive:  # which the job makes itself, or has closed
+                continue
+            last = restarts_of(group).checkpoint
+            if name != back or last is None or last.folder != folder:
+                self._screen.say(f"restoring group {name} from {folder.relative_to(self.directory)}")
+                with self.timed("restore"):
+                    group.restore(folder)
+
+    def _restart(self, restarted: GroupRestarted) -> None:
+        """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
+        began = time.perf_counter()
+        complete = self._folder.checkpoints()
+        final = [name for name, group in self.groups.items() if group.alive and not restarts_of(group).limit]
+        if not complete and final:
+            restarted.add_note(
+                "there is no checkpoint of the run yet, so the job would begin anew, with all groups as constructed; "
+                f"that needs on_failure: restart in every group, which {', '.join(final)} lacks"
+            )
+            raise restarted
+        self._screen.say(f"{restarted.message.partition(chr(10))[0]}: restarting group {restarted.group!r}")
+        for group in self.groups.values():
+            if not group.alive:  # the job has closed it
+                continue
+            if not complete and group.name != restarted.group:
+                fail(group, restarted)  # it has come as far as the other: all begin anew, or none can
+            group.wait_ready()
+        step = self.rewind()
+        if step is None:
+            self._back_to(-1)
+        self._phases[RESTART] = self._phases.get(RESTART, 0.0) + time.perf_counter() - began
+        self._screen.say("going on " + ("from the start" if step is None else f"after step {step}"))
+
+    @contextlib.contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept.
+
+        Args:
+            step: The step it is of: a whole number, 0 or more, and none before that of the last checkpoint.
+
+        Raises:
+            TypeError: It isn't a whole number.
+            ValueError: It is less than that, or too large for 64 bits.
+            ClosedError: The run is over.
+        """
+        self._check("checkpoint")
+        step = _whole("run.checkpoint", step)
+        if step < 0:
+            raise ValueError(f"run.checkpoint: step={step} is less than 0")
+        complete = self._folder.checkpoints()
+        if complete and step < complete[-1][0]:
+            raise ValueError(
+                f"run.checkpoint: step={step} is before the run's last checkpoint, of step {complete[-1][0]}, from "
+                "which the run would go on; steps count up"
+            )
+        before = {each: each.checkpoint for each in self._restarts()}
+        directory: Path | None = None
+        try:
+            with self._folder.checkpoint(step) as directory:
+                yield directory
+        except BaseException:
+            if directory is not None:
+                for each in self._restarts():
+                    each.lost(directory, before.get(each))
+            raise
+        self._saved.append(time.time())
+        for each in self._restarts():
+            each.moved(directory, self._folder.of(step))
+            each.progressed()
+        self._warn_of_others(self._folder.of(step))
+
+    def _restarts(self) -> list[Restarts]:
+        """Those of all groups, of the job's own too."""
+        return [restarts_of(group) for group in self.runtime.groups.values()]
+
+    def _warn_of_others(self, directory: Path) -> None:
+        """Say once which groups the job has had saved elsewhere: the run goes on from its checkpoint alone."""
+        for name, group in self.groups.items():
+            last = restarts_of(group).written
+            if last is not None and name not in self._warned and not last.folder.is_relative_to(directory):
+                self._warned.add(name)
+                self._screen.say(
+                    f"group {name} was checkpointed to {last.folder}, outside of the run's checkpoint: --resume won't "
+                    f"restore it from there; call group.checkpoint(directory / {name!r}) inside of run.checkpoint"
+                )
+
+
+def _number(name: str, value: Any) -> int | float:
+    number = _plain(value)
+    if not isinstance(number, bool | int | float):
+        raise TypeError(f"run.log: {name}={shown(value)} is not a number")
+    try:
+        float(number)
+    except OverflowError as error:
+        raise ValueError(f"run.log: {name}={shown(value)} is too large for a float") from error
+    return number
+
+
+def _whole(what: str, step: Any) -> int:
+    number = _plain(step)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what}: step={shown(step)} is not a whole number")
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{what}: step={shown(step)} is too large for 64 bits")
+    return number
+
+
+def _plain(value: Any) -> Any:
+    """What a tensor, an array or a NumPy scalar of one element has; anything else as it is."""
+    if isinstance(value, bool | int | float):
+        return value
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return value

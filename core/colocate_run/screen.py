@@ -1,0 +1,341 @@
+"""What a run shows: a bar with the last numbers on a terminal, plain lines elsewhere, tables at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import attrs
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from colocate.texts import columns
+from colocate_report.contention import waits
+from colocate_report.record import RunRecord, scalars_of, timed_phases, told_restarts
+from colocate_report.saved import saved
+from colocate_report.tables import keys_of
+
+if TYPE_CHECKING:
+    from colocate_run.log import RunLog
+    from colocate_run.stage import Stage
+
+PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
+
+
+class Unread(SystemExit):
+    """Nobody reads any more what is printed, as in `colocate run FILE | head`."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()
+        except SystemExit as ended:  # rich's way to end, which looks like a job's own
+            raise Unread(ended.code) from ended
+
+
+def console(*, error: bool = False) -> Console:
+    """A console for standard output or error: styled on a terminal, plain text elsewhere."""
+    # The stream as it is now: what stands in its place later is for what others print.
+    file = sys.stderr if error else sys.stdout
+    found = _Console(file=file, highlight=False)
+    return found if found.is_terminal and not found.is_jupyter else _plain(file)
+
+
+def _plain(file: IO[str]) -> Console:
+    # In a notebook rich displays what it is to print, whatever the file, and FORCE_COLOR makes any file a terminal.
+    return _Console(
+        file=file, highlight=False, width=PLAIN_WIDTH, no_color=True, force_jupyter=False, force_terminal=False
+    )
+
+
+def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, spare: Sequence[str] = ()) -> None:
+    """Print rows under a title: their keys are the columns, numbers are aligned right.
+
+    Args:
+        title: What stands above them.
+        rows: The rows; where one has no such key, its cell is empty.
+        to: Where to. A terminal that is too narrow for all columns shows those that matter, and names the others.
+        spare: The columns that matter least, least first; of the others, the last ones do.
+    """
+    names = keys_of(rows)
+    if not names:
+        return
+    to.print(Text(f"\n{title}", "bold"))
+    if to.is_terminal:
+        to.print(table_that_fits(rows, to.width, spare=spare))
+        return
+    numeric = [_is_numeric(rows, name) for name in names]
+    for text in columns([names, *([text_of(row.get(name)) for name in names] for row in rows)], numeric):
+        to.print(Text(text), soft_wrap=True)
+
+
+def table_that_fits(
+    rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = (), sizes: Collection[str] = ()
+) -> Group:
+    """A table that is no wider than a terminal: columns are left out, and named below, before a word is broken.
+
+    A word that needs more than half of the width is broken, so that there is a table at all.
+
+    Args:
+        rows: The rows, as for `show_table`.
+        width: The terminal's columns.
+        spare: The columns that matter least, least first.
+        sizes: Columns that are aligned right, as numbers are, and whose cells stay in one line ("5.4 MiB").
+    """
+    every = {name: _Column.of(rows, name, name in sizes, width // 2) for name in keys_of(rows)}
+    found: dict[str, _Column] = {}
+    for name in sorted(every, key=lambda name: spare[::-1].index(name) + 1 if name in spare else 0):
+        if not found or _width_of([*found.values(), every[name]]) <= width:
+            found[name] = every[name]
+    found = {name: found[name] for name in every if name in found}
+    left = width - _width_of(found.values())
+    for each in sorted(found.values(), key=lambda each: each.most - each.least):
+        each.width += min(left, each.most - each.least)
+        left -= each.width - each.least
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name, each in found.items():
+        shown.add_column(Text(name), justify="right" if each.right else "left", overflow="fold", width=each.width)
+    for cells in zip(*(each.cells for each in found.values()), strict=True):
+        shown.add_row(*map(Text, cells))
+    left_out = ", ".join(name for name in every if name not in found)
+    return Group(shown, *([Text(f"(a wider terminal shows {left_out}, too)", "dim")] if left_out else []))
+
+
+@attrs.define(eq=False)
+class _Column:
+    cells: Sequence[str]
+    right: bool
+    least: int  # its width when no word is broken
+    most: int  # when no cell needs a second line
+    width: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], name: str, is_size: bool, longest: int) -> _Column:
+        cells = [text_of(row.get(name)) for row in rows]
+        most = max(map(cell_len, (name, *cells)))
+        words = (word for cell in (name, *cells) for word in (*cell.split(), ""))
+        least = most if is_size else max(min(longest, cell_len(word)) for word in words)
+        return cls(cells, is_size or _is_numeric(rows, name), least, most, least)
+
+
+def _width_of(found: Collection[_Column]) -> int:
+    return sum(each.least for each in found) + 2 * (len(found) - 1)
+
+
+def _is_numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return all(isinstance(row.get(name, 0), int | float) for row in rows)
+
+
+def text_of(value: Any) -> str:
+    """A cell: numbers with four digits that count, nothing for None."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@attrs.define(eq=False)
+class Screen:
+    """Shows a run. Every method may be called on the job's thread; `stopping` also in a signal handler."""
+
+    console: Console = attrs.field(factory=console)
+    quiet: bool = False
+    _live: Live | None = attrs.field(default=None, init=False)
+    _bar: Progress = attrs.field(init=False)
+    _last: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
+    _running: list[tuple[str, float]] = attrs.field(factory=list, init=False)
+    _total: int | None = attrs.field(default=None, init=False)
+    _log: RunLog | None = attrs.field(default=None, init=False)
+    _stages: list[tuple[str, float]] = attrs.field(factory=list, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
+        self._bar.add_task("starting", total=None)
+
+    @contextlib.contextmanager
+    def logging(self, log: RunLog) -> Iterator[None]:
+        """While the block runs, keep what is shown in a log."""
+        self._log = log
+        try:
+            yield
+        finally:
+            self._log = None
+
+    @contextlib.contextmanager
+    def starting(self, name: str) -> Iterator[Stage]:
+        """Show what is done to start a run: each stage when it begins, and at the end the seconds of all of them."""
+        self._stages = []
+        began = time.monotonic()
+        with self._shown_live(self._starting):
+            yield lambda stage, what: self._stage(stage, f"{name}: {what}")
+        parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self._stages)
+        self.say(f"{name}: started in {time.monotonic() - began:.1f} s ({parts})")
+
+    @contextlib.contextmanager
+    def _stage(self, stage: str, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        self._running.append((what, began))
+        if self._live is None:
+            self.say(what)
+        elif self._log is not None:
+            self._log.write(f"{what}\n")
+        try:
+            yield
+        finally:
+            self._running.pop()
+            self._stages.append((stage, time.monotonic() - began))
+
+    @contextlib.contextmanager
+    def _shown_live(self, renderable: Callable[[], RenderableType], *, transient: bool = True) -> Iterator[None]:
+        """On a terminal, show what changes while the block runs; what is printed meanwhile comes above it."""
+        if self.quiet or not self.console.is_terminal:
+            yield
+            return
+        # What is printed passes through rich's streams then, which the log has to hear before they draw.
+        hears = contextlib.nullcontext() if self._log is None else self._log.listening()
+        with Live(get_renderable=renderable, console=self.console, refresh_per_second=5, transient=transient) as live:
+            self._live = live
+            try:
+                with hears:
+                    yield
+            finally:
+                self._live = None
+
+    def _starting(self) -> Text:
+        now = self._running[-1:]
+        return Text("".join(f"{what}  {time.monotonic() - since:.0f}s" for what, since in now))
+
+    @contextlib.contextmanager
+    def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
+        """Show progress while the block runs.
+
+        Args:
+            name: The run's name.
+            directory: Its folder.
+            step: The step it goes on from; None for a new run.
+        """
+        self.say(f"{name}: running in {short(directory)}" + ("" if step is None else f", going on after step {step}"))
+        # Not `update`: steps done in an earlier life say nothing about this one's speed.
+        self._bar.reset(self._bar.task_ids[0], completed=step or 0, description=name)
+        with self._shown_live(self._renderable, transient=False):
+            yield
+
+    def total(self, steps: int) -> None:
+        """Say how many steps there are."""
+        self._total = steps
+        self._bar.update(self._bar.task_ids[0], total=steps)
+
+    def entered(self, phase: str) -> None:
+        """A phase begins; inside another one it stands for both."""
+        self._running.append((phase, time.monotonic()))
+
+    def left(self) -> None:
+        """The phase that began last has ended."""
+        self._running.pop()
+
+    def logged(self, row: Mapping[str, Any]) -> None:
+        """Show what a step logged."""
+        scalars = scalars_of(row)
+        self._last.update(scalars)
+        self._seconds = row.get("seconds", {})
+        self._bar.update(self._bar.task_ids[0], completed=row["step"])
+        if self.quiet and self._log is None:  # nobody reads it
+            return
+        step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")
+        line = "  ".join(filter(None, (step, _numbers(scalars), _times(self._seconds))))
+        if not self.console.is_terminal:
+            self.say(line)
+        elif self._log is not None:  # on a terminal the bar has it
+            self._log.write(f"{line}\n")
+
+    def stopping(self, received: str) -> None:
+        """Say that a signal was noted. Runs in its handler: it must neither block nor write to a buffered stream."""
+        self._bar.tasks[0].description = "stopping after a checkpoint (again: at once)"
+        if self._live is None and not self.quiet:
+            with contextlib.suppress(OSError):  # nobody may be listening any more
+                os.write(2, f"{received}: stopping after a checkpoint (a second one ends it at once)\n".encode())
+
+    def finished(self, record: RunRecord) -> None:
+        """Show what a run leaves: its tables, time per phase and per role, who had how much memory, who owned what."""
+        for line in told_restarts(record):
+            self.say(line)
+        for title, rows in record.tables.items():
+            self._show(title, rows)
+        whole = record.seconds or 1.0
+        phases = [_share(phase, seconds, whole) for phase, seconds in timed_phases(record).items()]
+        self._show("time per phase", phases)
+        calls = [
+            {"group": each.group, "role": each.role, "method": each.method, "calls": each.calls}
+            | {"seconds": round(each.seconds, 3), "per call (ms)": round(1000 * each.seconds / each.calls, 3)}
+            for each in record.totals
+        ]
+        self._show("time per role", calls)
+        self._show("who waited for whom", waits(record.contention))
+        if text := saved(record):
+            self.say(f"\n{text}", wraps=self.console.is_terminal)
+        for memory in record.memory:
+            self.say(f"\n{memory}")
+        self.say("\n" + record.tree.rstrip())
+
+    def reported(self, path: Path) -> None:
+        """Say where the report is."""
+        self.say(f"\nreport: {short(path)}")
+
+    def say(self, text: str, wraps: bool = False) -> None:
+        """A line, or several; of a text that wraps, lines end between words."""
+        if not self.quiet:
+            self.console.print(Text(text), soft_wrap=not wraps)
+        if self._log is not None:
+            self._log.write(f"{text}\n")
+
+    def note(self, text: str) -> None:
+        """Keep a text in the log only."""
+        if self._log is not None:
+            self._log.write(text)
+
+    def _show(self, title: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        listed = list(rows)
+        if not self.quiet:
+            show_table(title, listed, self.console)
+        if self._log is not None:
+            text = io.StringIO()
+            show_table(title, listed, _plain(text))
+            self._log.write(text.getvalue())
+
+    def _renderable(self) -> Group:
+        now = self._running[-1:]  # a copy: the job's thread changes it
+        doing = "".join(f"  now {phase} {time.monotonic() - since:.0f}s" for phase, since in now)
+        numbers, times = _numbers(self._last), _times(self._seconds) + doing
+        lines = [Text(f"  {numbers}"), Text(f"  {times.strip()}", style="dim")]
+        return Group(self._bar, *(line for line in lines if line.plain.strip()))
+
+
+def _numbers(scalars: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {text_of(value)}" for name, value in scalars.items())
+
+
+def _times(seconds: Mapping[str, float]) -> str:
+    return "  ".join(f"{phase} {spent:.2f}s" for phase, spent in seconds.items())
+
+
+def _share(phase: str, seconds: float, whole: float) -> dict[str, Any]:
+    return {"phase": phase, "seconds": round(seconds, 2), "share": f"{seconds / whole:.0%}"}
+
+
+def short(directory: Path) -> str:
+    """A folder relative to where the user is, if it lies below."""
+    here = Path.cwd()
+    return str(directory.relative_to(here)) if directory.is_relative_to(here) else str(directory)
