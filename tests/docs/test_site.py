@@ -15,7 +15,7 @@ from tests.unit.test_surface import SURFACE
 
 import colocate
 from colocate import Context, errors
-from colocate.config import schema
+from colocate_run.config import schema
 from colocate_run.config.schema import key_of, keys
 from colocate_run.config.trust import HARMLESS_VARIABLES
 
