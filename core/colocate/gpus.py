@@ -80,28 +80,22 @@ def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()
     prefix = next((prefix for prefix in _PREFIXES if text.strip().startswith(prefix)), None)
     found: list[str] = []
     for entry in map(str.strip, text.split(",")):
-        name = _number(entry, machine) if prefix is None else _uuid(entry, prefix, machine)
-        if name is None:
-            break
+        if prefix is None:  # CUDA reads it as strtoul does: what follows the digits doesn't count
+            digits = re.match(r"\+?([0-9]+)", entry, re.ASCII)
+            if digits is None or (machine and int(digits[1]) >= len(machine)):
+                break
+            name = str(int(digits[1]))
+        else:
+            name = entry
+            known = prefix == "GPU-" and machine and all(machine)  # then the beginning of one is enough
+            if not entry.startswith(prefix) or entry == prefix:
+                break
+            if known and not any(uuid.startswith(entry) for uuid in machine):
+                break
         if name in found:
             return ()
         found.append(name)
     return tuple(found)
-
-
-def _number(entry: str, machine: Sequence[str]) -> str | None:
-    # CUDA reads it as strtoul does: what follows the digits doesn't count.
-    digits = re.match(r"\+?([0-9]+)", entry, re.ASCII)
-    if digits is None or (machine and int(digits[1]) >= len(machine)):
-        return None
-    return str(int(digits[1]))
-
-
-def _uuid(entry: str, prefix: str, machine: Sequence[str]) -> str | None:
-    if not entry.startswith(prefix) or entry == prefix:
-        return None
-    known = prefix == "GPU-" and all(machine)  # it may be the beginning of one that tells it from the others
-    return entry if not known or not machine or any(uuid.startswith(entry) for uuid in machine) else None
 
 
 def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -160,21 +154,17 @@ def count_gpus(environ: Mapping[str, str] | None = None) -> int:
 
 
 def machine_gpus() -> tuple[str, ...]:
-    """The UUIDs of this machine's NVIDIA GPUs ("" where one can't be had), without initialising CUDA.
+    """Return the UUIDs of this machine's NVIDIA GPUs ("" where one can't be had), without initialising CUDA.
 
-    NVIDIA's management library knows best. Where there is none (a container may lack it) the device files tell, then
-    the driver's folder, and at last torch, if this process has it at work on them already. AMD's are counted by the
-    kernel's list of what computes.
+    NVIDIA's management library knows best. Where there is none (a container may lack it) the device files tell. AMD's
+    are counted by the kernel's list of what computes; how many others there are an executor has to be told.
     """
     found = _by_nvml()
-    if found is None:
-        looks: tuple[Callable[[], int], ...] = _by_device_files, _by_driver_folder, _by_amd_topology, _by_torch
-        found = ("",) * next(filter(None, (look() for look in looks)), 0)
-    return found
+    return ("",) * (_by_device_files() or _by_amd_topology()) if found is None else found
 
 
 def _by_nvml(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...] | None:
-    """By NVML; None when it isn't there, or can't reach a driver."""
+    """Ask NVML; None when it isn't there, or can't reach a driver."""
     try:
         nvml = load("libnvidia-ml.so.1")
     except OSError:
@@ -185,39 +175,25 @@ def _by_nvml(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...] | None
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return None
-        return tuple(_uuid_by_nvml(nvml, index) for index in range(count.value))
+        found = []
+        for index in range(count.value):
+            device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
+            failed = failed or nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES))
+            found.append("" if failed else text.value.decode(errors="replace"))
+        return tuple(found)
     finally:
         nvml.nvmlShutdown()
-
-
-def _uuid_by_nvml(nvml: Any, index: int) -> str:
-    device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
-    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
-        return ""
-    if nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES)):
-        return ""
-    return text.value.decode(errors="replace")
 
 
 def _by_device_files(folder: Path = Path("/dev")) -> int:
     return sum(1 for path in folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
 
 
-def _by_driver_folder(folder: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
 def _by_amd_topology(folder: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
     # CPUs are nodes as well; what has no SIMD units is one.
     found = (re.search(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*/properties"))
     return sum(1 for count in found if count is not None and int(count[1]))
-
-
-def _by_torch() -> int:
-    torch = imported("torch")
-    module = None if torch is None else getattr(torch, KIND.device)
-    # Asked for its devices before it is at work, it might initialise them, which no fork survives.
-    return int(module.device_count()) if module is not None and module.is_initialized() else 0
 
 
 def gpu_names(torch: Any) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,48 +39,6 @@ class Maker(Role):
         return Result()
 
 
-@pytest.fixture
-def dispatcher() -> Iterator[Dispatcher]:
-    made = Dispatcher("test")
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("on purpose")])
-def test_callback_raises(dispatcher: Dispatcher, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a callback raises is reported, whatever it is, and later ones still run."""
-    told: list[type] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: told.append(kind))
-    ran = threading.Event()
-
-    def fail() -> None:
-        raise error
-
-    dispatcher.soon(fail)
-    dispatcher.soon(ran.set)
-    assert ran.wait(PATIENCE_S)
-    assert told == [type(error)]
-
-
-def test_gathered_jobs_come_by_themselves(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together, in their order; one that raises is reported and keeps none of the others."""
-    told: list[type] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: told.append(kind))
-    ran: list[int] = []
-    done = threading.Event()
-
-    def fail() -> None:
-        raise ValueError("on purpose")
-
-    dispatcher.gather(lambda: ran.append(1))
-    dispatcher.gather(fail)
-    dispatcher.gather(lambda: ran.append(2))
-    dispatcher.gather(done.set)
-    assert done.wait(PATIENCE_S)
-    assert ran == [1, 2]
-    assert told == [ValueError]
-
-
 def test_gathered_jobs_come_before_what_is_given_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later job, and the end of the thread, have them run first; after that end they run at once."""
     monkeypatch.setattr(dispatchers, "TOLD_TOGETHER_S", 10 * PATIENCE_S)
@@ -98,26 +55,6 @@ def test_gathered_jobs_come_before_what_is_given_later(monkeypatch: pytest.Monke
     assert ran[2:] == ["before the end"]
     dispatcher.gather(lambda: ran.append("after it"))
     assert ran[3:] == ["after it"]
-
-
-def test_jobs_of_both_kinds_keep_their_order(dispatcher: Dispatcher) -> None:
-    """Also behind a job that takes long: observers hear of a group before they hear of its calls."""
-    ran: list[str] = []
-    begun, goes_on, done = threading.Event(), threading.Event(), threading.Event()
-
-    def take_long() -> None:
-        begun.set()
-        goes_on.wait()
-
-    dispatcher.soon(take_long)
-    assert begun.wait(PATIENCE_S)
-    dispatcher.soon(lambda: ran.append("spawned"))
-    dispatcher.gather(lambda: ran.append("called"))
-    dispatcher.soon(lambda: ran.append("closed"))
-    dispatcher.soon(done.set)
-    goes_on.set()
-    assert done.wait(PATIENCE_S)
-    assert ran == ["spawned", "called", "closed"]
 
 
 def test_what_observers_will_be_told_holds_no_result() -> None:
@@ -142,6 +79,23 @@ def test_what_observers_will_be_told_holds_no_result() -> None:
         assert not records
         goes_on.set()
     assert [record.method for record in records] == ["make"]
+
+
+def test_callback_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callback raises is reported, whatever it is, and later ones still run."""
+    told: list[type] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: told.append(kind))
+    ran = threading.Event()
+
+    def fail(call: Any) -> None:
+        raise SystemExit(1)
+
+    with colocate.connect("local") as runtime:
+        call = runtime.reserve(1).spawn({"echo": colocate.role(Echo)}).role("echo", Echo).one.submit()
+        call.add_done_callback(fail)
+        call.add_done_callback(lambda call: ran.set())
+        assert ran.wait(PATIENCE_S)
+    assert told == [SystemExit]
 
 
 def test_callback_after_close() -> None:

@@ -126,22 +126,6 @@ def test_failed_after_dropping() -> None:
         assert caught.group_contains(RoleError, match="on purpose")
 
 
-def test_origin_is_packed_once(group: ColocatedGroup) -> None:
-    """What all residents of a method have in common is one thing, but for a call that names its ranks."""
-    maker = group.role("maker", Maker)
-    first, second, used = maker.make.keep(1), maker.make.keep(2), maker.use.keep([1])
-    named = maker.wait.options(ranks=[1]).keep  # type: ignore[attr-defined]
-    with Gate() as gate:
-        gate.open()
-        one: Any = named(gate.address)
-        one.fetch()
-    origins = [each._kept.source.origin for each in (first, second, used, one)]  # type: ignore[attr-defined]
-    assert origins[0] is origins[1]
-    assert len(set(map(id, origins))) == 3
-    assert list(origins[3].ranks.targets) == [1]
-    assert maker.use([first.ref, second.ref]) == [[[0, 1], [0, 0, 1, 1]]] * 2  # type: ignore[list-item]
-
-
 def test_nested_scopes(group: ColocatedGroup) -> None:
     """An inner scope that was empty, as the outer one is, ends itself only."""
     maker = group.role("maker", Maker)

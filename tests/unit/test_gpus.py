@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
 import pydoc
-import shutil
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +144,7 @@ def test_threads_of_a_job_with_some_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may lack NVIDIA's library, or the driver's folder; the files of its own devices it has."""
+    """A container may lack NVIDIA's library; the files of its own devices it has."""
 
     def missing(name: str) -> Any:
         raise OSError(name)
@@ -157,13 +153,6 @@ def test_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-modeset"):
         (tmp_path / name).touch()
     assert gpus._by_device_files(tmp_path) == 2
-    assert gpus._by_driver_folder(tmp_path / "none") == 0
-    assert gpus._by_driver_folder(tmp_path) == 5
-    for files, folder, torch, count in ((2, 8, 0, 2), (0, 8, 0, 8), (0, 0, 1, 1), (0, 0, 0, 0)):
-        monkeypatch.setattr(gpus, "_by_nvml", lambda: None)
-        for name, found in (("device_files", files), ("driver_folder", folder), ("amd_topology", 0), ("torch", torch)):
-            monkeypatch.setattr(gpus, f"_by_{name}", lambda found=found: found)
-        assert gpus.machine_gpus() == ("",) * count
     monkeypatch.setattr(gpus, "_by_nvml", lambda: ())
     assert gpus.machine_gpus() == ()  # a driver without GPUs, whatever its files are
 
@@ -182,78 +171,6 @@ def test_kinds(tmp_path: Path) -> None:
     assert gpus.kind_in(devices, classes) is gpus.KINDS["AMD"]
     (devices / "nvidia0").touch()
     assert gpus.kind_in(devices, classes) is gpus.KINDS["NVIDIA"]
-
-
-def test_count_of_amd(tmp_path: Path) -> None:
-    for number, units in enumerate((0, 304, 304)):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "properties").write_text(f"cpu_cores_count 8\nsimd_count {units}\n")
-    assert gpus._by_amd_topology(tmp_path) == 2
-    assert gpus._by_amd_topology(tmp_path / "none") == 0
-
-
-@pytest.mark.parametrize("maker", list(gpus.KINDS))
-def test_what_they_are_called(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
-    kind = gpus.KINDS[maker]
-    monkeypatch.setattr(gpus, "KIND", kind)
-    assert gpus.torch_device(None) == "cpu"
-    assert gpus.backend_for("cpu") is None
-    assert gpus.torch_device(1) == f"{kind.device}:1"
-    assert gpus.backend_for(gpus.torch_device(1)) == f"{kind.device}:{kind.backend}"
-
-
-def test_torch_is_asked_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only when it is there and at work: it might initialise CUDA otherwise, which no fork survives."""
-    cuda: Any = pytest.importorskip("torch.cuda")
-    monkeypatch.setattr(cuda, "device_count", lambda: 3)
-    for at_work in (False, True):
-        monkeypatch.setattr(cuda, "is_initialized", lambda at_work=at_work: at_work)
-        assert gpus._by_torch() == 3 * at_work
-    code = "import sys; from colocate import gpus; gpus.machine_gpus(); print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
-
-
-NVML = r"""
-#include <stdio.h>
-#include <string.h>
-static int open_count = 0;
-int nvmlInit_v2(void) { open_count++; return INIT; }
-int nvmlShutdown(void) { open_count--; return 0; }
-int still_open(void) { return open_count; }
-int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return 0; }
-static char devices[3];
-int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) { *device = devices + index; return 0; }
-int nvmlDeviceGetUUID(void *device, char *text, unsigned int size) {
-    int index = (int)((char *)device - devices);
-    if (index == 1) return 3;
-    snprintf(text, size, "GPU-%d", index);
-    return 0;
-}
-"""
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Callable[[int], Any]:
-    """A library with NVML's functions, which finds three GPUs and knows two of their UUIDs."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-
-    def build(init: int) -> Any:
-        source, made = tmp_path / "nvml.c", tmp_path / f"nvml{init}.so"
-        source.write_text(NVML)
-        subprocess.check_call([compiler, "-shared", "-fPIC", f"-DINIT={init}", "-o", made, source])
-        return ctypes.CDLL(str(made))
-
-    return build
-
-
-def test_nvml(library: Callable[[int], Any]) -> None:
-    """It tells how many there are and their UUIDs, and is closed again; one without a driver tells nothing."""
-    nvml = library(0)
-    assert gpus._by_nvml(lambda name: nvml) == ("GPU-0", "", "GPU-2")
-    assert nvml.still_open() == 0
-    assert gpus._by_nvml(lambda name: library(9)) is None
 
 
 def test_help_shows_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
