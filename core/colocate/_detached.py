@@ -265,8 +265,17 @@ def _close_all(pool: Slots, by: str) -> list[Crew]:
 def attach(connection: Connection, name: str, own: bool) -> Slots:
     """See `Runtime.attach`."""
     executor = cast("Detachable", connection.services.executor)
-    fence = _Fence()
-    adopted = executor.adopt(name, _who(), own, fence.fenced)
+    lock, made, fenced_by = threading.Lock(), list[Slots](), list[str]()
+
+    def fenced(by: str) -> None:
+        """Another driver has it, perhaps before there is a pool. On the thread that hears messages."""
+        with lock:
+            fenced_by.append(by)
+            taken = list(made)
+        for each in taken:
+            lost(each, by)
+
+    adopted = executor.adopt(name, _who(), own, fenced)
     try:
         connection.check()
         record = load(adopted.record, name)
@@ -279,7 +288,11 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
     pool.epoch = adopted.epoch
     try:
         pool.hold(adopted.reservation)
-        fence.watch(pool)
+        with lock:
+            made.append(pool)
+            by = next(iter(fenced_by), None)
+        if by is not None:
+            lost(pool, by)
         taken = [_taken(pool, each) for each in record.groups]
         connection.check()
         pool.check()  # another driver may have taken it meanwhile
@@ -302,31 +315,6 @@ def _changed(pool: Slots) -> None:
         groups = [group for group in pool.crews if attachment.own or group.name in attachment.groups]
         attachment.groups = {group.name for group in groups}
         cast("Detachable", executor).renew(pool.reservation, _lease(pool, groups, attachment.name, attachment.ttl))
-
-
-class _Fence:
-    """Hears that another driver has taken a pool, perhaps before there is one."""
-
-    def __init__(self) -> None:
-        self._pool: Slots | None = None
-        self._by: str | None = None
-        self._lock = threading.Lock()
-
-    def fenced(self, by: str) -> None:
-        """Another driver has it. On the thread that hears messages."""
-        with self._lock:
-            self._by = by
-            pool = self._pool
-        if pool is not None:
-            lost(pool, by)
-
-    def watch(self, pool: Slots) -> None:
-        """Tell a pool, also when it has happened already."""
-        with self._lock:
-            self._pool = pool
-            by = self._by
-        if by is not None:
-            lost(pool, by)
 
 
 def _taken(pool: Slots, record: GroupRecord) -> Crew:

@@ -11,7 +11,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 
@@ -24,22 +24,7 @@ class ColocateError(Exception):
     """
 
     _follows = False  # whether it only says what has kept a rank from going on, of which another rank's is the cause
-    _told = (
-        False  # whether somebody has been given it; it may be the error of several calls, of which one led to others
-    )
-    _facts: ClassVar[tuple[str, ...]] = (
-        "group",
-        "role",
-        "method",
-        "rank",
-        "node",
-        "pid",
-        "exitcode",
-        "signal",
-        "log_tail",
-        "remote_traceback",
-        "called_at",
-    )
+    _told = False  # whether somebody has been given it; it may be the error of several calls
 
     group: str | None = None
     role: str | None = None

@@ -238,12 +238,12 @@ class Executor(abc.ABC):
     """An engine that runs workers. Core makes one per runtime, with the options given to `connect`.
 
     The constructor connects and raises what a user can act on; after a failure nothing is left behind. Its keyword
-    parameters are the options that a config may give (or those of `connect`, where that is overridden). `name` is what
-    users write: that of the entry point.
+    parameters (or those of `connect`, where that is overridden) are the options that a config may give. `name` is that
+    of the entry point, which users write.
 
     Core calls its methods on any thread but the driver's main one, several at once: no signal interrupts them. The main
-    thread calls `numbered` and `post`, which take no lock and change nothing that others see, and, at interpreter
-    exit, when no thread can be started any more, the others.
+    thread calls `numbered` and `post`, which take no lock and change nothing that others see; and at interpreter exit,
+    when no thread can be started any more, the others.
     """
 
     name: ClassVar[str]
@@ -255,7 +255,7 @@ class Executor(abc.ABC):
 
     @classmethod  # noqa: B027  # it may do nothing
     def foresee(cls, options: Mapping[str, Any]) -> None:
-        """It is about to be connected with these options, which nobody has checked: begin what takes time; don't wait.
+        """Begin what takes time before it is connected with these options, which nobody has checked; don't wait.
 
         Core is imported meanwhile. It may not be connected after all: nobody ends what this has begun.
         """
@@ -264,9 +264,8 @@ class Executor(abc.ABC):
     def objection(cls, option: str, value: Any) -> str | None:
         """Why a config that somebody else has written may not give an option; None when the option can do no harm.
 
-        `load_config(..., allow_import=False)` asks, without connecting. An option does harm when it can have code
-        run: when it names something to install, import or load, or a cluster, whose messages are unpickled. An
-        executor that doesn't answer lets such a config give none.
+        `load_config(..., allow_import=False)` asks. An option does harm when it can have code run: when it names
+        something to install, import or load, or a cluster, whose messages are unpickled.
         """
         return f"executor {cls.name!r} doesn't say that this option can't have code run"
 
@@ -291,9 +290,9 @@ class Executor(abc.ABC):
         """
 
     def withdraw(self, request: Request) -> None:  # noqa: B027  # it may do nothing
-        """Nobody waits for `reserve(request)` any more (Ctrl-C): have it end soon, by any error, or with a reservation.
+        """Have `reserve(request)` end soon, by any error or with a reservation: nobody waits for it any more (Ctrl-C).
 
-        From another thread, perhaps before it has begun or after it has ended. Without it, it ends in its own time.
+        From another thread, perhaps before it has begun or after it has ended.
         """
 
     @abc.abstractmethod
@@ -315,8 +314,8 @@ class Executor(abc.ABC):
     def running(self) -> Sequence[Running]:
         """What the engine has for this runtime: workers, reservations, and what else it keeps for these.
 
-        The audit compares this with the ownership graph, so it is worth as much as it is independent of the driver: ask
-        the far side. Takes a bounded time; what doesn't answer is listed with its `doubt`.
+        The audit compares this with the ownership graph, so ask the far side. Takes a bounded time; what doesn't answer
+        is listed with its `doubt`.
         """
 
     def strays(self) -> Sequence[Running]:
@@ -336,9 +335,7 @@ class Executor(abc.ABC):
         return wire.encode(head, body)
 
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
-        """A message with calls, encoded as `frame` does that, and functions that put the numbers of these into it.
-
-        For a frame that `post` takes these are functions in C.
+        """A message with calls, encoded as by `frame`, and functions (in C for `post`) that put their numbers into it.
 
         Args:
             message: Of one or of several calls (`message.numbered`), whose numbers are `wire.HOLE` and those after it.

@@ -7,7 +7,7 @@ themselves need of torch is in `_role/torch_groups.py` and `_role/torch_books.py
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -94,36 +94,24 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             f"that needs private parts of torch, and nobody has tried it with {torch.__version__}; {known}"
         )
     try:
-        _point_to_new_groups(module, optimizer)
+        for mesh in {id(tensor.device_mesh): tensor.device_mesh for tensor in _tensors(module, optimizer)}.values():
+            _look_up_groups(mesh)
+        _reset_sharded([each for each in module.modules() if isinstance(each, FSDPModule)])
+        for each in module.modules():
+            if isinstance(each, DistributedDataParallel):
+                wrapped: Any = each
+                former = wrapped.process_group
+                wrapped._update_process_group(_resolve(str(former.group_name), "DistributedDataParallel"))
+                # Functions by which `torch.compile` wraps a model go on, too: as of any, it copies their attributes.
+                for copy in gc.get_referrers(former):
+                    if isinstance(copy, dict) and copy.get("process_group") is former:
+                        copy["process_group"] = wrapped.process_group
     except AttributeError as error:
         raise _CannotGoOn(f"that needs parts of torch which {torch.__version__} hasn't ({error}); {known}") from error
 
 
-def _point_to_new_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    for mesh in _meshes(module, optimizer):
-        _look_up_groups(mesh)
-    _reset_sharded([each for each in module.modules() if isinstance(each, FSDPModule)])
-    for each in module.modules():
-        if isinstance(each, DistributedDataParallel):
-            wrapped: Any = each
-            former = wrapped.process_group
-            wrapped._update_process_group(_again(former, "DistributedDataParallel"))
-            _replace_in_copies(former, wrapped.process_group)
-
-
-def _replace_in_copies(former: Any, group: Any) -> None:
-    """Let functions by which `torch.compile` wraps a model go on, too: as of any function, it copies its attributes."""
-    for each in gc.get_referrers(former):
-        if isinstance(each, dict) and each.get("process_group") is former:
-            each["process_group"] = group
-
-
-def _again(group: Any, what: str) -> Any:
-    """The group that has the name of a former one."""
-    return _resolve(str(group.group_name), what)
-
-
 def _resolve(name: str, what: str) -> Any:
+    """Return the group that has the name of a former one."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     try:
@@ -135,13 +123,8 @@ def _resolve(name: str, what: str) -> Any:
         ) from None
 
 
-def _meshes(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterable[DeviceMesh]:
-    """The meshes that tensors of a model and its optimizer lie on, each once."""
-    found = {id(tensor.device_mesh): tensor.device_mesh for tensor in _tensors(module, optimizer)}
-    return found.values()
-
-
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
+    """Yield the tensors of a model and its optimizer that lie on a mesh."""
     for tensor in (*module.parameters(), *module.buffers()):
         if isinstance(tensor, DTensor):
             yield tensor

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 from colocate import _display as html
-from colocate._api.memory import GroupMemory, RoleMemory
+from colocate._api.memory import GroupMemory
 from colocate._api.memory import memory as memory_of
 from colocate._crew.crew import Crew
+from colocate._crew.worker import Worker
 from colocate._owned.owned import Owned
 from colocate._role.call import OnDriver
 from colocate._signals.off_main import off_main
@@ -87,6 +88,7 @@ def _measured(node: Owned, deadline: Deadline) -> Measured:
 
 
 def _node(node: Owned, measured: Measured) -> dict[str, Any]:
+    """Return a node and what it owns: of a group also workers, residents and calls, which aren't nodes themselves."""
     data: dict[str, Any] = {
         "kind": node.kind,
         "name": node.name,
@@ -95,73 +97,58 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
         "line": at(node.line),
         "children": [_node(child, measured) for child in list(node.children.values())],
     }
-    if isinstance(node, Crew):
-        found = measured.get(node.name)
-        if isinstance(found, BaseException):
-            data["unmeasured"], found = error_text(found), None
-        data["children"] += [*_workers(node, found), *_residents(node), *_calls(node)]
-    return data
-
-
-def _workers(crew: Crew, measured: GroupMemory | None) -> Iterator[dict[str, Any]]:
-    ranks = {name: {slot: rank for rank, slot in enumerate(info.slots)} for name, info in crew.roles.items()}
-    for worker in crew.workforce.workers:
-        found = None if measured is None else measured.slots[worker.slot]
-        held = {} if found is None else {role.role: role for role in found.roles}
-        roles = [
-            {
-                "kind": "role",
-                "name": f"{name} rank {ranks[name][worker.slot]}/{len(info.slots)}",
-                "state": info.cls.__qualname__,
-                **({} if found is None else _bytes(held.get(name))),
-                "children": [],
-            }
-            for name, info in crew.roles.items()
-            if worker.slot in ranks[name]
-        ]
-        yield {
-            "kind": "worker",
-            "name": str(worker.slot),
-            "state": worker.state,
-            "pid": worker.pid,
-            "node": worker.boot.node,
-            "device": worker.boot.device,
-            **({} if found is None or found.process is None else {"bytes": found.process}),
-            "children": roles,
-        }
-
-
-def _bytes(found: RoleMemory | None) -> dict[str, int]:
-    """What a role holds, and what of it sleeps, if something does."""
-    if found is None:
-        return {"bytes": 0}
-    return {"bytes": found.total, **({"asleep": found.asleep} if found.asleep else {})}
-
-
-def _residents(crew: Crew) -> Iterator[dict[str, Any]]:
-    for kept in list(crew.residents.kept.values()):
-        if kept.freed_by is not None:
-            continue
-        yield {
+    if not isinstance(node, Crew):
+        return data
+    found = measured.get(node.name)
+    if isinstance(found, BaseException):
+        data["unmeasured"], found = error_text(found), None
+    data["children"] += [_worker(node, worker, found) for worker in node.workforce.workers]
+    data["children"] += [
+        {
             "kind": "resident",
             "name": kept.source.label,
-            "state": crew.residents.state_of(kept)[0],
+            "state": node.residents.state_of(kept)[0],
             "bytes": sum(size[0] for size in kept.call.bodies if size is not None),
             "line": at(kept.call.line),
             "children": [],
         }
+        for kept in list(node.residents.kept.values())
+        if kept.freed_by is None
+    ]
+    for call in list(node.order.pending.values()):
+        missing = ", ".join(str(call.rank_of(slot)) for slot in call.missing()[:8])
+        state = f"waits for rank {missing}"
+        data["children"].append(
+            {"kind": "call", "name": call.label, "state": state, "line": at(call.line), "children": []}
+        )
+    return data
 
 
-def _calls(crew: Crew) -> Iterator[dict[str, Any]]:
-    for call in list(crew.order.pending.values()):
-        missing = [call.rank_of(slot) for slot in call.missing()]
-        yield {
-            "kind": "call",
-            "name": call.label,
-            "state": f"waits for rank {', '.join(map(str, missing[:8]))}",
-            "line": at(call.line),
-            "children": [],
-        }
+def _worker(crew: Crew, worker: Worker, measured: GroupMemory | None) -> dict[str, Any]:
+    """Return a worker and the roles in it, with their bytes where these were asked for."""
+    found = None if measured is None else measured.slots[worker.slot]
+    roles = []
+    for name, info in crew.roles.items():
+        if worker.slot not in info.slots:
+            continue
+        rank = info.slots.index(worker.slot)
+        title = f"{name} rank {rank}/{len(info.slots)}"
+        role: dict[str, Any] = {"kind": "role", "name": title, "state": info.cls.__qualname__}
+        if found is not None:
+            held = next((each for each in found.roles if each.role == name), None)
+            role |= {"bytes": 0 if held is None else held.total}
+            role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
+        roles.append({**role, "children": []})
+    return {
+        "kind": "worker",
+        "name": str(worker.slot),
+        "state": worker.state,
+        "pid": worker.pid,
+        "node": worker.boot.node,
+        "device": worker.boot.device,
+        **({} if found is None or found.process is None else {"bytes": found.process}),
+        "children": roles,
+    }
 
 
 def _label(data: dict[str, Any]) -> str:

@@ -214,10 +214,8 @@ class Restarts:
 
 def _restarted(name: str, cause: ColocateError, checkpoint: Checkpoint | None) -> GroupRestarted:
     """What users of a failed generation are told."""
-    facts: dict[str, Any] = {
-        key: getattr(cause, key)
-        for key in (*ColocateError._facts, *(("detail", "running") if isinstance(cause, WorkerDied) else ()))
-    }
+    names = (*ColocateError.__annotations__, *(("detail", "running") if isinstance(cause, WorkerDied) else ()))
+    facts: dict[str, Any] = {name: getattr(cause, name) for name in names if not name.startswith("_")}
     source = "as constructed" if checkpoint is None else f"as of its checkpoint {checkpoint.tag!r}"
     found = GroupRestarted(
         f"{cause.message}\ngroup {name!r} is being restarted; its calls are refused until group.wait_ready() has "
