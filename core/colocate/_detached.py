@@ -82,11 +82,7 @@ class GroupRecord:
     until_woken: dict[str, list[str]]
 
     def declared(self) -> Declared:
-        """Return its roles.
-
-        Raises:
-            ColocateError: They can't be imported here.
-        """
+        """Return its roles, or raise ColocateError where they can't be imported."""
         try:
             (default_group, torchrun, distributions, budgets, roles), definitions = unpack_whole(self.roles)
         except ColocateError as error:
@@ -116,11 +112,7 @@ class PoolRecord:
 
 
 def _lease(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Lease:
-    """Return what the cluster has of a pool: its workers, its record, and what listings show.
-
-    Raises:
-        SerializationError: A role can't be pickled.
-    """
+    """Return what the cluster has of a pool: its workers, its record, and what listings show."""
     records = []
     for group in groups:
         declared, restarts = group.declared, group.restarts
@@ -159,11 +151,7 @@ def _lease(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Lease:
 
 
 def load(record: bytes, name: str) -> PoolRecord:
-    """Return what a record says.
-
-    Raises:
-        ColocateError: Other versions have made it.
-    """
+    """Return what a record says, or raise ColocateError if other versions have made it."""
 
     def words(version: str, python: str, form: int = 1) -> str:
         return f"colocate {version} (records of form {form}) and Python {python}"
@@ -228,11 +216,7 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
 
 
 def _close_all(pool: Slots, by: str) -> list[Crew]:
-    """Refuse all new uses at once, or none; the groups.
-
-    Raises:
-        ColocateError: Detaching one of them would break something.
-    """
+    """Refuse all new uses at once and return the groups; or raise, when that would break something."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(pool.lock)
         groups = pool.crews
@@ -385,17 +369,7 @@ def lost(pool: Slots, by: str) -> None:
 
 
 def close_detached(connection: Connection, name: str, force: bool) -> None:
-    """End a detached pool, whoever made it.
-
-    Args:
-        connection: One to its cluster.
-        name: Its name.
-        force: Take it from the driver that is attached.
-
-    Raises:
-        BorrowedError: A driver is attached (without `force`).
-        ConfigError: There is no such pool.
-    """
+    """End a detached pool, whoever made it; `force` takes it from a driver that is attached."""
     file, number = caller()
     off_main(lambda: _close(connection, name, force, f"pool.close() at {file}:{number}"))
 

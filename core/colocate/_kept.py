@@ -221,12 +221,7 @@ class Residents:
         kept.used = True
 
     def hold(self, kept: Kept) -> Hold:
-        """Return what keeps the value in the workers. It takes no lock and notes nothing.
-
-        Raises:
-            ClosedError: It has been freed.
-            ColocateError: Its group has failed.
-        """
+        """Return what keeps the value in the workers, or raise. It takes no lock and notes nothing."""
         handle = kept.handle()
         hold = None if handle is None else handle._hold
         if hold is None or kept.lost is not None:
@@ -341,11 +336,7 @@ class Residents:
     # -- other groups' calls
 
     def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Hold | Borrow:
-        """Have a call use a resident, until it lets go of what this returns. It takes no lock.
-
-        Raises:
-            ColocateError: The resident has been freed, or its group has failed.
-        """
+        """Have a call use a resident until it lets go of what this returns, or raise. It takes no lock."""
         hold = self.hold(kept)
         if borrower is self:
             return hold
@@ -452,11 +443,7 @@ class Residents:
     # -- values for the driver
 
     def made(self, kept: Kept, timeout: float | None) -> Deadline:
-        """Wait until a resident is there; what is left of the time.
-
-        Raises:
-            TimeoutError: It isn't after so many seconds (None: after the runtime's `call_timeout`).
-        """
+        """Wait until a resident is there (None: for the runtime's `call_timeout`); what is left of the time."""
         deadline = Deadline(self.link.services.call_timeout if timeout is None else timeout)
         self.check(kept)
         kept.call._check_unsent()
@@ -578,11 +565,7 @@ class Reference(OnDriver, Deferred):
         return Reference(self._handle, consumer)
 
     def lend(self, call: PendingCall, borrower: Residents) -> None:
-        """Have a call use the resident from now on.
-
-        Raises:
-            ColocateError: It has been freed, or its group has failed.
-        """
+        """Have a call use the resident from now on, or raise why it can't."""
         self._lent = self._residents.lend(call, self._kept, borrower)
 
     def give_back(self) -> None:

@@ -83,11 +83,7 @@ class _CannotGoOn(Exception):
 
 
 def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Renew a model in place.
-
-    Raises:
-        _CannotGoOn: It can't be.
-    """
+    """Renew a model in place, or raise _CannotGoOn."""
     known = f"it is known to work with torch {_KNOWN[0]} to {_KNOWN[-1]}, and with others by `rebuild`"
     if ".".join(torch.__version__.split(".")[:2]) not in _KNOWN:
         raise _CannotGoOn(

@@ -109,11 +109,7 @@ def audit(connection: Connection) -> Audit:
 
 
 def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
-    """Return what is there under our name although its driver is gone, if it stays.
-
-    Args:
-        strays: Called for each look.
-    """
+    """Return what is there under our name although its driver is gone, if each look of `strays` finds it."""
     return _settled(lambda: Audit(leaked=_unique(_stray(each) for each in strays())))
 
 
@@ -166,10 +162,7 @@ def _look(connection: Connection) -> Audit:
 
 
 def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
-    """Return all that the graph has, whatever it is doing, and what of that the engine has to have.
-
-    That is what is neither starting nor ending, nor known to be gone.
-    """
+    """Return all that the graph has, and what of that the engine must have: it neither starts nor ends, nor is gone."""
     known, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
     for pool in list(connection.children.values()):
         if not isinstance(pool, Slots):

@@ -106,11 +106,7 @@ class Slots(Home):
             return crew
 
     def places_for(self, crew: Crew) -> list[Place]:
-        """Where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew.
-
-        Raises:
-            PlacementError: What is left of the cluster has no place for them.
-        """
+        """Return where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew."""
         executor = self.connection.services.executor
         given_back = self.reservation is None  # by an attempt before this one
         lost = [index for index in crew.indices if given_back or executor.lost(self.places[index])]

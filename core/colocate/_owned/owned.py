@@ -114,13 +114,7 @@ class Lifecycle:
             return True
 
     def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
-        """It can't go on.
-
-        Args:
-            failure: What those are told who use it.
-            is_told: Whether somebody is about to be.
-            recovers: Whether it will be rebuilt.
-        """
+        """It can't go on; `is_told`: somebody is about to be told; `recovers`: it will be rebuilt."""
         with self._news:
             self.failure, self._is_told, self.recovers = failure, is_told, recovers
             if recovers:
@@ -195,11 +189,7 @@ class Lifecycle:
         self._closing.set()
 
     def wait_closed(self) -> bool:
-        """Wait until who closes it has done so, unless that is this very thread, somewhere below.
-
-        Returns:
-            Whether it is closed; False when that has come to nothing.
-        """
+        """Wait until who closes it has done so, unless that is this thread; False when it came to nothing."""
         with self._news:
             closing = self._closing
             if self.closed_by is None:
@@ -220,11 +210,7 @@ class Making(Generic[N]):
         self._given_up = False
 
     def made(self, node: N) -> N:
-        """There is a node now, if only a beginning.
-
-        Raises:
-            ClosedError: Nobody waits for it any more; it is closed.
-        """
+        """There is a node now, if only a beginning; if nobody waits for it any more, it is closed, and this raises."""
         self._node = node
         if self._given_up:
             self.give_up()
@@ -299,12 +285,7 @@ class Owned(OnDriver):
         return self.closed_by is None and self._born_after == _forks
 
     def check(self) -> None:
-        """Raise unless it can be used.
-
-        Raises:
-            ForkedError: This is a forked child, which owns nothing.
-            ClosedError: It has been closed.
-        """
+        """Raise ForkedError in a forked child, which owns nothing, and ClosedError once it has been closed."""
         if self._born_after != _forks:
             raise ForkedError(
                 f"{self.kind} {self.name!r} belongs to the process that made it; a forked child can't use it. "

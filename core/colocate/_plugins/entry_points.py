@@ -51,11 +51,7 @@ class PluginGroup:
         return sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
 
     def find(self, name: str) -> EntryPoint:
-        """Return the one entry of this name.
-
-        Raises:
-            PluginError: There is none, or more than one.
-        """
+        """Return the one entry of this name, or raise PluginError."""
         entries = self.entries()
         matching = [entry for entry in entries if entry.name == name]
         if not matching:
@@ -73,11 +69,7 @@ class PluginGroup:
         return matching[0]
 
     def call(self, entry: EntryPoint, hook: str, without: Any = None) -> Any:
-        """Return what the plugin's implementation of a hook returns, `without` when it has none. Imports only it.
-
-        Raises:
-            PluginError: It can't be imported, isn't valid, or its hook raises.
-        """
+        """Import a plugin, and return what its implementation of a hook returns, `without` when it has none."""
         plugin = self._load(entry)
         found = [each for each in getattr(self.manager.hook, hook).get_hookimpls() if each.plugin is plugin]
         if not found:
@@ -149,13 +141,7 @@ def distribution_of(entry: EntryPoint | None) -> tuple[str | None, str | None]:
 
 
 def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
-    """The error for a name that no plugin has.
-
-    Args:
-        noun: What such a plugin is called in messages.
-        name: The name.
-        known: Those that there are.
-    """
+    """The error for a name that no plugin has; of those that are `known` the nearest is suggested."""
     there = f"installed: {listed(known)}" if known else "none is installed"
     message = f"no {noun} is called {name!r} ({there}){did_you_mean(name, known)}"
     hint = None
@@ -188,11 +174,7 @@ def broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) 
 
 
 def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any:
-    """The object that "module:name" stands for.
-
-    Raises:
-        PluginError: The module can't be imported, or has no such name.
-    """
+    """Return the object that "module:name" stands for, or raise PluginError."""
     module_name, _, path = reference.partition(":")
     if "/" in module_name or module_name.endswith(".py"):
         dotted = ".".join(part for part in module_name.removesuffix(".py").split("/") if part.strip("."))

@@ -69,11 +69,7 @@ def lacks_processes(
 
 
 def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int, executor: type[Executor]) -> None:
-    """Raise unless an executor and its slots have what a role needs.
-
-    Raises:
-        CapabilityError: It can't have process groups of several ranks there, or memory that keeps its addresses.
-    """
+    """Raise CapabilityError unless an executor and its slots have what a role needs."""
     if (why := lacks_processes(role, cls, spec.default_group, spec.env, ranks, executor)) is not None:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
     if (why := lacks_vmm(role, spec.sleep, gpus)) is not None:

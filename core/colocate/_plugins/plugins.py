@@ -163,12 +163,7 @@ class _Found:
         return PluginError(f"{self._what}{message}", name=self.name, distribution=self.distribution)
 
     def load(self) -> Callable[..., Any]:
-        """Import it.
-
-        Raises:
-            PluginError: It can't be imported, or can't be called; a role is no class, or has no method; a job can't be
-                called with a run, or does nothing when it is.
-        """
+        """Import it, or raise PluginError where it can't be called (a role: is no class, or has no method)."""
         is_name = isinstance(self.target, str)
         found = import_reference(self.target, self._what, self._entry) if is_name else self.target
         if not callable(found):
@@ -231,11 +226,7 @@ class FoundObserver(_Found):
     _noun = "observer"
 
     def make(self, options: Mapping[str, Any]) -> object:
-        """Make one.
-
-        Raises:
-            PluginError: It can't be imported, or what makes it raises.
-        """
+        """Make one, or raise PluginError."""
         factory = self.load()
         try:
             return factory(**options)
@@ -247,11 +238,7 @@ _F = TypeVar("_F", FoundRole, FoundJob)
 
 
 def find_executor(name: str) -> type[Executor]:
-    """The executor class of this name; imports the plugin that has it, and no other.
-
-    Raises:
-        PluginError: It is unknown, claimed twice, broken, or what it needs isn't installed.
-    """
+    """Return the executor class of this name, or raise PluginError; imports the plugin that has it only."""
     from colocate.executor import Executor
 
     entry = _EXECUTORS.find(name)
@@ -292,29 +279,17 @@ def abouts() -> Iterator[tuple[PluginInfo, About]]:
 
 
 def find_role(name: str) -> FoundRole:
-    """The role of this name: `plugin.role`, or `module:Class`. Imports the plugin, but not yet the role's module.
-
-    Raises:
-        PluginError: The plugin is unknown, claimed twice or broken, or has no such role.
-    """
+    """Return the role of this name, `plugin.role` or `module:Class`. Imports the plugin, but not the role's module."""
     return _find(name, "role", "colocate_roles", FoundRole)
 
 
 def find_job(name: str) -> FoundJob:
-    """The job of this name: `plugin.job`, or `module:function`. Imports the plugin, but not yet the job's module.
-
-    Raises:
-        PluginError: The plugin is unknown, claimed twice or broken, or has no such job.
-    """
+    """Return the job of this name, `plugin.job` or `module:function`. Imports the plugin, but not the job's module."""
     return _find(name, "job", "colocate_jobs", FoundJob)
 
 
 def find_observer(name: str) -> FoundObserver:
-    """The observer of this name, or of `module:Class`. Imports the plugin that has it, and no other.
-
-    Raises:
-        PluginError: It is unknown, claimed twice, broken, or what it needs isn't installed.
-    """
+    """Return the observer of this name, or of `module:Class`. Imports the plugin that has it, and no other."""
     if ":" in name:
         return FoundObserver(name, name)
     entry = _OBSERVERS.find(name)
@@ -338,11 +313,7 @@ def plugins() -> list[PluginInfo]:
 
 
 def plugins_named(name: str) -> list[PluginInfo]:
-    """The plugins of a name: an executor, one that brings roles and jobs, an observer, or one of each.
-
-    Raises:
-        PluginError: There is none.
-    """
+    """Return the plugins of a name: an executor, one that brings roles and jobs, an observer, or one of each."""
     found = plugins()
     named = [plugin for plugin in found if plugin.name == name]
     if not named:
@@ -355,20 +326,12 @@ def plugins_named(name: str) -> list[PluginInfo]:
 
 
 def roles_of(namespace: str) -> list[FoundRole]:
-    """The roles of a plugin. Imports the plugin, but not yet their modules.
-
-    Raises:
-        PluginError: It is unknown, claimed twice or broken.
-    """
+    """Return the roles of a plugin. Imports the plugin, but not yet their modules."""
     return _all_of(namespace, "colocate_roles", FoundRole)
 
 
 def jobs_of(namespace: str) -> list[FoundJob]:
-    """The jobs of a plugin. Imports the plugin, but not yet their modules.
-
-    Raises:
-        PluginError: It is unknown, claimed twice or broken.
-    """
+    """Return the jobs of a plugin. Imports the plugin, but not yet their modules."""
     return _all_of(namespace, "colocate_jobs", FoundJob)
 
 
