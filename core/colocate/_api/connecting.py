@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from colocate._owned.owned import Making
 from colocate._plugins.plugins import find_executor
 from colocate._signals.at_work import waited_for
 from colocate._signals.off_main import off_main
@@ -136,6 +135,8 @@ def spawn(
         RoleStartError: A role could not be constructed. Whatever it raises, nothing is left running.
     """
     refuse_while_importing("spawn(...)")
+    from colocate._owned.owned import Making
+
     making: Making[Connection] = Making(f"colocate.spawn(name={name!r})")
 
     def begin() -> Connection:

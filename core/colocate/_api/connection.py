@@ -84,15 +84,13 @@ class Connection(Owned):
         for crew in list(self.crews.values()):
             crew.fail(thread_error(crew.name, f"the thread that keeps its deadlines met {error_text(error)}"))
 
-    def pool_name(self) -> str:
-        """A name for a pool that no living one has."""
+    def pool_name(self, wanted: str | None) -> tuple[str, str]:
+        """Return a name for a pool, by default one that no living one has, and an id of its reservation."""
         taken = {child.name for child in list(self.children.values())}
-        return next(name for number in self._pool_numbers if (name := f"pool-{number}") not in taken)
-
-    def pool_id(self, name: str) -> str:
-        """An id for a pool's reservation: several pools may have one name."""
-        number = next(self._pools_named.setdefault(name, itertools.count(1)))
-        return f"{self.services.id}/{name}" if number == 1 else f"{self.services.id}/{name}~{number}"
+        found = wanted or next(name for number in self._pool_numbers if (name := f"pool-{number}") not in taken)
+        number = next(self._pools_named.setdefault(found, itertools.count(1)))  # several pools may have one name
+        id = f"{self.services.id}/{found}"
+        return found, id if number == 1 else f"{id}~{number}"
 
     def group_name(self, wanted: str | None) -> str:
         """A name for a group, unique among the living ones."""

@@ -194,9 +194,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         if detachable:
             connection.require(Detachable, "give a pool to its cluster (detachable=)")
         budget = Budget.of(device_memory, host_memory)
-        chosen = name or connection.pool_name()
+        chosen, id = connection.pool_name(name)
         variables = {key: str(value) for key, value in (env or {}).items()}
-        id = connection.pool_id(chosen)
         ports = connection.services.ports
         request = Request(slots, gpus, cpus, budget.host, strategy, timeout, chosen, variables, id, detachable, ports)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
