@@ -20,7 +20,7 @@ from colocate.testing.probes.counting import Counting
 TTL_S = 300.0  # longer than any test
 
 HEADER = """
-from colocate.testing.probes.counting import Counting, Stepping
+from colocate.testing.probes.counting import Counting
 from colocate.errors import ClosedError
 
 def new(slots=2, **more):
