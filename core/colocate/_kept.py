@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import attrs
 
 from colocate import _display as html
-from colocate._calls.failures import failure_error, result_of
+from colocate._calls.failures import failure_error
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import OnEnd, PendingCall
+from colocate._calls.pending import OnEnd, PendingCall, result_of
 from colocate._calls.records import FetchRecord
 from colocate._definitions.packed import packed_bytes
 from colocate._owned.owned import Owned
@@ -64,30 +64,47 @@ class Hold:
     __slots__ = ("__weakref__",)
 
 
-class Kept(weakref.ref[Hold]):
-    """The record of one resident, and what notes the end of its hold.
+class HoldEnd(weakref.ref[Hold]):
+    """Notes the end of a resident's hold, which comes at any point of any thread: by a function in C.
 
-    That comes at any point of any thread, so it is noted by a function in C, in which no signal falls: a finalizer in
-    Python would lose what a signal's handler raises in it, and then the release too.
+    No signal falls in that: a finalizer in Python would lose what a signal's handler raises in it, and then the
+    release too. It refers to the resident by its key alone, so that what was never sent is let go of with its frames.
+    """
+
+    __slots__ = ("key",)
+    key: int
+
+    def __new__(cls, hold: Hold, note: Callable[[HoldEnd], object], key: int) -> HoldEnd:
+        """Args: note: Called with this when the hold ends. Where this is interrupted, it dies before the hold does."""
+        self: HoldEnd = super().__new__(cls, hold, note)
+        self.key = key
+        return self
+
+    def __init__(self, hold: Hold, note: Callable[[HoldEnd], object], key: int) -> None:
+        super().__init__(hold, note)  # type: ignore[call-arg]
+
+
+@attrs.define(eq=False)
+class Kept:
+    """The record of one resident.
 
     Attributes:
         source: The resident as workers know it.
         call: The call that makes it.
         handle: Its handle, which is kept alive by whoever can name the resident.
+        ending: What notes the end of its hold.
         used: Whether anybody has been told what becomes of it.
         released: What has freed it, but for the end of its handle.
         lost: Why its workers are gone.
     """
 
-    __slots__ = ("call", "handle", "lost", "released", "source", "used")
     source: Source
     call: PendingCall
     handle: weakref.ref[KeptResident[Any]]
-    used: bool
-    released: str | None
-    lost: ColocateError | None
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    ending: HoldEnd
+    used: bool = False
+    released: str | None = None
+    lost: ColocateError | None = None
 
     @property
     def freed_by(self) -> str | None:
@@ -166,7 +183,7 @@ class Residents:
         link: The group.
         order: The order of its calls.
         kept: The residents by key: until they are freed and their calls are over, and if these have failed, told.
-        ended: The residents that workers may forget, as their holds end.
+        ended: Of the residents that workers may forget, the ends of their holds.
         scopes: The scopes that are open, in whatever thread and task.
     """
 
@@ -174,7 +191,7 @@ class Residents:
         self.link = link
         self.order = order
         self.kept: dict[int, Kept] = {}
-        self.ended: deque[Kept] = deque()
+        self.ended: deque[HoldEnd] = deque()
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self._told = [0]  # so many of the ended, from the left; another list after each `tell`
         self._over: list[Kept] = []  # freed in the workers before their calls were over, which now are
@@ -381,7 +398,7 @@ class Residents:
         """
         told = self._told
         start = told[0]
-        keys = tuple([kept.source.key for kept in list(self.ended)[start:]])
+        keys = tuple([end.key for end in list(self.ended)[start:]])
 
         def note() -> None:
             told[0] = max(told[0], start + len(keys))  # if `tell` has come meanwhile, nobody looks at this any more
@@ -395,11 +412,12 @@ class Residents:
             ended.append(self.ended.popleft())
         self._told = [0]
         over, self._over = self._over, []
-        for kept in (*over, *ended):
-            self._settle(kept)
+        for kept in (*over, *(self.kept.get(end.key) for end in ended)):
+            if kept is not None:
+                self._settle(kept)
         try:
             if ended:
-                self.link.send(self.link.live(), to_worker.Free(tuple(kept.source.key for kept in ended)))
+                self.link.send(self.link.live(), to_worker.Free(tuple(end.key for end in ended)))
         except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
             self.ended.extend(ended)
 
@@ -666,9 +684,8 @@ class KeptResident(Resident[T_co]):
     def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
         self._residents = residents
         self._hold: Hold | None = Hold()  # None once it is freed
-        self._kept = kept = Kept(self._hold, residents.ended.append)
-        kept.source, kept.call, kept.handle = source, call, weakref.ref(self)
-        kept.used, kept.released, kept.lost = False, None, None
+        ending = HoldEnd(self._hold, residents.ended.append, source.key)
+        self._kept = Kept(source, call, weakref.ref(self), ending)
 
     def __repr__(self) -> str:
         return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"

@@ -309,7 +309,7 @@ def test_interrupted_at_any_place_of_a_recording(groups: tuple[ColocatedGroup, C
                 wait_until(lambda each=each: not each._node.order.pending, "all calls are over")  # type: ignore[misc]
                 assert not each._node.residents._borrows
                 left = each._node.residents.kept.values()
-                assert all(kept() is None for kept in left)
+                assert all(kept.ending() is None for kept in left)
                 assert not each._node.residents.scopes
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -24,7 +24,7 @@ from colocate._crew.sleepers import Sleepers  # noqa: E402
 from colocate._role.budget import Budgets, Limit  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
-from colocate._views.waking import note  # noqa: E402
+from colocate._views.sending import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker.handed import Handed  # noqa: E402

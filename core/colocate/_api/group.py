@@ -21,7 +21,8 @@ from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
 from colocate._views import checkpoint, functions, sleeping
-from colocate._views.pipeline import pipeline, recording
+from colocate._views.pipeline import pipeline
+from colocate._views.sending import recording
 from colocate._views.view import RoleView
 from colocate.errors import ColocateError, ConfigError, MemoryBudgetError
 

@@ -13,8 +13,7 @@ from colocate._protocol.from_worker import Failure
 from colocate._signals.off_main import off_main
 from colocate._system.jobs import OUR_FAULT, error_text
 from colocate._system.limits import RENEWED_WITHIN_S
-from colocate._system.lines import at, with_cells
-from colocate._system.tracebacks import NotRebuilt, rebuilding
+from colocate._system.lines import with_cells
 from colocate.errors import (
     CallTimeout,
     CapabilityError,
@@ -51,7 +50,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
-        found.node, found.called_at = link.node(slot), _line(call)
+        found.node, found.called_at = link.node(slot), call.called_at
         if isinstance(found, MemoryBudgetError) and len(call.targets) > 1 and call.method != "__init__":
             where = f"on rank {rank} of group {link.name!r} (node {link.node(slot)}){_states(call, slot)}"
             found.args = (f"{found.message}, {where}", *found.args[1:])
@@ -72,7 +71,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         rank=rank,
         node=link.node(slot),
         remote_traceback=with_cells(failure.traceback),
-        called_at=_line(call),
+        called_at=call.called_at,
     )
     error._follows = follows
     if not follows:  # unpickled later, not on this thread, which reads all connections
@@ -85,37 +84,6 @@ def never_sent(call: PendingCall, error: BaseException) -> BaseException:
     if isinstance(error, Exception):
         return error
     return ColocateError(f"{call.label} was never sent: it was interrupted by {error_text(error)}", method=call.method)
-
-
-def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
-    """What a call has returned on a rank.
-
-    Raises:
-        SerializationError: It can't be rebuilt here.
-    """
-    if body is None:  # as often
-        return None
-    try:
-        with rebuilding("it"):
-            return link.unpack(body)
-    except NotRebuilt as error:
-        part = "" if error.what == "it" else f"{error.what}: "
-        raise SerializationError(
-            f"the result of {call.label} on rank {call.rank_of(slot)} of group {link.name!r} can't be rebuilt on the "
-            f"driver: {part}{error_text(error.why)}",
-            argument="result",
-            group=link.name,
-            role=call.role or None,
-            method=call.method,
-            rank=call.rank_of(slot),
-            node=link.node(slot),
-            called_at=_line(call),
-        ) from error.why
-
-
-def _line(call: PendingCall) -> str | None:
-    """The driver's line that made a call; None for what isn't a line's call (a group's start, say)."""
-    return at(call.line) if call.line[0] else None
 
 
 def _original(link: Link, body: Any, kind: str, text: str) -> BaseException:
@@ -175,7 +143,7 @@ def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping
         rank=min(by_rank, default=None),
         node=link.node(late[0]) if late else None,
         stacks=by_rank,
-        called_at=_line(call),
+        called_at=call.called_at,
     )
 
 
@@ -243,7 +211,7 @@ def torn_error(link: Link, call: PendingCall, updates: Mapping[int, int], cause:
         group=link.name,
         role=call.role or None,
         method=call.method,
-        called_at=_line(call),
+        called_at=call.called_at,
     )
     error.__cause__ = cause
     return error

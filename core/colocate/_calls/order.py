@@ -42,6 +42,7 @@ from colocate.errors import ColocateError
 from colocate.executor import Posting
 
 _seq = operator.attrgetter("seq")
+_call: Callable[..., object] = operator.call
 _STEPS = 5  # of calls that are sent at once
 
 
@@ -134,7 +135,8 @@ class CallOrder:
     def post(
         self,
         calls: Sequence[PendingCall],
-        numbers: Sequence[tuple[PendingCall, Callable[[int], object]]],
+        puts: Sequence[Callable[[int], object]],
+        whose: Sequence[PendingCall],
         posting: Posting,
         passes: Sequence[bool],
         asleep: Mapping[Any, Any],
@@ -143,7 +145,8 @@ class CallOrder:
 
         Args:
             calls: The calls, in order.
-            numbers: Functions in C that put a call's number into a message, and the call.
+            puts: Functions in C that put a call's number into a message.
+            whose: Of each of these, the call.
             posting: How these are sent.
             passes: What the gate had when they were made ready.
             asleep: They aren't sent either if there is something in this.
@@ -154,7 +157,7 @@ class CallOrder:
         steps: list[Iterator[object]] = [
             map(setattr, calls, repeat("seq"), self._numbers),
             map(setattr, calls, repeat("pipeline"), repeat(None)),
-            at_once.called([put for _, put in numbers], map(_seq, [call for call, _ in numbers])),
+            map(_call, puts, map(_seq, whose)),
             # Not by a method of the dict's, which makes a tuple.
             map(operator.setitem, repeat(self.pending), map(_seq, calls), calls),
             posting.queues,
@@ -229,7 +232,7 @@ class CallOrder:
                 poison = call.poison() if call.uses else None
                 self._end(call, poison)
                 if poison is None:
-                    call._settle(call.bodies, call._joiner)
+                    call._settle(call.bodies)
                 else:
                     call._fail(poison)
 

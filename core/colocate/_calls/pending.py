@@ -11,16 +11,25 @@ from typing import Any, Protocol, TypeAlias
 from colocate._owned.dispatcher import Dispatcher
 from colocate._protocol.taken import Taken
 from colocate._role.call import Underway
+from colocate._role.method_spec import MethodSpec
+from colocate._role.role import RoleInfo
 from colocate._signals.off_main import off_main
-from colocate._system.jobs import JobThread, Timer
-from colocate._system.lines import shown
-from colocate.errors import ColocateError, ForkedError
+from colocate._system.jobs import JobThread, Timer, error_text
+from colocate._system.lines import at, shown
+from colocate._system.tracebacks import NotRebuilt, rebuilding
+from colocate._values.mesh import Ranks
+from colocate.errors import ColocateError, ForkedError, SerializationError
 
 OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
 
 
 class Group(Protocol):
     """What a call needs of its group."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
 
     @property
     def services(self) -> Threads:
@@ -34,6 +43,14 @@ class Group(Protocol):
 
     def cancel(self, call: PendingCall) -> bool:
         """Withdraw a call from all ranks, if none has begun it."""
+        ...
+
+    def node(self, slot: int) -> str:
+        """The node of a slot."""
+        ...
+
+    def unpack(self, body: Any) -> Any:
+        """The value of a body."""
         ...
 
 
@@ -62,6 +79,7 @@ class PendingCall(Underway):
         spans: Index, start and end of each rank that has answered.
         at: Code and line of the user's that has made it, or what stands for them.
         link: Its group, once it is about to be sent.
+        info: The role that runs it, and `spec` the method: how its value is made of the results of its ranks.
         sent: Bytes of its arguments, where somebody wants to know.
         raised: Of the spans' indices, those of ranks that have raised.
         left: Indices of those that ran it yet when it failed, and since when.
@@ -71,6 +89,8 @@ class PendingCall(Underway):
     """
 
     link: Group | None = None
+    info: RoleInfo | None = None
+    spec: MethodSpec | None = None
     keep: int | None = None
     uses: Sequence[Any] = ()
     timer: Timer | None = None
@@ -107,6 +127,12 @@ class PendingCall(Underway):
         code, number = self.at
         return (code if isinstance(code, str) else shown(code), number)
 
+    @property
+    def called_at(self) -> str | None:
+        """The driver's line that made it, as errors have it; None where no line has (a group's start, say)."""
+        line = self.line
+        return at(line) if line[0] else None
+
     def cancel(self) -> bool:
         """Withdraw the call from all ranks, if none has begun it."""
         self._check_fork()
@@ -115,9 +141,11 @@ class PendingCall(Underway):
         return link is not None and not self.done() and off_main(lambda: link.cancel(self))
 
     def _wait(self, timeout: float | None) -> None:
-        self._check_unsent()
+        if self.pipeline is not None:
+            self.pipeline.refuse_wait(self.label, awaits=False)
         self._check_fork()
-        super()._wait(timeout)
+        if not self.is_set:
+            super()._wait(timeout)
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         if self.pipeline is not None:
@@ -134,8 +162,20 @@ class PendingCall(Underway):
         if self.keep is None:
             self.bodies = []
 
-    def _joined(self, raw: Any, joiner: Callable[..., Any] | None) -> Any:
-        return None if joiner is None else joiner(self, raw)
+    def _joined(self, raw: Sequence[Any]) -> Any:
+        info, spec, link = self.info, self.spec, self.link
+        if self.keep is not None or info is None or spec is None or link is None:
+            return None
+        results = [
+            None if body is None else result_of(link, self, slot, body)  # as often
+            for slot, body in zip(self.targets, raw, strict=True)
+        ]
+        ranks = info.ranks
+        if self.targets is not info.slots:
+            ranks = Ranks(ranks.world_size, ranks.meshes, self.rows, None, self.ranks)
+        elif self.rows.count(None) != len(results):
+            ranks = Ranks(ranks.world_size, ranks.meshes, self.rows)
+        return spec.collect.join(results, ranks)
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
         self._check_fork()
@@ -172,3 +212,29 @@ class PendingCall(Underway):
         """The slots that haven't answered."""
         answered = {rank for rank, _, _ in self.spans}
         return [slot for index, slot in enumerate(self.targets) if index not in answered]
+
+
+def result_of(link: Group, call: PendingCall, slot: int, body: Any) -> Any:
+    """What a call has returned on a rank.
+
+    Raises:
+        SerializationError: It can't be rebuilt here.
+    """
+    if body is None:  # as often
+        return None
+    try:
+        with rebuilding("it"):
+            return link.unpack(body)
+    except NotRebuilt as error:
+        part = "" if error.what == "it" else f"{error.what}: "
+        raise SerializationError(
+            f"the result of {call.label} on rank {call.rank_of(slot)} of group {link.name!r} can't be rebuilt on the "
+            f"driver: {part}{error_text(error.why)}",
+            argument="result",
+            group=link.name,
+            role=call.role or None,
+            method=call.method,
+            rank=call.rank_of(slot),
+            node=link.node(slot),
+            called_at=call.called_at,
+        ) from error.why

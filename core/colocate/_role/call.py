@@ -63,7 +63,7 @@ class Underway(Flag):
     The value is collected by whoever asks first, never on a worker's or an I/O thread.
     """
 
-    __slots__ = ("_callbacks", "_collecting", "_error", "_joiner", "_outcomes", "_raised", "_raw", "_trace", "label")
+    __slots__ = ("_callbacks", "_collecting", "_error", "_outcomes", "_raised", "_raw", "_trace", "label")
 
     def __init__(self, label: str) -> None:
         self.is_set = False
@@ -71,7 +71,6 @@ class Underway(Flag):
         self.label = label
         self._collecting = _thread.allocate_lock()
         self._raw: Any = None
-        self._joiner: Callable[..., Any] | None = None
         self._outcomes: list[_Outcome] = []  # the first one counts
         self._error: BaseException | None = None
         self._raised: dict[int, ColocateError] | None = None  # by thread, as a traceback belongs to one
@@ -147,25 +146,26 @@ class Underway(Flag):
         """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
 
     def _collect(self) -> None:
-        raw, joiner = self._raw, self._joiner
+        raw = self._raw
         if self._outcomes:  # looked for afterwards: what there is is dropped once it has been collected
             return
         outcome: _Outcome
         try:
-            outcome = self._joined(raw, joiner), None, None
+            outcome = self._joined(raw), None, None
         except Exception as error:
             outcome = None, error, error.__traceback__
         self._outcomes.append(outcome)
-        self._raw = self._joiner = None
+        self._raw = None
 
-    def _joined(self, raw: Any, joiner: Callable[..., Any] | None) -> Any:
+    def _joined(self, raw: Any) -> Any:
+        """Make the value of what has come."""
         return raw
 
-    def _settle(self, raw: Any, joiner: Callable[..., Any] | None = None) -> bool:
+    def _settle(self, raw: Any) -> bool:
         """Give it its results; False when it was settled already. The caller holds the lock that orders settling."""
         if self.is_set:
             return False
-        self._raw, self._joiner = raw, joiner
+        self._raw = raw
         self.set()
         if self._callbacks:
             self._run_callbacks()

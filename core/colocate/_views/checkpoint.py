@@ -15,8 +15,7 @@ from colocate._crew.saved import Checkpoint, Tag, refuse_others, savable
 from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.numbers import FOREVER_S, shown
 from colocate._values.dispatch import plan
-from colocate._views.sending import ready, refuse_inside, start
-from colocate._views.waking import everyone
+from colocate._views.sending import everyone, ready, refuse_inside, start
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.serving.checkpoint import RECORD
 from colocate.worker.serving.functions import CHECKPOINT, RESTORE, SPECS

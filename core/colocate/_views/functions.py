@@ -14,9 +14,7 @@ from colocate._kept import Consumer, Reference
 from colocate._signals.at_work import refuse_to_wait
 from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end
-from colocate._views.pipeline import recording
-from colocate._views.sending import ready, refuse_inside, start, with_references
-from colocate._views.waking import everyone
+from colocate._views.sending import everyone, ready, recording, refuse_inside, start, with_references
 from colocate.worker.serving.build import Shipped
 from colocate.worker.serving.functions import RUN
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 
 from colocate._calls.failures import never_sent
 from colocate._crew.crew import Crew
-from colocate._kept import Kept, Reference
 from colocate._owned.owned import forks
 from colocate._protocol.bundle import Memory
 from colocate._signals.off_main import off_main
 from colocate._system.here import Here
 from colocate._system.lines import caller
-from colocate._views.drafts import Draft, Messages, watch
-from colocate._views.waking import send
+from colocate._views.sending import OPEN, Draft, Messages, send, watch
 from colocate.errors import ColocateError, PipelineError
 
 
@@ -43,6 +40,10 @@ class Pipeline:
         """Whether it is this thread and task that has it open."""
         return self.open and self._here.is_current
 
+    def records(self, crew: Crew) -> bool:
+        """Whether it takes calls that are made here of a group."""
+        return crew in self.crews and self.is_here
+
     def refuse_wait(self, label: str, awaits: bool) -> None:
         """Raise when waiting for a call would keep the block from ending, with which it is sent."""
         if self.is_here if awaits else self._here.is_current_thread:
@@ -61,8 +62,8 @@ class Pipeline:
 
     # -- recording
 
-    def add(self, draft: Draft, kept: Kept | None = None) -> None:
-        """Record a call, and what it keeps. What it uses is lent to it from now on.
+    def add(self, draft: Draft) -> None:
+        """Record a call. What it uses is lent to it from now on.
 
         The main thread does this by itself, which is several times faster than handing it over, and may be interrupted
         anywhere in it. Until the draft is in the list nothing of it outlives the frames that made it; from then on it
@@ -70,10 +71,9 @@ class Pipeline:
         """
         snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
-        draft.call.pipeline = self
+        draft.call.pipeline, kept = self, draft.kept
         if kept is not None:
-            # Until the call has been sent, the workers mustn't be told to forget it.
-            draft.kept, draft.hold = kept, draft.crew.residents.hold(kept)
+            draft.hold = draft.crew.residents.hold(kept)  # until it has been sent, no worker is to be told to forget it
         draft.lend()
         self._drafts.append(draft)
         if kept is not None:
@@ -181,40 +181,20 @@ def _is_lost(draft: Draft) -> bool:
     return draft.call.done()
 
 
-_open: ContextVar[Pipeline | None] = ContextVar("colocate_pipeline", default=None)
-
-
-def recording(crew: Crew) -> Pipeline | None:
-    """The pipeline of this thread and task that takes this group's calls, if there is one."""
-    found = _open.get()
-    return found if found is not None and crew in found.crews and found.is_here else None
-
-
-def refuse_unsent(uses: Sequence[Reference], label: str, own: Pipeline | None) -> None:
-    """A call can use residents that haven't been sent only when it is sent together with them."""
-    for use in uses:
-        pipeline = use._kept.call.pipeline
-        if pipeline is not None and pipeline is not own:
-            raise PipelineError(
-                f"{label} would be sent before {use._kept.source.label}, whose resident it uses and which waits in the "
-                "pipeline of its group: make the call after that block, or open a pipeline of this call's group too"
-            )
-
-
 @contextmanager
 def pipeline(crew: Crew) -> Iterator[None]:
     """Send the calls made in the block on views of a group when it ends, one message per worker."""
-    outer = _open.get()
-    if outer is not None and outer.is_here:
+    outer = OPEN.get()
+    if isinstance(outer, Pipeline) and outer.is_here:
         with _nested(outer, crew):
             yield
         return
     found = Pipeline()
     found.crews.append(crew)
     try:
-        _open.set(found)
+        OPEN.set(found)
         yield
-        _open.set(None)
+        OPEN.set(None)
         if not found.forked:
             found.end()
     except BaseException as error:
@@ -224,7 +204,7 @@ def pipeline(crew: Crew) -> Iterator[None]:
             off_main(lambda: found.forget(0, failure), waits_s=None)
         raise
     finally:
-        _open.set(None)
+        OPEN.set(None)
 
 
 @contextmanager

@@ -1,37 +1,107 @@
-"""Sending a call: it gets its place in the group's order and goes to its ranks, or to none."""
+"""Sending calls of one group: they get their places in its order, and go to their ranks, or to none.
+
+A `Draft` is a call that is ready; `Messages` are those by which drafts are sent together, one to each worker that has a
+part. Calls whose role may sleep go behind one that wakes it: what is asked for by a call wakes by itself.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from colocate._calls.joiner import Joiner
-from colocate._calls.pending import PendingCall
+import attrs
+
+from colocate._calls.pending import PendingCall, Unsent
+from colocate._calls.records import Ended
 from colocate._crew.crew import Crew
+from colocate._crew.sleepers import Mark, Slept
 from colocate._definitions.apart import refuse_apart
 from colocate._definitions.codec import pack
 from colocate._definitions.packed import packed_bytes
-from colocate._kept import Consumer, Kept, KeptResident, Reference
+from colocate._kept import Consumer, Hold, Kept, KeptResident, Reference
+from colocate._protocol import to_worker
+from colocate._protocol.bundle import together
 from colocate._role import context
 from colocate._role.call import Resident, lives_on_driver
+from colocate._role.method import TAGS
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._signals.at_work import at_work
 from colocate._signals.off_main import hand_over, off_main, on_main
 from colocate._system.by_type import by_type
 from colocate._system.lines import place
-from colocate._values.dispatch import Plan
+from colocate._system.numbers import FOREVER_S
+from colocate._values.dispatch import Plan, plan
 from colocate._values.leaves import PLAIN, map_leaves
+from colocate._values.mesh import Mesh
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
-from colocate._views.drafts import Draft, Messages, settled, watch
-from colocate._views.pipeline import Pipeline, recording, refuse_unsent
-from colocate._views.waking import send
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, PipelineError
+from colocate.wire import HOLE
+from colocate.worker.memory.sleeping import Outcome
+from colocate.worker.serving.functions import SPECS, WAKE, Functions
 
 # A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
 # that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
 _LOOKS = 500
+
+
+class Recorder(Unsent, Protocol):
+    """A pipeline of some thread or task, which takes calls of its groups as long as it is open there."""
+
+    def records(self, crew: Crew) -> bool:
+        """Whether it takes calls that are made here of a group."""
+        ...
+
+    def add(self, draft: Draft) -> None:
+        """Record a call."""
+        ...
+
+    def refuse_call(self, label: str, how: str = "") -> None:
+        """Refuse a call that blocks."""
+        ...
+
+
+OPEN: ContextVar[Recorder | None] = ContextVar("colocate_pipeline", default=None)
+
+
+def recording(crew: Crew) -> Recorder | None:
+    """The pipeline of this thread and task that takes a group's calls, if there is one."""
+    found = OPEN.get()
+    return found if found is not None and found.records(crew) else None
+
+
+@attrs.define(eq=False)
+class Draft:
+    """A call that is ready to be sent. `bodies` and `valid` go along its targets."""
+
+    crew: Crew
+    call: PendingCall
+    bodies: Sequence[Any]
+    valid: Sequence[int | None]
+    timeout: float
+    pipeline: Recorder | None = None
+    kept: Kept | None = None
+    hold: Hold | None = None
+
+    def lend(self) -> None:
+        """What it uses is lent to it from now on. This takes no lock.
+
+        Raises:
+            ColocateError: A resident has been freed, or its group has failed.
+        """
+        call = self.call
+        try:
+            for use in call.uses:
+                use.lend(call, self.crew.residents)
+        except BaseException:
+            for use in call.uses:
+                use.give_back()
+            raise
 
 
 def ready(
@@ -42,7 +112,7 @@ def ready(
     planned: Plan,
     uses: list[Reference],
     timeout: float | None,
-    joiner: Joiner | None = None,
+    packed: Sequence[Any] | None = None,
 ) -> Draft:
     """Have everything ready, on the caller's thread, for users' code runs meanwhile.
 
@@ -56,34 +126,49 @@ def ready(
         planned: How the arguments reach the ranks.
         uses: The residents among them.
         timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
-        joiner: Makes its value; None to have one made.
+        packed: The arguments, where that is known already.
     """
     services = crew.services
-    codec = services.executor.codec
-    bodies: dict[int, Any] = {}
-    for arguments in planned.arguments:
-        if id(arguments) not in bodies:
-            body = bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
-            if getattr(body, "has_trained", False):
-                refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
-    call.at = place(3)
-    crew.taught.look(call, bodies.values())
-    call.link = crew
-    call._joiner = joiner or Joiner(crew, role, spec)
-    pipeline = recording(crew)
+    executor = services.executor
+    call.at, call.link, call.info, call.spec = place(3), crew, role, spec
+    if packed is None:
+        bodies: dict[int, Any] = {}
+        for arguments in planned.arguments:
+            if id(arguments) not in bodies:
+                body = executor.codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
+                bodies[id(arguments)] = body
+                if getattr(body, "has_trained", False):
+                    refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
+        packed = [bodies[id(arguments)] for arguments in planned.arguments]
+    crew.taught.look(call, packed)
+    pipeline = recording(crew) if OPEN.get() is not None else None
     if uses:
         call.uses = uses
-        refuse_unsent(uses, call.label, pipeline)
-    packed = [bodies[id(arguments)] for arguments in planned.arguments]
-    if services.observers:
-        if not services.executor.in_process:
+        for use in uses:
+            other = use._kept.call.pipeline
+            if other is not None and other is not pipeline:
+                raise PipelineError(
+                    f"{call.label} would be sent before {use._kept.source.label}, whose resident it uses and which "
+                    "waits in the pipeline of its group: make the call after that block, or open a pipeline of this "
+                    "call's group too"
+                )
+    observers = services.observers
+    if uses or observers:
+        call.on_end = partial(settled, crew)
+        if observers and not executor.in_process:
             call.sent = sum(map(packed_bytes, packed))
-        call.on_end = partial(settled, crew)
-    elif uses:
-        call.on_end = partial(settled, crew)
-    if timeout is None:
-        timeout = services.call_timeout
-    return Draft(crew, call, role, spec, packed, planned.valid, timeout, pipeline)
+    return Draft(crew, call, packed, planned.valid, services.call_timeout if timeout is None else timeout, pipeline)
+
+
+def settled(crew: Crew, call: PendingCall, error: BaseException | None) -> None:
+    """A call is about to be: what it used is given back, and observers are told."""
+    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
+        services = crew.services
+        ended = Ended.of(crew.name, call, error, services.executor.in_process)
+        services.dispatcher.gather(partial(services.observers.tell_call, ended))
+    for use in call.uses:
+        use.give_back()
+    call.uses = ()
 
 
 def submit(draft: Draft) -> PendingCall:
@@ -99,22 +184,20 @@ def submit(draft: Draft) -> PendingCall:
 
 def start(draft: Draft) -> PendingCall:
     """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
-    call = draft.call
     messages = Messages((draft,))
-    if messages.post():
-        return call
-    if not on_main():
-        _send(messages)
-        return call
-
-    def send_or_fail() -> None:
-        try:
+    if not messages.post():
+        if not on_main():
             _send(messages)
-        except BaseException as error:
-            draft.crew.order.drop(call, error)
+            return draft.call
 
-    hand_over(send_or_fail)
-    return call
+        def send_or_fail() -> None:
+            try:
+                _send(messages)
+            except BaseException as error:
+                draft.crew.order.drop(draft.call, error)
+
+        hand_over(send_or_fail)
+    return draft.call
 
 
 def keep(draft: Draft) -> KeptResident[Any]:
@@ -123,12 +206,14 @@ def keep(draft: Draft) -> KeptResident[Any]:
     residents = crew.residents
     call.keep = crew.base + crew.services.new_key()
     scopes = residents.here()
-    resident: KeptResident[Any] = KeptResident(residents, crew.source(call, draft.role, draft.spec), call)
-    kept = resident._kept
+    assert call.info is not None
+    assert call.spec is not None
+    resident: KeptResident[Any] = KeptResident(residents, crew.source(call, call.info, call.spec), call)
+    draft.kept = kept = resident._kept
     if draft.pipeline is not None:
-        draft.pipeline.add(draft, kept)
+        draft.pipeline.add(draft)
     elif at_work():
-        _send_soon(draft, kept)
+        _send_soon(draft)
     else:
         residents.add(kept)
         residents.flush_later()
@@ -143,16 +228,21 @@ def keep(draft: Draft) -> KeptResident[Any]:
     return resident
 
 
-def _send_soon(draft: Draft, kept: Kept | None = None) -> None:
-    """Send a call that was made where the framework is at work, when that is over: as a pipeline of its own."""
-    pipeline = Pipeline()
-    pipeline.add(draft, kept)
+def _send_soon(draft: Draft) -> None:
+    """Send a call that was made where the framework is at work, when that is over."""
+    crew, kept = draft.crew, draft.kept
+    messages = Messages((draft,))  # now: what the arguments are may change
+    draft.lend()
+    if kept is not None:
+        draft.hold = crew.residents.hold(kept)  # until it has been sent, the workers mustn't be told to forget it
+        crew.residents.add(kept)
 
-    def end() -> None:
+    def send_it() -> None:
         with suppress(BaseException):  # which the call has been given
-            pipeline.end()
+            _send(messages)
+        draft.hold = None
 
-    draft.crew.services.timers.soon(end)
+    crew.services.timers.soon(send_it)
 
 
 def _send(messages: Messages) -> None:
@@ -169,6 +259,241 @@ def _send(messages: Messages) -> None:
     finally:
         messages.discard()
     watch(sent)
+
+
+class Messages:
+    """Calls of one group, encoded: one message to each worker that has a part. Only their numbers are missing.
+
+    They are made on the thread of whoever calls, who may have much to encode, and holds nothing.
+    """
+
+    __slots__ = ("_calls", "_crew", "_frames", "_needs", "_puts", "_told", "drafts")
+
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        """Encode them.
+
+        Raises:
+            BaseException: No descriptor or memory is left, say.
+        """
+        self.drafts = drafts
+        self._crew = crew = drafts[0].crew
+        self._told: Callable[[], object] | None = None
+        self._needs = False
+        self._frames: list[tuple[Any, list[int]]] = []
+        self._calls: list[PendingCall] = []  # of each place for a number, and what puts it there
+        self._puts: list[Callable[[int], object]] = []
+        lots, everywhere = _lots(drafts)
+        frees: tuple[int, ...] = ()
+        if crew.residents.news and everywhere == len(crew.workforce.workers):
+            frees, self._told = crew.residents.untold()
+        for lot, slots in lots:
+            calls = [_message(draft, index, HOLE + place) for place, (draft, index) in enumerate(lot)]
+            message: to_worker.Call | to_worker.Batch
+            if len(lot) == 1:
+                ((draft, index),), (message,) = lot, calls
+                body, message.frees = draft.bodies[index], frees  # type: ignore[misc]  # nobody has it yet
+            else:
+                wheres, body = together([draft.bodies[index] for draft, index in lot])
+                message = to_worker.Batch(frees, list(zip(calls, wheres, strict=True)))
+            if body is not None:
+                self._needs = self._needs or bool(getattr(body, "needs", ()))
+            frame, puts = crew.services.executor.numbered(message, body)
+            self._frames.append((frame, slots))
+            self._puts += puts
+            for draft, _ in lot:
+                self._calls.append(draft.call)
+
+    def post(self) -> bool:
+        """Send the calls at once, on the caller's thread; False where there is something to be seen to first."""
+        crew = self._crew
+        order, passes = crew.order, crew.order.gate.passes  # before the workers: a restart has others, and another list
+        workers = crew.workforce.workers
+        if self._needs or not passes or crew.sleepers.marks:
+            return False
+        if self._told is None and crew.declared.budgets.limits and crew.residents.news:  # calls may need the room
+            return False
+        hosts, frames = [], []
+        for frame, slots in self._frames:
+            for slot in slots:
+                hosts.append(workers[slot].host)
+                frames.append(frame)
+        posting = crew.services.executor.post(hosts, frames)
+        if posting is None:
+            return False
+        calls = []
+        for draft in self.drafts:
+            call = draft.call
+            calls.append(call)
+            if call.uses and draft.pipeline is None:
+                try:
+                    draft.lend()
+                except ColocateError:  # which is told again
+                    return False
+            if draft.timeout < FOREVER_S and call.timer is None:
+                call.timer = crew.services.timers.after(
+                    draft.timeout, partial(order.late, weakref.ref(call), draft.timeout)
+                )
+        if not order.post(calls, self._puts, self._calls, posting, passes, crew.sleepers.marks):
+            return False
+        if self._told is not None:
+            self._told()
+        return True  # what is so small holds nothing to be discarded
+
+    def send(self) -> None:
+        """Give the calls their places in the group's order, and send them. The order's lock is held.
+
+        Raises:
+            BaseException: No descriptor is left, say: none of the calls goes on.
+        """
+        crew, drafts = self._crew, self.drafts
+        order, workers = crew.order, crew.workforce.workers
+        sent = False
+        order.gate.shut("a message")  # what is posted amid it would come before it at some workers, behind it at others
+        try:
+            slots = [slot for _, slots in self._frames for slot in slots]
+            crew.taught.before(slots, (body for draft in drafts for body in draft.bodies))
+            for draft in drafts:
+                order.enter(draft.call)
+            for call, put in zip(self._calls, self._puts, strict=True):
+                put(call.seq)
+            if self._told is None and crew.declared.budgets and crew.residents.news:  # the calls may need the room
+                crew.residents.tell()
+            for frame, slots in self._frames:
+                for slot in slots:
+                    sent = True
+                    workers[slot].host.send(frame)
+            if self._told is not None:
+                self._told()
+        except BaseException as error:
+            for draft in drafts:
+                order.give_up(draft.call, error, sent)
+            raise
+        finally:
+            order.gate.open("a message")
+
+    def discard(self) -> None:
+        """They have been sent, or won't be."""
+        for frame, _ in self._frames:
+            self._crew.services.executor.discard(frame)
+
+
+def _lots(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], list[int]]], int]:
+    """The calls of workers, which of their bodies these get, and the slots of those for which that is the same.
+
+    Also how many slots these are, all together.
+    """
+    found: list[tuple[list[tuple[Draft, int]], list[int]]] = []
+    if len(drafts) == 1:
+        (draft,) = drafts
+        last, rows, targets = None, None, draft.call.targets
+        for index, (slot, body, valid) in enumerate(zip(targets, draft.bodies, draft.valid, strict=True)):
+            if index and body is last and valid == rows:
+                found[-1][1].append(slot)
+            else:
+                last, rows = body, valid
+                found.append(([(draft, index)], [slot]))
+        return found, len(targets)
+    by_slot: dict[int, list[tuple[Draft, int]]] = {}
+    for draft in drafts:
+        for index, slot in enumerate(draft.call.targets):
+            by_slot.setdefault(slot, []).append((draft, index))
+    known: dict[tuple[Any, ...], list[int]] = {}
+    for slot, lot in by_slot.items():
+        key = tuple([(id(draft), id(draft.bodies[index]), draft.valid[index]) for draft, index in lot])
+        if (slots := known.get(key)) is None:
+            known[key] = slots = []
+            found.append((lot, slots))
+        slots.append(slot)
+    return found, len(by_slot)
+
+
+def _message(draft: Draft, index: int, seq: int) -> to_worker.Call:
+    call = draft.call
+    uses = bool(call.uses)
+    observed = uses and bool(draft.crew.services.observers)
+    assert call.info is not None
+    return to_worker.Call(seq, call.info.key, call.method, call.keep, draft.valid[index], uses, (), observed)
+
+
+def watch(drafts: Sequence[Draft]) -> None:
+    """Give up on calls that were sent when their time is over; on a wake after those that have asked for it."""
+    for draft in reversed(drafts):
+        if draft.timeout < FOREVER_S:
+            draft.crew.order.watch(draft.call, draft.timeout)
+
+
+# -- behind wakes
+
+
+def everyone(crew: Crew) -> RoleInfo:
+    """The role that functions run in, on all slots. Workers know it by what its context needs."""
+    slots = range(len(crew.workforce.workers))
+    methods = {SPECS["run"].name: SPECS["run"]}
+    key = len(slots), crew.services.seed
+    return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
+
+
+def send(messages: Messages) -> Sequence[Draft]:
+    """Send calls of one group, each behind those that wake what it needs; all of these. The order's lock is held."""
+    drafts, crew = messages.drafts, messages._crew
+    found: list[Draft] = []
+    waking: dict[Mark, Draft] = {}
+    for draft in drafts if crew.sleepers else ():
+        if (role := draft.call.role) in crew.roles and draft.call.spec is not None:
+            awake = draft.call.spec.awake
+            seen = crew.sleepers.for_call(role, TAGS if awake is None else awake)
+            if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
+                found.append(_waking(crew, role, marks, draft))
+                waking.update(dict.fromkeys(marks, found[-1]))
+            for mark in seen:  # it has as long as who waits for it longest
+                waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
+        found.append(draft)
+    if not waking:
+        messages.send()
+        return drafts
+    together = Messages(found)
+    try:
+        together.send()
+    finally:
+        together.discard()
+    return found
+
+
+def arguments(crew: Crew, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
+    """Those of a call that has a role sleep or wake, and what for."""
+    beside = dict(Counter(crew.node(slot) for slot in crew.live()))
+    return {"role": role, "tags": list(tags), "beside": beside, "why": why}
+
+
+def note(crew: Crew, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
+    """A call that wakes a role is over: if it has, calls need no other one.
+
+    That what it says can't be read here is for whoever reads the call that it goes before.
+    """
+    if call.exception() is None and all(outcome.refusal is None for outcome in outcomes(call)):
+        crew.sleepers.woken(dict(marks))
+
+
+def outcomes(call: PendingCall) -> Sequence[Outcome]:
+    """What has become of a sleep or a wake, by slot."""
+    found: Sequence[Outcome] = call.result()
+    return found
+
+
+def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: Draft) -> Draft:
+    info, spec, label = everyone(crew), SPECS[WAKE], f"wake of {role}"
+    given = arguments(crew, role, [tag for _, tag in marks], f"needed by {before.call.label}")
+    planned = plan(spec.dispatch, given, info.ranks)
+    call = PendingCall(label, "", WAKE, info.slots)
+    call.at, call.submitted = before.call.at, before.call.submitted
+    call.link, call.info, call.spec = crew, info, spec
+    call.on_end = partial(settled, crew)
+    call._then(partial(note, crew, marks))
+    body = crew.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
+    return Draft(crew, call, [body] * len(info.slots), planned.valid, before.timeout)
+
+
+# -- what a call may be made from, and of
 
 
 def refuse_inside(label: str, group: str) -> None:

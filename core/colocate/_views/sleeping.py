@@ -13,9 +13,7 @@ from colocate._signals.at_work import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan
-from colocate._views.pipeline import recording
-from colocate._views.sending import ready, refuse_inside, start
-from colocate._views.waking import arguments, everyone, note, outcomes
+from colocate._views.sending import arguments, everyone, note, outcomes, ready, recording, refuse_inside, start
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
 from colocate.worker.serving.functions import SLEEP, SPECS, WAKE
 

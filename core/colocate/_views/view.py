@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import attrs
 
-from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._kept import Consumer, Reference
@@ -17,10 +16,9 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo, no_such_method
 from colocate._signals.at_work import at_work, refuse_to_wait
 from colocate._system.numbers import limit
-from colocate._values.dispatch import Broadcast, Plan, chosen_ranks, plan
+from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.nesting import no_end
-from colocate._views.pipeline import recording
-from colocate._views.sending import keep, ready, refuse_inside, start, submit, with_references
+from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit, with_references
 from colocate.errors import ColocateError
 
 
@@ -90,7 +88,7 @@ def inspect(view: Any) -> Inspection:
 class ViewCall(OnDriver):
     """One method of a role, on its ranks."""
 
-    __slots__ = ("_consumer", "_crew", "_joiner", "_label", "_nothing", "_ranks", "_role", "_spec", "_timeout")
+    __slots__ = ("_consumer", "_crew", "_label", "_nothing", "_packed", "_ranks", "_role", "_spec", "_timeout")
 
     def __init__(
         self,
@@ -107,10 +105,10 @@ class ViewCall(OnDriver):
         self._ranks = ranks
         self._label = f"{role.name}.{spec.name}"
         self._consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
-        self._joiner = Joiner(crew, role, spec)
         # How no arguments reach the ranks, where that is always the same.
         is_plain = type(spec.dispatch) is Broadcast and ranks is None and not spec.required
         self._nothing = plan(spec.dispatch, {}, role.ranks) if is_plain else None
+        self._packed: list[Any] | None = [None] * len(role.slots)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
@@ -150,36 +148,31 @@ class ViewCall(OnDriver):
 
     def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send it: `start`, `submit` or `keep`."""
-        crew, spec, ranks = self._crew, self._spec, self._role.ranks
+        crew, role, spec, label = self._crew, self._role, self._spec, self._label
         if not crew.order.gate.passes:
             crew.check()
         if context.current() is not None:
-            refuse_inside(self._label, crew.name)
+            refuse_inside(label, crew.name)
         if how is start:
-            if (pipeline := recording(crew)) is not None:
-                pipeline.refuse_call(self._label, "use .submit(...) or .keep(...), or ")
+            if OPEN.get() is not None and (pipeline := recording(crew)) is not None:
+                pipeline.refuse_call(label, "use .submit(...) or .keep(...), or ")
             if at_work():
-                refuse_to_wait(self._label)
+                refuse_to_wait(label)
         uses: list[Reference] = []
-        if self._nothing is not None and not (args or kwargs):
-            planned = self._nothing
-        else:
+        packed, planned = self._packed, self._nothing
+        if planned is None or args or kwargs:
+            packed = None
             arguments = spec.bind(args, kwargs)
             try:
                 if arguments:
-                    arguments = with_references(arguments, crew, self._consumer, self._label, uses)
-                planned = plan(spec.dispatch, arguments, ranks, self._ranks)
+                    arguments = with_references(arguments, crew, self._consumer, label, uses)
+                planned = plan(spec.dispatch, arguments, role.ranks, self._ranks)
             except RecursionError:
-                if (error := no_end(arguments, self._label)) is not None:
+                if (error := no_end(arguments, label)) is not None:
                     raise error from None
                 raise
-        call = self._call(planned)
-        return how(ready(crew, call, self._role, spec, planned, uses, self._timeout, self._joiner))
-
-    def _call(self, planned: Plan) -> PendingCall:
-        slots = self._role.slots
-        if isinstance(planned.targets, range):  # all ranks in order, as opposed to those that the call names
-            targets: Sequence[int] = slots
-        else:
-            targets = [slots[rank] for rank in planned.targets]
-        return PendingCall(self._label, self._role.name, self._spec.name, targets, planned.targets)
+        targets: Sequence[int] = role.slots
+        if not isinstance(planned.targets, range):  # those that the call names, as opposed to all ranks in order
+            targets = [targets[rank] for rank in planned.targets]
+        call = PendingCall(label, role.name, spec.name, targets, planned.targets)
+        return how(ready(crew, call, role, spec, planned, uses, self._timeout, packed))

@@ -366,39 +366,45 @@ def posting(lanes: Sequence[SocketLane], frames: Sequence[Frame]) -> Posting | N
     Returns:
         None where they can't be: one is large, or its lane is closed, or one of TLS.
     """
-    hub, datas, queues = lanes[0]._hub, list[bytearray](), list[deque[Any]]()
-    socks, posted, owns = list[socket.socket](), list[Posted](), list[bool]()
+    hub, datas, queues, socks = lanes[0]._hub, list[bytearray](), list[deque[Any]](), list[socket.socket]()
+    posted, writes, owns = list[Posted](), list[list[int]](), list[bool]()
+    take_overs: list[Callable[[], object]] = []  # made now, as no step may make a method of an object
     for lane, frame in zip(lanes, frames, strict=True):
-        if frame.small is None or lane._secured is not None or not lane._can_send:
+        data = frame.small
+        if data is None or lane._secured is not None or not lane._can_send:
             return None
-        datas.append(frame.small)
+        datas.append(data)
         queues.append(lane._queue)
         socks.append(lane._sock)
-        posted.append(Posted(frame.small))
-
-    def tell() -> Iterator[object]:
-        """Tell the hub to write what is left in queues."""
-        owned = compress([lane._take_over for lane in lanes], owns)
-        left = compress(owned, map(bool, compress(queues, owns)))
-        wakes = compress((hub.wake,), map(bool, (hub.jobs,)))
-        return chain(map(hub.jobs.append, left), at_once.called((owns.clear,)), at_once.called(wakes))
+        take_overs.append(lane._take_over)
+        posted.append(each := Posted(data))
+        writes.append(each.written)
+    queued = chain(map(owns.append, map(operator.not_, map(len, queues))), map(_append, queues, posted))
+    whole = map(operator.eq, map(sum, compress(writes, owns)), map(len, compress(datas, owns)))
+    written = chain(
+        map(_append_to_list, compress(writes, owns), map(_send, compress(socks, owns), compress(datas, owns))),
+        map(_popleft, compress(compress(queues, owns), whole)),
+        _tell(hub, take_overs, queues, owns),
+    )
 
     def mend() -> None:
         with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
-            at_once.run(tell())
+            at_once.run(_tell(hub, take_overs, queues, owns))
 
-    queued = chain(map(owns.append, map(operator.not_, map(len, queues))), map(_append, queues, posted))
-    written = [each.written for each in posted]
-    whole = map(operator.eq, map(sum, compress(written, owns)), map(len, compress(datas, owns)))
-    writes = chain(
-        map(_append_to_list, compress(written, owns), map(_send, compress(socks, owns), compress(datas, owns))),
-        map(_popleft, compress(compress(queues, owns), whole)),
-        tell(),
-    )
-    return Posting(queued, writes, None, mend)
+    return Posting(queued, written, None, mend)
+
+
+def _tell(
+    hub: Server, take_overs: Sequence[Callable[[], object]], queues: Sequence[deque[Any]], owns: list[bool]
+) -> Iterator[object]:
+    """Tell the hub to write what is left in queues of those that whoever posts has to empty."""
+    left = compress(compress(take_overs, owns), map(bool, compress(queues, owns)))
+    wakes = compress((hub.wake,), map(bool, (hub.jobs,)))
+    return chain(map(hub.jobs.append, left), map(_call, (owns.clear,)), map(_call, wakes))
 
 
 _append, _popleft, _append_to_list, _send = deque[Any].append, deque[Any].popleft, list[Any].append, socket.socket.send
+_call: Callable[..., object] = operator.call
 
 
 def _is_taken(sock: socket.socket) -> bool:
