@@ -353,7 +353,7 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
     """Both are sent when the block ends, and each handle has its own call's value; one that waits is refused."""
     main = threading.main_thread().ident
     assert main is not None
-    original = Crew.kept
+    original = Crew.source
     handled = threading.Event()
     kept: list[Resident[Any]] = []
 
@@ -364,7 +364,7 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
         return original(self, *args)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        monkeypatch.setattr(Crew, "kept", original)
+        monkeypatch.setattr(Crew, "source", original)
         kept.append(echo.echo.keep("the handler's"))
         with pytest.raises(PipelineError, match="a signal's handler: set a flag"):
             echo.echo("waits")
@@ -376,7 +376,7 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
             echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
             group = runtime.groups["group-1"]
             with group.pipeline():
-                monkeypatch.setattr(Crew, "kept", interrupted)
+                monkeypatch.setattr(Crew, "source", interrupted)
                 first = echo.echo.keep("the block's")
                 again = echo.echo.submit(first.ref)
             assert first.fetch() == ["the block's"]
