@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.bench.measure import taken_out
+from tests.bench.measure import asking, check_core, taken_out
 from tests.bench.rows import Row
 
 _BEFORE = "34e180a"
@@ -58,19 +57,7 @@ def rows() -> Iterator[Row]:
 @contextlib.contextmanager
 def _driver(kind: str, path: Sequence[str]) -> Iterator[Callable[[str], float]]:
     """What asks a driver how long something takes, in seconds."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-P", "-u", str(Path(__file__).with_name("asked.py")), kind]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-        asked, told = process.stdin, process.stdout
-        assert asked is not None
-        assert told is not None
-        core = told.readline().strip()
-        if path and core != path[0]:  # a ratio of a commit to itself would look like a number
-            raise RuntimeError(f"colocate of {path[0]} was to be measured, but it was that of {core}")
-
-        def ask(name: str) -> float:
-            print(name, file=asked, flush=True)
-            return float(told.readline())
-
-        yield ask
-        asked.close()
+    with asking(command, PYTHONPATH=os.pathsep.join(path)) as ask:
+        check_core(ask(), path)
+        yield lambda name: float(ask(name))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from tests.bench.measure import asking, median_s
 from tests.bench.rows import Row
 
 import colocate
@@ -46,33 +45,26 @@ def rows() -> Iterator[Row]:
         return
     with ExitStack() as stack:
         command = [python, "-P", str(Path(__file__).with_name("on_monarch.py"))]
-        theirs = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        )
-        assert theirs.stdin is not None
-        assert theirs.stdout is not None
-        stack.callback(theirs.stdin.close)  # that ends it
-        requests, answers = theirs.stdin, theirs.stdout
+        theirs = stack.enter_context(asking(command))
         runtime = stack.enter_context(colocate.connect(processes=True))
         both = stack.enter_context(runtime.reserve(2)).spawn({"probe": colocate.role(Probe)}).role("probe", Probe)
         one = stack.enter_context(runtime.reserve(1)).spawn({"probe": colocate.role(Probe)}).role("probe", Probe)
         x = torch.rand(_TENSOR_BYTES // 4)
 
         def ask(what: str, times: int) -> float:
-            requests.write(f"{what} {times}\n")
-            return float(answers.readline())
+            return float(theirs(f"{what} {times}"))
 
         def start() -> float:
             with runtime.reserve(2) as pool:
-                return _median(lambda: pool.spawn({"probe": colocate.role(Probe)}), 1)
+                return median_s(lambda: pool.spawn({"probe": colocate.role(Probe)}), 1)
 
         start()
         yield from _row("spawn of 2 whose roles need torch", "ms", 5, lambda: ask("start", 1), start, bar=0.5)
         yield from _row(
-            "a call that does nothing, 2 slots", "µs", 20, lambda: ask("noop", 50), lambda: _median(both.noop, 50)
+            "a call that does nothing, 2 slots", "µs", 20, lambda: ask("noop", 50), lambda: median_s(both.noop, 50)
         )
         yield from _row(
-            "a 64 MB tensor there and back", "ms", 8, lambda: ask("echo", 1), lambda: _median(lambda: one.echo(x), 1)
+            "a 64 MB tensor there and back", "ms", 8, lambda: ask("echo", 1), lambda: median_s(lambda: one.echo(x), 1)
         )
 
 
@@ -83,12 +75,3 @@ def _row(
     least = min(its for its, _ in found)
     yield Row(_PART, f"{name}, Monarch", least * (1e3 if unit == "ms" else 1e6), unit)
     yield Row(_PART, "ours to that", statistics.median(mine / its for its, mine in found), "x", bar)
-
-
-def _median(function: Callable[[], object], times: int) -> float:
-    found: list[float] = []
-    for _ in range(times):
-        began = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)

@@ -1,12 +1,10 @@
-"""Ray and Dask: calls, tensors, deaths and starts, beside what the bare engine does in the same run."""
+"""Ray and Dask: calls, tensors and starts, beside what the bare engine does in the same run."""
 
 from __future__ import annotations
 
 import os
-import signal
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +20,6 @@ from colocate import First, Role, method
 
 _TENSOR_BYTES = 64 << 20
 _PIPELINED = 300
-_KILLS = 11
 _STARTS = 7
 _WARM_AFTER_S = 0.5
 
@@ -50,16 +47,6 @@ class Probe(Role):
         """Give back what it gets."""
         return x
 
-    @method
-    def pid(self) -> int:
-        """That of its worker."""
-        return os.getpid()
-
-    @method
-    def wait(self) -> None:
-        """For ever."""
-        threading.Event().wait()
-
 
 @attrs.frozen
 class Actors:
@@ -72,8 +59,8 @@ class Actors:
 
 
 @contextmanager
-def bare_ray() -> Iterator[Actors]:
-    """Two Ray actors on a Ray of their own."""
+def own_ray() -> Iterator[Any]:
+    """Ray, with eight CPUs of this machine."""
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         os.environ.update(RAY_AUTH_MODE="disabled", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
         import ray
@@ -86,6 +73,16 @@ def bare_ray() -> Iterator[Actors]:
             logging_level="ERROR",
             _temp_dir=folder,
         )
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def bare_ray() -> Iterator[Actors]:
+    """Two Ray actors on a Ray of their own."""
+    with own_ray() as ray:
         actor: Any = ray.remote(Bare)
         actors = [actor.options(num_cpus=1).remote() for _ in range(2)]
 
@@ -95,15 +92,12 @@ def bare_ray() -> Iterator[Actors]:
             for one in made:
                 ray.kill(one)
 
-        try:
-            yield Actors(
-                lambda: ray.get([one.noop.remote() for one in actors]),
-                lambda: ray.get([actors[0].noop.remote() for _ in range(_PIPELINED)]),
-                lambda x: ray.get(actors[0].echo.remote(x)),
-                start,
-            )
-        finally:
-            ray.shutdown()
+        yield Actors(
+            lambda: ray.get([one.noop.remote() for one in actors]),
+            lambda: ray.get([actors[0].noop.remote() for _ in range(_PIPELINED)]),
+            lambda x: ray.get(actors[0].echo.remote(x)),
+            start,
+        )
 
 
 @contextmanager
@@ -152,7 +146,6 @@ def _engine(engine: str) -> Iterator[Row]:
         yield from _calls(title, bare, probe, alone)
         yield from _tensors(title, bare, alone)
         yield from _starts(title, bare, runtime)
-        yield from _deaths(title, runtime)
 
 
 def _calls(title: str, bare: Actors, probe: Probe, alone: Probe) -> Iterator[Row]:
@@ -213,25 +206,6 @@ def _starts(title: str, bare: Actors, runtime: colocate.Runtime) -> Iterator[Row
     if title == "Ray":
         yield Row(part, "spawn to creating 2 bare actors", statistics.median(ratios), "x", 1.3)
         yield Row(part, "reserve and spawn to the same", statistics.median(whole), "x")
-
-
-def _deaths(title: str, runtime: colocate.Runtime) -> Iterator[Row]:
-    part = f"{title}: SIGKILL of a worker to the error in a waiting call"
-    seconds = []
-    for _ in range(_KILLS):
-        with runtime.reserve(slots=2) as pool:
-            group = pool.spawn({"probe": colocate.role(Probe)})
-            probe = group.role("probe", Probe)
-            pid = probe.pid()[1]
-            call = probe.wait.submit()
-            began = time.perf_counter()
-            os.kill(pid, signal.SIGKILL)
-            error = call.exception()
-            seconds.append(time.perf_counter() - began)
-            assert isinstance(error, colocate.WorkerDied), error
-            group.close()
-    yield Row(part, "p50", _ms(seconds), "ms", 60.0)
-    yield Row(part, "the slowest of 11", max(seconds) * 1e3, "ms")
 
 
 def _ms(seconds: list[float]) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
 import torch
+from tests.bench.engines import own_ray
 from tests.bench.measure import side_by_side
 from tests.bench.rows import Row
 
@@ -63,34 +62,21 @@ class Paths:
 @contextmanager
 def _ray() -> Iterator[Paths]:
     """Two pairs of actors on a Ray of their own: one compiled to a graph, one with a group of gloo's."""
-    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
-        os.environ.update(RAY_AUTH_MODE="disabled", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
-        import ray
+    with own_ray() as ray:
         from ray.dag import InputNode, MultiOutputNode
         from ray.experimental.collective import create_collective_group
 
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=folder,
-        )
         actor: Any = ray.remote(type("Direct", (Bare,), {"make": ray.method(tensor_transport="gloo")(Bare.make)}))
         pair = [actor.remote() for _ in range(2)]
         with InputNode() as given:
             graph: Any = MultiOutputNode([one.noop.bind(given) for one in pair]).experimental_compile()
         maker, taker = actor.remote(), actor.remote()
         create_collective_group([maker, taker], backend="torch_gloo")
-        try:
-            yield Paths(
-                lambda: ray.get(graph.execute(0)),
-                lambda: ray.get(taker.take.remote(maker.make.remote())),
-            )
-            graph.teardown()
-        finally:
-            ray.shutdown()
+        yield Paths(
+            lambda: ray.get(graph.execute(0)),
+            lambda: ray.get(taker.take.remote(maker.make.remote())),
+        )
+        graph.teardown()
 
 
 def rows() -> Iterator[Row]:

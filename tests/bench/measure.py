@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -48,19 +50,43 @@ def side_by_side(
     medians: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
-            median = statistics.median(_times(function, calls, clock))
+            median = median_s(function, calls, clock)
             if number:
                 medians[name].append(median)
     return {name: Rounds(found) for name, found in medians.items()}
 
 
-def _times(function: Callable[[], object], calls: int, clock: Callable[[], float]) -> list[float]:
+def median_s(function: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long a function takes, the median of so many calls."""
     times = []
     for _ in range(calls):
         start = clock()
         function()
         times.append(clock() - start)
-    return times
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def asking(command: Sequence[str], **env: str) -> Iterator[Callable[..., str]]:
+    """What gives a process a line, where there is one, and returns the next line that it says; it ends with the block.
+
+    Args:
+        command: What starts it.
+        env: What of its environment isn't this process's.
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env={**os.environ, **env}, text=True, **pipes) as process:  # type: ignore[call-overload]
+
+        def ask(line: str | None = None) -> str:
+            if line is not None:
+                print(line, file=process.stdin, flush=True)
+            answer: str = process.stdout.readline()
+            assert answer, f"{command[:3]} has ended"
+            return answer.strip()
+
+        yield ask
+        process.communicate()
+    assert process.returncode == 0, process.returncode
 
 
 def taken_out(commit: str, folder: Path) -> list[str]:
@@ -71,3 +97,11 @@ def taken_out(commit: str, folder: Path) -> list[str]:
         return []
     subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
     return [str(folder / name) for name in ("core", "executors")]
+
+
+def check_core(core: str, path: Sequence[str]) -> None:
+    """Raise unless the colocate that was measured is that of an import path: a ratio of a commit to itself would look
+    like a number.
+    """
+    if path and core != path[0]:
+        raise RuntimeError(f"colocate of {path[0]} was to be measured, but it was that of {core}")

@@ -7,17 +7,16 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-import attrs
 from tests.bench.faults import EXECUTORS
+from tests.bench.measure import asking
 from tests.bench.rows import Row
 
 import colocate
@@ -58,11 +57,11 @@ def _beside_by_hand() -> Iterator[Row]:
         for number in range(_ROUNDS):
             place = Path(folder, str(number))
             shutil.copytree(Path(folder, "runs"), place / "runs")
-            with _ByHand.start(next(place.glob("runs/*/checkpoints/step-000000"))) as plain:
-                metrics, seconds = _train_in_turns(place, plain)
-            _compare(metrics, plain.rows)
+            with _by_hand(next(place.glob("runs/*/checkpoints/step-000000"))) as step:
+                metrics, seconds, plain = _train_in_turns(place, step)
+            _compare(metrics, plain)
             ours += seconds[_FIRST:]
-            by_hand += [row["seconds"] for row in plain.rows[_FIRST : len(seconds)]]
+            by_hand += [row["seconds"] for row in plain[_FIRST : len(seconds)]]
     ratios = [mine / other for mine, other in zip(ours, by_hand, strict=True)]  # of steps made right after each other
     yield Row(part, "by hand, with torchrun", statistics.median(by_hand) * 1e3, "ms")
     yield Row(part, "with colocate", statistics.median(ours) * 1e3, "ms")
@@ -77,84 +76,51 @@ def _train(folder: Path, changes: Sequence[str], resume: bool = False) -> Rows:
     return [row for row in record.metrics if row["step"] > 0]
 
 
-def _train_in_turns(folder: Path, plain: _ByHand) -> tuple[Rows, Sequence[float]]:
+def _train_in_turns(folder: Path, by_hand: Callable[[], Mapping[str, float]]) -> tuple[Rows, Sequence[float], Rows]:
     """Go on from the checkpoint; before each step the loop by hand makes its own.
 
     Returns:
-        What the job logs of its steps, and their seconds, without the last: that ends with a checkpoint.
+        What the job logs of its steps, and their seconds, without the last: that ends with a checkpoint. And what the
+        loop by hand says of its own.
     """
     seconds: list[float] = []
+    plain: list[Mapping[str, float]] = []
     began: list[float] = []
     draw = Task.draw
 
     def drawn(task: Task, count: int) -> Any:  # each step begins with that
         if began:
             seconds.append(time.perf_counter() - began[-1])
-        plain.step()
+        plain.append(by_hand())
         began.append(time.perf_counter())
         return draw(task, count)
 
     with mock.patch.object(Task, "draw", drawn):
-        return _train(folder, _CHANGES, resume=True), seconds
+        return _train(folder, _CHANGES, resume=True), seconds, plain
 
 
-@attrs.define(eq=False)
-class _ByHand:
-    """The loop by hand, which makes a step when it is told to.
-
-    Attributes:
-        rows: Of each step its metrics, and its seconds.
-    """
-
-    _process: subprocess.Popen[str]
-    rows: list[Mapping[str, float]] = attrs.field(factory=list)
-
-    @classmethod
-    @contextlib.contextmanager
-    def start(cls, checkpoint: Path) -> Iterator[_ByHand]:
-        """Start it from a checkpoint."""
-        config = colocate.load_config(_EXAMPLE, set=_CHANGES)
-        assert config.job is not None
-        job, roles = config.job.with_, config.groups["policy"].roles
-        held_out = Task("spell_backward", job["task_options"], seed=config.seed).held_out(256)
-        options = {
-            "task": "spell_backward",
-            "task_options": job["task_options"],
-            "seed": config.seed,
-            "steps": job["steps"],
-            "batch": job["batch"],
-            "minibatch": job["minibatch"],
-            "longest": max(map(len, held_out.answers)) + 2,
-            "actor_ramp": job["actor_ramp"],
-            "actor_lr": roles["actor"].with_["lr"],
-            "critic_lr": roles["critic"].with_["lr"],
-            "phrases": roles["actor"].with_["phrases"],
-        }
-        seeds = [derive_seed(config.seed, "policy", "actor", rank) for rank in range(2)]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command = [*torchrun, str(_BY_HAND), str(checkpoint), json.dumps(options), json.dumps(seeds)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            started = cls(process)
-            started._told()
-            try:
-                yield started
-            finally:
-                process.communicate()
-        assert process.returncode == 0, process.returncode
-
-    def step(self) -> None:
-        """Have it make a step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.rows.append(self._told())
-
-    def _told(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the loop by hand has ended"
-        return json.loads(line)
+@contextlib.contextmanager
+def _by_hand(checkpoint: Path) -> Iterator[Callable[[], Mapping[str, float]]]:
+    """What has the loop by hand make a step from a checkpoint on: of each its metrics, and its seconds."""
+    config = colocate.load_config(_EXAMPLE, set=_CHANGES)
+    assert config.job is not None
+    job, roles = config.job.with_, config.groups["policy"].roles
+    held_out = Task("spell_backward", job["task_options"], seed=config.seed).held_out(256)
+    options = {
+        "task": "spell_backward",
+        **{name: job[name] for name in ("task_options", "steps", "batch", "minibatch", "actor_ramp")},
+        "seed": config.seed,
+        "longest": max(map(len, held_out.answers)) + 2,
+        "actor_lr": roles["actor"].with_["lr"],
+        "critic_lr": roles["critic"].with_["lr"],
+        "phrases": roles["actor"].with_["phrases"],
+    }
+    seeds = [derive_seed(config.seed, "policy", "actor", rank) for rank in range(2)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(_BY_HAND), str(checkpoint), json.dumps(options), json.dumps(seeds)]
+    with asking(command, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path)) as ask:
+        ask()
+        yield lambda: json.loads(ask(""))
 
 
 def _compare(ours: Rows, by_hand: Rows) -> None:

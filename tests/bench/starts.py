@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.bench.measure import taken_out
+from tests.bench.measure import check_core, taken_out
 from tests.bench.rows import Row
 
 _BEFORE = "79a192f"
@@ -55,9 +55,7 @@ def _run(executor: str, what: str, path: Sequence[str] = ()) -> dict[str, float]
         env["PYTHONPATH"] = os.pathsep.join(path)
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     steps = json.loads(done.stdout.splitlines()[-1])
-    core = steps.pop("of")
-    if path and core != path[0]:  # a ratio of a commit to itself would look like a number
-        raise RuntimeError(f"colocate of {path[0]} was to be measured, but it was that of {core}")
+    check_core(steps.pop("of"), path)
     return dict[str, float](steps)
 
 

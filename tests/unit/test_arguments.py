@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 import colocate
-from colocate import Concat, First, Gather, PerRank, Role, Scatter, method
+from colocate import Concat, First, Gather, Role, Scatter, method
 from colocate._values.leaving import placed
 from colocate.errors import DispatchError
 
@@ -254,10 +254,6 @@ class Device(Role):
     def seen(self, x: Any) -> Any:
         return where(x)
 
-    @method(dispatch=PerRank("x"))
-    def each(self, x: Any) -> Any:
-        return where(x)
-
     @method(dispatch=Scatter("x", "lengths"), collect=Gather(), host=("lengths",))
     def mixed(self, x: Any, lengths: Any, *, more: Any = None) -> Any:
         return where([x, lengths, more])
@@ -279,10 +275,6 @@ class Device(Role):
     def own_identity(self) -> int:
         return id(self.made)
 
-    @method(concurrency=2)
-    async def soon(self, x: Any) -> Any:
-        return where(x)
-
 
 CUDAS = ["cuda:0", "cuda:1"]
 
@@ -296,43 +288,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[colocate.ColocatedGroup]:
         yield runtime.reserve(2, gpus=1).spawn({"device": colocate.role(Device, given=[ones("cuda:1"), ones()])})
 
 
-def test_values_and_residents(group: colocate.ColocatedGroup) -> None:
-    """A value and its `.ref` arrive alike: whoever made it, and whichever way it went."""
-    device = group.role("device", Device)
-    for x in (ones("cpu", 4), ones("cuda:0", 4), ones("cuda:1", 4)):
-        assert device.seen(x) == CUDAS
-        assert device.scattered(x) == CUDAS
-        assert device.each([x, x]) == CUDAS
-        assert device.soon(x) == CUDAS
-        with group.pipeline():
-            seen = device.seen.submit(x)
-        assert seen.result() == CUDAS
-        assert group.run(lambda ctx, x: where(x), x) == CUDAS
-    with device.make.keep() as kept:
-        for x in (kept.ref, kept.fetch(), {"deep": kept.ref}["deep"]):
-            assert device.seen(x) == device.scattered(x) == CUDAS
-        assert device.seen([kept.ref, kept.fetch()]) == [[name] * 2 for name in CUDAS]
-
-
-def test_some_stay_on_the_host(group: colocate.ColocatedGroup) -> None:
-    """`host=` names parameters that arrive there, values and residents alike."""
-    device = group.role("device", Device)
-    with device.make.keep() as kept:
-        for x in (kept.ref, kept.fetch(), ones("cpu", 4)):
-            for lengths in (kept.ref, ones("cuda:1", 4), ones("cpu", 4)):
-                assert device.mixed(x, lengths, more=ones()) == [[name, "cpu", name] for name in CUDAS]
-
-
 def test_nothing_moves_that_is_there(group: colocate.ColocatedGroup) -> None:
     """A resident that is used on its own slot is the very object that was returned."""
     device = group.role("device", Device)
     with device.make_one.keep() as kept:
         assert device.identity(kept.ref) == ("cuda:0", device.own_identity()[0])
-
-
-def test_constructors_get_theirs_on_the_host(group: colocate.ColocatedGroup) -> None:
-    """A role takes to its device what it wants there."""
-    assert group.role("device", Device).was_given() == [["cpu", "cpu"]] * 2
 
 
 def test_slots_without_a_gpu(group: colocate.ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:

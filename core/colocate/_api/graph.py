@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from colocate import _display as html
 from colocate._api.memory import GroupMemory
@@ -223,6 +223,7 @@ class Held(OnDriver, Generic[N]):
     """A name of a node, with what users do with it. It owns nothing: the node's owner does."""
 
     _by: ClassVar[str]
+    _unsent = " to a worker or pickled"
 
     def __init_subclass__(cls, *, node: type[Owned] | None = None, by: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -268,9 +269,6 @@ class Held(OnDriver, Generic[N]):
 
     def _repr_html_(self) -> str:
         return shown(self._node)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")
 
     def __enter__(self) -> Self:
         return self

@@ -35,6 +35,11 @@ class OnDriver:
 
     _instead: ClassVar[str] = "A role finds the others of its worker by ctx.sibling(name, cls)"
     """What to do where it was given to a role."""
+    _unsent: ClassVar[str] = "; in a worker use ctx.sibling(name, cls)"
+    """Says so of whoever pickles it."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent{self._unsent}")
 
 
 def lives_on_driver(kind: type) -> bool:
@@ -197,6 +202,7 @@ class Call(OnDriver, Generic[C_co]):
     """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
 
     _instead = "Give its result() instead"
+    _unsent = "; pass its result(), or keep it and pass .ref"
     __slots__ = ("_underway",)
 
     def __init__(self, underway: Underway) -> None:
@@ -288,9 +294,6 @@ class Call(OnDriver, Generic[C_co]):
         finally:
             del self, underway  # as there
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass its result(), or keep it and pass .ref")
-
 
 def ended(label: str, value: Any = None, error: BaseException | None = None) -> Call[Any]:
     """Return a call that is done, or has failed."""
@@ -381,6 +384,7 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
     """A kept result. Pass `.ref` (or the resident) as an argument; a context manager that frees it at the end."""
 
     _instead = INSTEAD_OF_RESIDENT
+    _unsent = "; pass it (or its .ref) as a call's argument"
 
     @property
     @abc.abstractmethod
@@ -426,6 +430,3 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.free()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass it (or its .ref) as a call's argument")

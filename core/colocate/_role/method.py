@@ -6,7 +6,20 @@ import inspect
 import types
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
@@ -140,6 +153,15 @@ class _Custom(Protocol):
     def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, Any]: ...
 
 
+class _Options(TypedDict, total=False):
+    """What any method may be declared with."""
+
+    concurrency: int
+    readonly: Sequence[str]
+    host: Sequence[str]
+    awake: Sequence[Tag] | None
+
+
 @overload
 def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
 @overload
@@ -148,44 +170,14 @@ def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]:
 # is a list. The alternative would be Any for every dispatch of the user's own.
 @overload
 def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
-    *,
-    dispatch: OnRank,
-    collect: None = ...,
-    concurrency: int = ...,
-    readonly: Sequence[str] = ...,
-    host: Sequence[str] = ...,
-    awake: Sequence[Tag] | None = ...,
+    *, dispatch: OnRank, collect: None = ..., **options: Unpack[_Options]
 ) -> _Same: ...
 @overload
-def method(
-    *,
-    dispatch: Dispatch = ...,
-    collect: Concat | First | Reduce,
-    concurrency: int = ...,
-    readonly: Sequence[str] = ...,
-    host: Sequence[str] = ...,
-    awake: Sequence[Tag] | None = ...,
-) -> _Same: ...
+def method(*, dispatch: Dispatch = ..., collect: Concat | First | Reduce, **options: Unpack[_Options]) -> _Same: ...
 @overload
-def method(
-    *,
-    dispatch: Dispatch = ...,
-    collect: Gather | None = ...,
-    concurrency: int = ...,
-    readonly: Sequence[str] = ...,
-    host: Sequence[str] = ...,
-    awake: Sequence[Tag] | None = ...,
-) -> _List: ...
+def method(*, dispatch: Dispatch = ..., collect: Gather | None = ..., **options: Unpack[_Options]) -> _List: ...
 @overload
-def method(
-    *,
-    dispatch: Dispatch = ...,
-    collect: Collect,
-    concurrency: int = ...,
-    readonly: Sequence[str] = ...,
-    host: Sequence[str] = ...,
-    awake: Sequence[Tag] | None = ...,
-) -> _Custom: ...
+def method(*, dispatch: Dispatch = ..., collect: Collect, **options: Unpack[_Options]) -> _Custom: ...
 def method(
     f: Callable[..., Any] | None = None,
     /,

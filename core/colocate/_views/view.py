@@ -51,9 +51,6 @@ class RoleView(OnDriver):
         crew, role = self.__dict__["_colocate_view"]
         return f"<view of role {role.name!r} ({role.cls.__qualname__}) of group {crew.name!r}>"
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
-
 
 @attrs.frozen
 class Inspection:
@@ -142,9 +139,6 @@ class ViewCall(OnDriver):
 
     def __repr__(self) -> str:
         return f"<{self._label}{self._spec.signature} of group {self._crew.name!r}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
 
     def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send it: `start`, `submit` or `keep`."""
