@@ -314,7 +314,7 @@ class Scatter(_Named):
         split = None if sizes is None else leaf_splitter(sizes, each)
 
         def parts_of(leaf: Any) -> Sequence[Any]:
-            if not isinstance(leaf, Deferred):
+            if not is_deferred(type(leaf)):
                 leaf = whole(leaf) if isinstance(leaf, list) else leaf
                 if by is not None:
                     return [Cut(leaf, by, next(iter(beside.values())))]

@@ -284,10 +284,12 @@ class _Ordinary:
     def value(self, value: Any) -> Any:
         """Return what becomes of a value."""
         self._value = value
-        return value if self._torch is None else map_leaves(value, self._leaf, _may_have_memory)
+        return map_leaves(value, self._leaf, _may_have_memory)  # also without torch: so what has no end is found
 
     def _leaf(self, item: Any) -> Any:
         torch = self._torch
+        if torch is None:
+            return item
         if isinstance(item, torch.Tensor):
             if self._is_copied(item):
                 with torch.inference_mode(False), torch.no_grad():
