@@ -7,7 +7,7 @@ version.
 from colocate._role.budget import NO_BUDGET, Budget, Budgets, Limit, budgets
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import methods_of, torchrun_problem
-from colocate._signatures.annotations import (
+from colocate._signatures import (
     Arguments,
     Checked,
     Place,
@@ -18,7 +18,7 @@ from colocate._signatures.annotations import (
     problems,
     shown,
 )
-from colocate._signatures.arguments import options_of
+from colocate._signatures import options_of
 from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, variable_problem
 from colocate._values.mesh import parse_meshes
 

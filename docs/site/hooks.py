@@ -21,7 +21,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 import colocate
-from colocate._signatures.annotations import describe
+from colocate._signatures import describe
 from colocate.plugins import find_executor, find_job, find_observer, find_role
 from colocate.signatures import methods_of
 from colocate_run.config import schema, trust

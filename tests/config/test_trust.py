@@ -11,7 +11,7 @@ import pytest
 from tests.distributions.install import Installed
 
 from colocate._plugins.plugins import find_executor
-from colocate._signatures.arguments import options_of
+from colocate._signatures import options_of
 from colocate.config import load_config
 from colocate.errors import ConfigError
 from colocate.executor import Executor

@@ -53,14 +53,6 @@ def test_a_replacement_that_was_interrupted(final: Path) -> None:
     assert found(final) == {"final": "newer"}
 
 
-def test_a_failure_after_an_interrupted_replacement(final: Path) -> None:
-    """One that is only there under its other name outlives a failed attempt to write a new one."""
-    interrupted(final)
-    with pytest.raises(OSError, match="disk full"), atomic_folder(final):
-        raise OSError("disk full")
-    assert found(final) == {"final": "old"}
-
-
 def test_a_symlink(final: Path, tmp_path: Path) -> None:
     """It is replaced, and so is what has replaced it; where it led to stays as it is."""
     target = tmp_path / "target"
@@ -72,14 +64,6 @@ def test_a_symlink(final: Path, tmp_path: Path) -> None:
         written(final, text)
         assert found(final) == {"final": text}
     assert (target / "text").read_text() == "elsewhere"
-
-
-def test_a_symlink_that_leads_nowhere(final: Path, tmp_path: Path) -> None:
-    """It is replaced too."""
-    final.parent.mkdir()
-    final.symlink_to(tmp_path / "nowhere")
-    written(final, "new")
-    assert found(final) == {"final": "new"}
 
 
 def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:

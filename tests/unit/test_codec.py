@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from tensordict import MemoryMappedTensor, NonTensorData, TensorDict, lazy_stack
 
 from colocate._definitions import codec as codec_module
 from colocate._definitions.ids import Definition
-from colocate.wire import Packed, pack, unpack
+from colocate.wire import pack, unpack
 
 LARGE = 1 << 14  # elements: always out of band
 
@@ -168,22 +167,6 @@ def test_inference_tensors_arrive_as_ordinary_ones() -> None:
     assert torch.equal(result, tensor)
 
 
-def test_a_module_keeps_its_parameters_and_what_is_tied() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    model[1].weight = model[0].weight
-    model[0].bias.requires_grad_(False)
-    model[0].register_parameter("none", None)
-    result = there_and_back(model)
-    assert [(n, p.requires_grad) for n, p in result.named_parameters()] == [
-        (n, p.requires_grad) for n, p in model.named_parameters()
-    ]
-    assert result[1].weight is result[0].weight
-    assert isinstance(result[0].weight, torch.nn.Parameter)
-    assert "running_mean" in dict(result[2].named_buffers())
-    x = torch.randn(3, 4)
-    assert torch.equal(result.eval()(x), model.eval()(x))
-
-
 def test_jagged_tensors() -> None:
     values, offsets = torch.randn(LARGE, 3), torch.tensor([0, 2, 2, LARGE])
     first = torch.nested.nested_tensor_from_jagged(values, offsets)
@@ -194,12 +177,6 @@ def test_jagged_tensors() -> None:
     assert torch.equal(one.values(), values)
     assert torch.equal(one.offsets(), offsets)
     assert torch.equal((one + two).values(), values * 3)  # They still have one ragged shape.
-
-
-def test_jagged_tensors_with_holes() -> None:
-    holes = torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor([0, 4, 10]), torch.tensor([2, 5]))
-    result = there_and_back(holes)
-    assert [t.tolist() for t in result.unbind()] == [[0, 1], [4, 5, 6, 7, 8]]
 
 
 def test_other_layouts_go_the_way_torch_pickles_them() -> None:
@@ -318,17 +295,6 @@ def test_arrays(array: Any) -> None:
     np.testing.assert_array_equal(result, array)
 
 
-def test_arrays_are_not_copied() -> None:
-    array = np.arange(LARGE)
-    assert [address(b) for b in pack([array]).buffers] == [array.ctypes.data]
-
-
-def test_one_tensor_twice_stays_one() -> None:
-    tensor = torch.ones(LARGE)
-    one, two = there_and_back([tensor, tensor])
-    assert one is two
-
-
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (
@@ -365,14 +331,6 @@ def test_no_torch_is_imported_for_values_without_tensors() -> None:
         "assert not {'torch', 'numpy', 'tensordict'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_packed_knows_its_size_and_survives_copying() -> None:
-    packed = pack([np.zeros(LARGE), b"abc"])
-    assert isinstance(packed, Packed)
-    assert packed.nbytes == len(packed.data) + 8 * LARGE
-    assert bytes(packed.copy().buffers[0]) == bytes(8 * LARGE)
-    assert pickle.loads(packed.data, buffers=packed.buffers)[1] == b"abc"
 
 
 @pytest.mark.parametrize("size", [0, 10, 100_000])

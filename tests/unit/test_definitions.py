@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,8 +15,7 @@ import pytest
 from colocate import SerializationError, connect, wire
 from colocate._definitions.bundles import Bundle, Inbox, Table, pack_whole, unpack_whole
 from colocate._definitions.ids import Definition, find, id_of, note, thing_of
-from colocate._definitions.names import path_of
-from colocate._definitions.sources import Refused, Source, answer, other_content
+from colocate._definitions.sources import Refused, Source, answer
 from colocate._protocol.message import Message
 from colocate._protocol.questions import HeardAll
 from colocate._protocol.to_worker import Define
@@ -243,14 +241,6 @@ def test_what_came_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(id) is type(came[0][0])
 
 
-def test_what_leads_to_a_thing() -> None:
-    """Only a name that leads to the very thing in any process is one."""
-    assert path_of(io.BytesIO) == ("_io", "BytesIO")
-    assert path_of(Script) == (__name__, "Script")
-    assert path_of(lambda: None) is None
-    assert path_of(type("Script", (), {"__module__": __name__})) is None
-
-
 def test_sources(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module's source comes with those that it imports in turn, wherever its imports stand; others have words."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -269,17 +259,11 @@ def test_sources(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (extension,) = answer("compiled_one").values()
     assert isinstance(extension, Refused)
     assert "compiled_one.so, which isn't Python source" in extension.why
-
-
-def test_other_content(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that a worker has already, with other content than the driver's, is named with both files."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "one_of_two.py").write_text("X = 1\n")
-    assert other_content({"one_of_two": ("/there.py", "0")}) is None  # the driver doesn't use its own
-    import one_of_two  # type: ignore[import-not-found]  # noqa: F401
-
-    assert other_content({"one_of_two": ("/there.py", "0")}) is not None
-    monkeypatch.delitem(sys.modules, "one_of_two")
+    monkeypatch.setattr("colocate._definitions.sources.LIMIT_BYTES", 1 << 20)
+    (tmp_path / "large_one.py").write_text(f"# {'x' * (1 << 20)}\n")
+    (large,) = answer("large_one").values()
+    assert isinstance(large, Refused)
+    assert "more than 1 MiB of source" in large.why
 
 
 def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) -> None:

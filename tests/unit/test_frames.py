@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.wire import Packed, encode, framing, memory, pack, unpack
+from colocate.wire import Packed, encode, framing, pack, unpack
 from colocate.wire.framing import FILE_BYTES, Reader, Sending
 
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
@@ -59,7 +59,7 @@ def test_lengths_beyond_four_gigabytes() -> None:
     file = os.memfd_create("colocate-sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, length)
     os.pwrite(file, b"end", length - 3)
-    fcntl.fcntl(file, memory._F_ADD_SEALS, memory._ALL_SEALS)
+    fcntl.fcntl(file, framing._F_ADD_SEALS, framing._ALL_SEALS)
     prefix = framing._PREFIX.pack(framing._VERSION, framing._FILE, 2, 2, length)
     start = prefix + b"N." + struct.pack("<2Q", 64, length - 64)
     one, other = socket.socketpair()
@@ -78,9 +78,9 @@ def test_memory_files_are_written_whole_however_little_a_write_takes(monkeypatch
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, views, at: write(file, [views[0][:1000]], at))
     pieces = [bytes([i]) * (700 * i) for i in range(20)]
-    file = memory.memory_file(pieces)
+    file = framing.memory_file(pieces)
     monkeypatch.undo()
-    mapped = memory.map_private(file, sum(map(len, pieces)))
+    mapped = framing.map_private(file, sum(map(len, pieces)))
     os.close(file)
     assert bytes(mapped) == b"".join(pieces)
 
@@ -92,7 +92,7 @@ def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.Monk
     real = fcntl.fcntl
 
     def seal(file: int, command: int, *rest: int) -> int:
-        if command == memory._F_ADD_SEALS and refusals:
+        if command == framing._F_ADD_SEALS and refusals:
             raise refusals.pop()
         return real(file, command, *rest)
 
@@ -100,10 +100,10 @@ def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(fcntl, "fcntl", seal)
     if busy == 4:
         with pytest.raises(OSError, match="busy"):
-            memory.memory_file([b"sealed"])
+            framing.memory_file([b"sealed"])
     else:
-        file = memory.memory_file([b"sealed"])
-        assert bytes(memory.map_private(file, 6)) == b"sealed"
+        file = framing.memory_file([b"sealed"])
+        assert bytes(framing.map_private(file, 6)) == b"sealed"
         os.close(file)
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -112,11 +112,11 @@ def test_memory_that_could_change_or_is_short_is_refused() -> None:
     file = os.memfd_create("open", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, 100)
     with pytest.raises(ValueError, match="isn't sealed"):
-        memory.map_private(file, 100)
+        framing.map_private(file, 100)
     os.close(file)
-    file = memory.memory_file([b"short"])
+    file = framing.memory_file([b"short"])
     with pytest.raises(ValueError, match="too short"):
-        memory.map_private(file, 100)
+        framing.map_private(file, 100)
     with pytest.raises(PermissionError):
         os.pwrite(file, b"x", 0)
     os.close(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import subprocess
 import threading
 from typing import Any
 
@@ -34,16 +33,6 @@ def test_a_hub_can_run_on_the_calling_thread() -> None:
     assert seen == [(("stop",), threading.current_thread())]
     assert (one.end(), other.end()) == ("the hub was closed",) * 2
     assert hub.close()
-
-
-def test_a_hub_that_never_ran_closes_too() -> None:
-    hub = Hub("test", own_thread=False)
-    one, other = (End(hub, sock) for sock in socket_pair("unix"))
-    assert hub.close()
-    assert (one.end(), other.end()) == ("the hub was closed",) * 2
-    hub.run()
-    with pytest.raises(RuntimeError, match="is served by"):
-        hub.run()
 
 
 def test_a_closed_hub_takes_nothing_any_more(hub: Hub) -> None:
@@ -120,29 +109,6 @@ def test_watching_other_descriptors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
     assert [report.exc_type for report in reported] == [KeyError]
     os.close(read)
     os.close(write)
-
-
-def test_what_cannot_be_watched_is_an_error_and_no_trace(hub: Hub) -> None:
-    with open(__file__) as file, pytest.raises(PermissionError):
-        hub.watch(file.fileno(), raising)
-    one, other = (End(hub, sock) for sock in socket_pair("unix"))
-    one.lane.send(("fine",))
-    assert other.get()[0] == ("fine",)
-
-
-def test_a_process_end_can_be_watched(hub: Hub) -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        pidfd = os.pidfd_open(process.pid)
-        ended = threading.Event()
-
-        def on_exit() -> None:
-            hub.unwatch(pidfd)
-            ended.set()
-
-        hub.watch(pidfd, on_exit)
-        process.kill()
-        assert ended.wait(WAIT_S)
-        os.close(pidfd)
 
 
 def test_a_timer_in_a_month_lets_it_go_on(hub: Hub) -> None:

@@ -23,22 +23,6 @@ from colocate.wire.framing import FILE_BYTES, Posted
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def test_many_small_buffers_go_into_one_file(ends: tuple[End, End]) -> None:
-    arrays = [np.full(i % 50, i) for i in range(5000)]
-    assert ends[0].lane.send(("many",), pack(arrays))
-    _, got = ends[1].get()
-    assert all(np.array_equal(a, b) for a, b in zip(arrays, got, strict=True))
-
-
-def test_a_closed_frame_is_refused_and_harms_nothing(ends: tuple[End, End]) -> None:
-    frame = encode(("x",), pack(np.arange(LARGE)))
-    frame.close()
-    with pytest.raises(ValueError, match="send it before closing it"):
-        ends[0].lane.send(frame)
-    assert ends[0].lane.send(("fine",))
-    assert ends[1].get()[0] == ("fine",)
-
-
 def test_an_interrupted_send_ends_the_lane(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a message would garble everything after it."""
 
@@ -105,32 +89,6 @@ def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.s
         head, got = far.get()
         assert head == (i,)
         assert (got == i).all()
-
-
-def test_order_holds_whatever_the_sizes(ends: tuple[End, End]) -> None:
-    sizes = [(0, 10, 3_000_000, 100, 300_000, 5)[i % 6] for i in range(60)]
-    for i, size in enumerate(sizes):
-        assert ends[0].lane.send((i,), pack(bytes(size)))
-    for i, size in enumerate(sizes):
-        head, got = ends[1].get()
-        assert (head, len(got)) == ((i,), size)
-    assert ends[0].lane.drain(WAIT_S)
-
-
-def test_many_threads_can_send_on_one_lane(ends: tuple[End, End]) -> None:
-    def send(thread: int) -> None:
-        for i in range(300):
-            assert ends[0].lane.send((thread, i), pack(bytes(i * 30)))
-
-    threads = [threading.Thread(target=send, args=(t,)) for t in range(4)]
-    for thread in threads:
-        thread.start()
-    got = [ends[1].get() for _ in range(1200)]
-    for thread in threads:
-        thread.join()
-    for t in range(4):
-        assert [head[1] for head, _ in got if head[0] == t] == list(range(300))
-    assert all(len(body) == head[1] * 30 for head, body in got)
 
 
 @pytest.mark.parametrize("size", [10_000, 1 << 20], ids=["small", "large"])

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
+from tests.unit.lanes import KINDS, WAIT_S, End, socket_pair
 
 from colocate.testing.forking import exit_code, fork
 from colocate.wire import Hub, Turns, pack, track
@@ -141,15 +140,3 @@ def test_a_turn_that_is_over_takes_nobodys_descriptor(ends: tuple[End, End]) -> 
     turns.close()
     with open(os.devnull) as somebodys:  # has the number that was the turn's
         assert in_fork(lambda: os.path.exists(f"/proc/self/fd/{somebodys.fileno()}"))
-
-
-def test_a_forked_child_can_have_a_hub_of_its_own(ends: tuple[End, End]) -> None:
-    assert ends[0].lane.send(("the parent's hub runs",))
-
-    def child() -> bool:
-        own = Hub("child")
-        one, other = (End(own, sock) for sock in socket_pair("unix"))
-        one.lane.send(("x",), pack(np.arange(LARGE)))
-        return len(other.get()[1]) == LARGE and own.close(WAIT_S)
-
-    assert in_fork(child)

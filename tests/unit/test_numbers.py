@@ -129,17 +129,6 @@ def test_durations(made: Made, where: str) -> None:
     assert made.echo(1) == [1]
 
 
-@pytest.mark.parametrize("value", [math.inf, sys.maxsize, 1e12])
-def test_a_long_wait(made: Made, value: float) -> None:
-    """What isn't there yet is waited for, by locks and conditions that know no infinity."""
-    over = threading.Event()
-    call = made.group.role("echo", Echo).echo.submit(1)
-    blocked = threading.Thread(target=lambda: (call.result(value), over.set()))
-    blocked.start()
-    assert over.wait(PATIENCE_S)
-    blocked.join()
-
-
 def test_no_number_ends_a_thread(made: Made) -> None:
     """After all of the above, deadlines are kept as ever."""
     for value in FOR_EVER:
@@ -173,12 +162,6 @@ def test_options_of_executors(executor: str, name: str, value: Any) -> None:
     """They are refused before anything is started."""
     with pytest.raises(ConfigError, match=rf"{name}: must be a (whole )?number from 0 to 1,000,000, not {value!r}"):
         colocate.connect(executor, **{name: value})
-
-
-def test_dask_timeout() -> None:
-    """A duration as any other."""
-    with pytest.raises(ConfigError, match=r"timeout: must be a number of seconds, 0 or more"):
-        colocate.connect("dask", timeout=math.nan)
 
 
 def test_restarts(made: Made) -> None:
@@ -242,13 +225,6 @@ def test_numbers_in_a_config(tmp_path: Any, key: str, value: str, words: str) ->
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert words in str(caught.value)
-
-
-def test_sizes(made: Made) -> None:
-    """Of bytes there is no infinity either."""
-    for size in (math.nan, -1, 10**5000, "9" * 400, "9" * 400 + "GiB", "-1GiB", "nan", 1 << 61, True):
-        with pytest.raises(ConfigError, match=r"host_memory=.{1,50} is no size"):
-            made.runtime.reserve(1, host_memory=size)  # type: ignore[arg-type]
 
 
 def test_bounds() -> None:

@@ -98,20 +98,6 @@ def test_answers_with_and_without_a_body(peers: tuple[PeerChannel, PeerChannel])
         array += 1  # It is the asking side's own.
 
 
-def test_nothing_is_opened_before_it_is_used(store: Store) -> None:
-    files = os.listdir("/proc/self/fd")
-    channel = PeerChannel(KEY, store)
-    assert os.listdir("/proc/self/fd") == files
-    address = channel.address
-    assert channel.address == address
-    channel.close()
-
-
-def test_a_channel_can_ask_itself(peers: tuple[PeerChannel, PeerChannel]) -> None:
-    channel, _ = peers
-    assert channel.request(channel.address, ("x", 1)) == (("fine", 1), None)
-
-
 def test_requests_one_after_the_other_share_a_connection(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
     answering, asking = peers
     for i in range(5):
@@ -127,25 +113,6 @@ def test_an_answer_that_is_not_ready_holds_up_no_other(peers: tuple[PeerChannel,
     assert slow.result is None
     store.ready.set()
     assert slow.get() == (("fine", 1), None)
-
-
-def test_many_threads_ask(peers: tuple[PeerChannel, PeerChannel]) -> None:
-    answering, asking = peers
-    address = answering.address
-    wrong: list[Any] = []
-
-    def ask(thread: int) -> None:
-        for i in range(20):
-            head, body = asking.request(address, ("array", thread * 100 + i))
-            if body is None or not (unpack(body) == thread * 100 + i).all() or head[1] != thread * 100 + i:
-                wrong.append((thread, i))
-
-    threads = [threading.Thread(target=ask, args=(t,)) for t in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_a_handler_that_raises_fails_its_request_only(
@@ -224,17 +191,6 @@ def test_closing_the_answering_side_fails_what_waits_for_it(
     for thread in threading.enumerate():
         if thread.name == "colocate-peer-serve":
             thread.join(WAIT_S)
-
-
-def test_another_key_gets_no_answer(peers: tuple[PeerChannel, PeerChannel], store: Store, cluster: Tls) -> None:
-    answering, asking = peers
-    with (
-        PeerChannel(new_key(), store, tls=cluster) as stranger,
-        pytest.raises(ConnectionError, match="the keys differ"),
-    ):
-        stranger.request(answering.address, ("x", 1))
-    assert store.asked.empty()
-    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
 
 
 SERVER = """

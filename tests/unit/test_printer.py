@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from colocate._system.printer import _BUFFER_CHARS, Printer, told_when_slow
+from colocate._system.printer import Printer, told_when_slow
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _LINE = "x" * 1000
@@ -71,20 +71,6 @@ def test_a_reader_that_is_late() -> None:
         assert last == f"[colocate] {count} lines of workers' output were dropped here: they weren't read fast enough"
 
 
-def test_lines_after_a_gap() -> None:
-    """What comes once there is room again comes after the line that counts."""
-    with own_stderr() as pipe:
-        printer = Printer("test-output")
-        for number in range(2000):
-            printer.line(f"{number} {_LINE}")
-        while printer._waiting > _BUFFER_CHARS // 4:
-            os.read(pipe, 1 << 16)
-        printer.line("after")
-        *_, told, after = read_all(pipe, printer)
-        assert "lines of workers' output were dropped here" in told
-        assert after == "after"
-
-
 def test_no_reader_at_all() -> None:
     """Closing is bounded, the thread ends, and nothing is left in a stream that would hang at exit."""
     with own_stderr():
@@ -139,14 +125,6 @@ def test_streams_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process without one (a window's) prints nothing."""
-    monkeypatch.setattr(sys, "stderr", None)
-    printer = Printer("test-output")
-    printer.line("nowhere")
-    printer.close()
-
-
 DRIVER = """
 import sys
 import colocate
@@ -182,9 +160,3 @@ def test_what_takes_long_is_told_and_again_after_twice_the_time(monkeypatch: pyt
     with told_when_slow("reserve(name='main')"):
         wait_until(lambda: read.getvalue().count("[colocate] reserve(name='main'): 0 s\n") > 1, "it is told twice")
     assert not [thread for thread in threading.enumerate() if thread.name == "colocate-start"]
-
-
-def test_what_is_soon_done_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
-    with told_when_slow("nothing"):
-        pass
-    assert capfd.readouterr().err == ""

@@ -35,7 +35,6 @@ KNOWN = {
     "_crew.restart": "the next try, or the group's end",
     "_api.audit": "the next look",
     "_calls.services": "the dispatcher, for the last records",
-    "_job.window": "who looks at a job, on a socket of its own; and a job's answer to `colocate top`",
     "placement": "slots that somebody gives back",
     "wire.hub": "the end of a hub's thread",
     "wire.lane": "what is sent, to have gone out",

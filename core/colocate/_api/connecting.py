@@ -172,7 +172,7 @@ def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[N
     try:
         yield
     except ConfigError as error:
-        from colocate._signatures.arguments import options_of
+        from colocate._signatures import options_of
 
         own, its = inspect.signature(function).parameters, options_of(cls).parameters
         error.mistakes = [

@@ -19,8 +19,7 @@ from colocate._owned.owned import Making
 from colocate._role.budget import Budget
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
-from colocate._signatures.annotations import path_text
-from colocate._signatures.arguments import options_of
+from colocate._signatures import options_of, path_text
 from colocate._system.lines import at, caller
 from colocate._system.numbers import (
     amount_problem,

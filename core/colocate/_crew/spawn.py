@@ -10,8 +10,8 @@ import attrs
 
 from colocate import wire
 from colocate._crew.ship import ship
-from colocate._definitions.apart import refuse_apart
-from colocate._definitions.rebound import rebound
+from colocate._definitions.bundles import refuse_apart
+from colocate._definitions.sources import rebound
 from colocate._plugins.plugins import find_role
 from colocate._role.budget import NO_BUDGETS, Budgets
 from colocate._role.call import refuse_in_constructor
@@ -152,10 +152,10 @@ def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> No
     """Tell of names that the roles' code uses and that the workers will have otherwise: they import the modules."""
     found = rebound(info.cls for info in declared.infos.values())
     if found:
-        each = "; ".join(str(name) for name in found)
         text = (
             f"the workers of group {group!r} import the modules of its roles, and don't hear of names that were set "
-            f"after that: {each}. Pass such a value to the role's constructor, or set it where the module says it"
+            f"after that: {'; '.join(found)}. Pass such a value to the role's constructor, or set it where the module "
+            "says it"
         )
         warnings.warn_explicit(text, RuntimeWarning, *line)
 

@@ -15,11 +15,11 @@ import attrs
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
 from colocate._crew.worker import Worker
-from colocate._definitions import ids, sources, subclasses
+from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, Inbox, Table
-from colocate._definitions.given import Given
 from colocate._definitions.ids import Definition, Need
 from colocate._definitions.names import script_names
+from colocate._definitions.sources import Given
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._signals.at_work import Section
@@ -134,7 +134,7 @@ class Taught:
                     if made is not None:
                         executor.discard(made[2])
                     new = [thing for id, thing in bundle.definitions.items() if id not in self._held]
-                    subclasses.warn_of_untold(new)
+                    making.warn_of_untold(new)
                     told = to_worker.Define(tuple(bundle.definitions), tuple(bundle.names))
                     made = lacking, bundle, executor.frame(told.head(), bundle.body)
                 self._note(made[1])

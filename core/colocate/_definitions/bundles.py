@@ -7,15 +7,18 @@ then on: a global that is bound anew later goes only with a definition that is n
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import re
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from colocate._definitions import ids
-from colocate._definitions.codec import pack, pickler_for, unpack
+from colocate._definitions.codec import TensorPickler, pack, pickler_for, unpack
 from colocate._definitions.explain import advice, deepest, kind_and_cause
 from colocate._definitions.ids import Definition, Name, Need, id_of
 from colocate._definitions.making import Making, bind
@@ -24,6 +27,9 @@ from colocate._definitions.packed import Packed
 from colocate._signals.off_main import off_main
 from colocate._system.tracebacks import rebuilding, without_own_frames
 from colocate.errors import SerializationError
+
+if TYPE_CHECKING:
+    import torch
 
 # What the receiver of definitions is to the script: a worker, whose `__main__` is the script's; the driver that runs
 # it, whose names nobody but the script sets; a driver that has one of its own; a worker that has another driver's.
@@ -62,7 +68,7 @@ class Table:
         return found
 
     def lacks_value(self, name: str) -> bool:
-        """Whether a global of the script is something else than what was sent, or wasn't sent."""
+        """Return whether a global of the script is something else than what was sent, or wasn't sent."""
         value = script_names().get(name, MISSING)
         return value is not MISSING and self.names.get(name, MISSING) is not value
 
@@ -73,7 +79,7 @@ class Table:
         return bundle
 
     def takes(self, bundle: Bundle) -> bool:
-        """Whether a bundle that was made for another one, which lacked the same, suits this one too."""
+        """Return whether a bundle that was made for another table, which lacked the same, suits this one too."""
         return (
             self.knows.issuperset(bundle.others)
             and self.knows.isdisjoint(bundle.definitions)
@@ -118,7 +124,7 @@ class Bundle:
         self.met: list[tuple[str, str, Any]] = []  # what is in it, the innermost last: in words, by name, and itself
 
     def has(self, definition: Definition) -> bool:
-        """Whether a definition that is met goes into it; otherwise it is named."""
+        """Return whether a definition that is met goes into it; otherwise it is named."""
         id, thing = definition
         if id in self.definitions:
             return False
@@ -167,26 +173,31 @@ class Bundle:
         try:
             pickler.dump((things, pickler.globals_to_bind(names)))
             self.definitions.update(also)
-            pickler.dump((also, self._own_names()))
+            own: dict[str, Any] = {}
+            if self._table.script == "is given it":  # plain pickle finds there what the script's names lead to
+                script = script_names()
+                qualnames = {getattr(thing, "__qualname__", ""): thing for thing in self.definitions.values()}
+                own = {name: thing for name, thing in qualnames.items() if script.get(name, MISSING) is thing}
+                self.names.update(own)
+            pickler.dump((also, own))
         except SerializationError:
             raise
         except Exception as error:
             raise self._explained(error) from without_own_frames(error)
         self.body = Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
 
-    def _own_names(self) -> dict[str, Any]:
-        """Return those definitions in it that the script's names lead to: then plain pickle finds them there."""
-        if self._table.script != "is given it":
-            return {}
-        script = script_names()
-        named = {getattr(thing, "__qualname__", ""): thing for thing in self.definitions.values()}
-        own = {name: thing for name, thing in named.items() if script.get(name, MISSING) is thing}
-        self.names.update(own)
-        return own
-
     def _explained(self, error: Exception) -> SerializationError:
-        what, name, value = next((each for each in reversed(self.met) if _fails(each[2])), ("it", "it", None))
-        path, culprit, cause = deepest(value, name, error, _dump_alone)
+        def dump(thing: Any) -> None:
+            pickler_for(io.BytesIO(), lambda buffer: None, Alone()).dump(thing)
+
+        what, name, value = "it", "it", None
+        for each in reversed(self.met):
+            try:
+                dump(each[2])
+            except Exception:
+                what, name, value = each
+                break
+        path, culprit, cause = deepest(value, name, error, dump)
         why = f"{type(error).__name__}: {error}"
         if culprit is not value:
             why = f"{path} is {kind_and_cause(culprit, cause)}"
@@ -227,18 +238,6 @@ class Alone(Bundle):
         return {}
 
 
-def _dump_alone(thing: Any) -> None:
-    pickler_for(io.BytesIO(), lambda buffer: None, Alone()).dump(thing)
-
-
-def _fails(thing: Any) -> bool:
-    try:
-        _dump_alone(thing)
-    except Exception:
-        return True
-    return False
-
-
 # -- what has come
 
 _lock = threading.RLock()  # never taken on the main thread: nobody finds a definition that isn't whole
@@ -246,11 +245,11 @@ _arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionar
 
 
 def _find_arrived(id: int) -> Any:
-    found = _arrived.get(id)
-    if found is None:
-        return None
-    found.load()
-    return ids.thing_of(id)
+    found = ids.thing_of(id)
+    if found is None and (arrived := _arrived.get(id)) is not None:
+        arrived.load()
+        found = ids.thing_of(id)
+    return found
 
 
 ids.find_arrived = _find_arrived
@@ -264,8 +263,7 @@ class Arrived:
     """
 
     def __init__(self, ids: Sequence[int], names: Sequence[str], body: Packed, lost: Callable[..., None]) -> None:
-        self._ids = ids
-        self._names = names
+        self._told = ids, names
         self._body: Packed | None = body
         self._lost = lost
         self._held: dict[int, Any] = {}
@@ -284,30 +282,26 @@ class Arrived:
             if (body := self._body) is None or self._is_loading:  # what is in it needs itself
                 return
             self._is_loading = True
+            unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
             try:
-                self._held = _read(body)
+                with Making() as making, rebuilding(lambda: _innermost(making)):
+                    unpickler.load()
+                    also, own = unpickler.load()
+                bind(script_names(), own)
+                self._held = {**making.found, **also}
                 for id, thing in self._held.items():
                     ids.note(id, thing)
             except BaseException as error:
                 self.error = error
-                self._lost(self._ids, self._names)
+                self._lost(*self._told)
                 raise
             finally:
                 self._is_loading, self._body = False, None
 
 
-def _read(body: Packed) -> dict[int, Any]:
-    """Return the definitions of a bundle by their ids, and set the globals in it."""
-    unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
-    with Making() as making, rebuilding(lambda: _words(making.innermost)):
-        unpickler.load()
-        also, own = unpickler.load()
-    bind(script_names(), own)
-    return {**making.found, **also}
-
-
-def _words(thing: Any) -> str:
-    """Return what a definition is called that can't be rebuilt; a global is its words."""
+def _innermost(making: Making) -> str:
+    """Return, in words, what was being made when that failed: a definition, or a global."""
+    thing = next(reversed(making.open.values()), "what was sent with it")
     if isinstance(thing, str):
         return thing
     kind = "class" if isinstance(thing, type) else "function" if callable(thing) else "object"
@@ -385,3 +379,75 @@ def unpack_whole(packed: bytes) -> tuple[Any, Inbox]:
     inbox.put(ids, (), Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
     inbox.load(1)
     return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers))), inbox
+
+
+# -- parameters that would be two where they arrive: one among a call's arguments, one in the code that the call runs
+
+
+def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) -> None:
+    """Refuse arguments that have a parameter which the code that they are for has, too.
+
+    What travels together keeps its parameters one. Globals, closures of definitions and attributes of classes travel
+    with the script's code, once, and arguments with each call.
+
+    Args:
+        arguments: By name; there are tensors among them of which gradients are computed.
+        code: What they and the code need.
+        what: What they are for, as errors say it.
+
+    Raises:
+        SerializationError: Names the parameter, and where it is on both sides.
+    """
+    bundle = Bundle(Table("is given it"))
+    looking = _Looking(bundle)
+    for need in code:
+        with contextlib.suppress(Exception):  # who sends it says so
+            looking.dump(need.thing if isinstance(need, Definition) else bundle.names_for((need.name,), need.user))
+    there = {id(tensor) for tensor in looking.met}
+    for name, value in arguments.items() if there else ():
+        for tensor in _trained(value):
+            if id(tensor) in there:
+                users = (each for each in bundle.met if any(its is tensor for its in _trained(each[2], Alone())))
+                where, its_name, its_value = next(users)
+                path, other = _path(value, name, tensor), _path(its_value, its_name, tensor, Alone)
+                raise SerializationError(
+                    f"{what}: {path}, an argument's, is the same parameter as {other}, of {where.rstrip(',')}. That "
+                    "travels with the script's code, apart from arguments, so the workers would have two in place of "
+                    "one, and an optimizer of one would never train the other. Give both as arguments, or neither; "
+                    "where its values are enough, give a state_dict()",
+                    argument=name,
+                    path=path,
+                )
+
+
+class _Looking(TensorPickler):
+    """Notes the tensors that it meets of which gradients are computed; their memory is left alone."""
+
+    def __init__(self, bundle: Bundle | None = None) -> None:
+        super().__init__(io.BytesIO(), lambda buffer: None, bundle)
+        self.met: list[torch.Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As the codec's, but for tensors."""
+        if not isinstance(obj, sys.modules["torch"].Tensor):
+            return super().reducer_override(obj)
+        if obj.requires_grad and obj.is_leaf:
+            self.met.append(obj)
+        return dict, ()
+
+
+def _trained(value: Any, bundle: Bundle | None = None) -> list[torch.Tensor]:
+    looking = _Looking(bundle)
+    looking.dump(value)
+    return looking.met
+
+
+def _path(value: Any, name: str, tensor: torch.Tensor, bundle: Callable[[], Bundle | None] = lambda: None) -> str:
+    """Return how a tensor in a value is reached, as a user would write it."""
+
+    def look(part: Any) -> None:
+        if any(each is tensor for each in _trained(part, bundle())):
+            raise LookupError
+
+    path, _, _ = deepest(value, name, LookupError(), look)
+    return re.sub(r"\._(?:parameters|modules)\['([^']*)'\]", r".\1", path)

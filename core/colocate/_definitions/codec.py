@@ -6,6 +6,7 @@ to copy. `unpack` builds tensors and arrays directly on the memory that arrived.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
@@ -61,7 +62,7 @@ def pack(value: Any) -> Packed:
 
 
 def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Content | None = None) -> Pickler:
-    """A pickler for values as they are sent, or for a bundle of definitions."""
+    """Return a pickler for values as they are sent, or for a bundle of definitions."""
     # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
     kind = TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
     return kind(file, buffer_callback, bundle)
@@ -93,19 +94,13 @@ def _copies() -> Copies | None:
 
 
 def _is_plain(value: Any, room: int) -> int:
-    """How much of `room` is left when the value is made of few small builtins, and what is as plain; else negative."""
+    """Return how much of `room` is left when a value is made of few small builtins, and what is as plain; else < 0."""
     kind = type(value)
     if kind in _ATOMS or issubclass(kind, Plain):
         return room - 1
-    if kind is dict:
-        value = (*value, *value.values()) if len(value) <= room else None
-    elif kind is tuple or kind is list:
-        value = value if len(value) <= room else None
-    else:
+    if (kind is not dict and kind is not tuple and kind is not list) or len(value) > room:
         return -1
-    if value is None:
-        return -1
-    for item in value:
+    for item in (*value, *value.values()) if kind is dict else value:
         room = _is_plain(item, room)
         if room < 0:
             return room
@@ -124,7 +119,18 @@ class TensorPickler(Pickler):
             if not is_trained(obj):
                 return _reduce_tensor(obj)
             self.has_trained = True
-            make, args, *rest = _reduce_leaf(obj)
+            # As pickle would; the memory of its data goes the way of other tensors'.
+            parameters = torch.nn.parameter
+            make: Any
+            args: tuple[Any, ...]
+            rest: list[Any] = []
+            if issubclass(kind, parameters.UninitializedTensorMixin):
+                make, args = functools.partial(kind, dtype=obj.data.dtype), (obj.requires_grad,)
+            elif issubclass(kind, parameters.Parameter):
+                make, args, *rest = obj.__reduce_ex__(5)
+            else:
+                make = parameters.Parameter if isinstance(obj, parameters.Parameter) else _requiring_grad
+                args = obj.detach(), obj.requires_grad
             if self.bundle is None:
                 return make, args, *rest
             # What code of the script has of it may travel at different times: a model first, its optimizer later.
@@ -137,38 +143,16 @@ class TensorPickler(Pickler):
 
 @by_type
 def _is_ordinary(kind: type) -> bool:
-    """Whether neither this module nor the pickler has a way of its own for values of this type."""
+    """Return whether neither this module nor the pickler has a way of its own for values of a type."""
     torch = sys.modules["torch"]
     return not (is_special(kind) or issubclass(kind, torch.Tensor) or _is_tensordict(kind))
 
 
 def is_trained(tensor: Any) -> bool:
-    """Whether gradients of a tensor are computed, or may be: it is a parameter, or was made with `requires_grad`."""
+    """Return whether gradients of a tensor are computed, or may be: a parameter's, or of one with `requires_grad`."""
     torch = sys.modules["torch"]
     lazy = torch.nn.parameter.UninitializedTensorMixin
     return isinstance(tensor, (torch.nn.Parameter, lazy)) or (tensor.requires_grad and tensor.is_leaf)
-
-
-def _reduce_leaf(tensor: Any) -> Any:
-    """As pickle would; the memory of its data goes the way of other tensors'."""
-    parameters = sys.modules["torch"].nn.parameter
-    kind: type = type(tensor)
-    if issubclass(kind, parameters.UninitializedTensorMixin):
-        return _uninitialized, (kind, tensor.requires_grad, tensor.data.dtype)
-    if issubclass(kind, parameters.Parameter):
-        return tensor.__reduce_ex__(5)
-    make = _parameter if isinstance(tensor, parameters.Parameter) else _requiring_grad
-    return make, (tensor.detach(), tensor.requires_grad)
-
-
-def _uninitialized(kind: Any, requires_grad: bool, dtype: Any) -> Any:
-    return kind(requires_grad, dtype=dtype)
-
-
-def _parameter(tensor: torch.Tensor, requires_grad: bool) -> Any:
-    import torch
-
-    return torch.nn.Parameter(tensor, requires_grad)
 
 
 def _requiring_grad(tensor: torch.Tensor, requires_grad: bool) -> Any:
@@ -189,11 +173,14 @@ def _reduce_tensor(tensor: Any) -> Any:
     if isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())):
         raise TypeError("this process has only a part of it: send .full_tensor(), or .to_local() for that part alone")
     tensor = tensor.detach()
-    if type(tensor) is not torch.Tensor:
-        tensor = _unwrapped(tensor)
+    # Of the subclasses these only say where memory lies.
+    mapped: Any = getattr(sys.modules.get("tensordict"), "MemoryMappedTensor", ())
+    if isinstance(tensor, mapped):
+        tensor = tensor.as_subclass(torch.Tensor)
     if tensor.layout is torch.jagged:
         return _jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx)
-    if type(tensor) is not torch.Tensor or not _is_dense(tensor):
+    is_dense = not (tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    if type(tensor) is not torch.Tensor or not is_dense:
         return tensor.__reduce_ex__(5)
     if (line := line_of(tensor)) is not None:
         return _strided, (line, tuple(tensor.shape), tensor.stride())
@@ -212,18 +199,6 @@ def _strided(line: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any
     return line.as_strided(shape, strides)
 
 
-def _unwrapped(tensor: Any) -> Any:
-    """A plain tensor for the subclasses that only say where memory lies; any other subclass as it is."""
-    tensordict = sys.modules.get("tensordict")
-    mapped = getattr(tensordict, "MemoryMappedTensor", ())
-    return tensor.as_subclass(sys.modules["torch"].Tensor) if isinstance(tensor, mapped) else tensor
-
-
-def _is_dense(tensor: Any) -> bool:
-    torch = sys.modules["torch"]
-    return not (tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta)
-
-
 def _on_device(tensor: Any) -> bool:
     return not tensor.is_cpu
 
@@ -238,8 +213,7 @@ def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], marked: bool) -> An
         tensor = tensor.view(shape)
     if marked:
         copies = _copies()
-        if copies is not None:
-            return copies.of(tensor)
+        return tensor if copies is None else copies.of(tensor)
     return tensor
 
 

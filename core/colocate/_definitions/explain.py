@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from colocate._definitions.codec import pack
@@ -42,7 +44,7 @@ def explain(value: Any, name: str, error: BaseException) -> SerializationError:
 def deepest(
     value: Any, name: str, error: BaseException, pickle: Callable[[Any], object]
 ) -> tuple[str, Any, BaseException]:
-    """The path, as a user would write or say it, to the deepest thing inside a value that fails; it, and its error.
+    """Return the path, as a user would say it, to the deepest thing inside a value that fails; the thing, its error.
 
     Args:
         value: What has failed.
@@ -54,10 +56,14 @@ def deepest(
     seen: set[int] = set()
     while len(seen) < _DEPTH and id(culprit) not in seen:
         seen.add(id(culprit))
-        found = _first_failing(culprit, pickle)
-        if found is None:
+        for step, part in islice(_parts(culprit), _ITEMS):  # noqa: B007  # what they are at the break
+            try:
+                pickle(part)
+            except Exception as error:
+                cause = error
+                break
+        else:
             break
-        step, part, cause = found
         if isinstance(culprit, types.FunctionType) and not step.startswith("."):
             path, owner = step, f" of {culprit.__name__}"
         else:
@@ -67,7 +73,7 @@ def deepest(
 
 
 def kind_and_cause(culprit: Any, cause: BaseException) -> str:
-    """What can't be pickled, and why."""
+    """Return what can't be pickled, and why, in words."""
     kind = type(culprit)
     article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
     module = _module_of(kind)
@@ -76,7 +82,7 @@ def kind_and_cause(culprit: Any, cause: BaseException) -> str:
 
 
 def advice(culprit: Any, usual: str) -> str:
-    """What to do instead of sending it."""
+    """Return what to do instead of sending something."""
     if _module_of(type(culprit)).partition(".")[0] != "colocate":
         return usual
     return (
@@ -86,64 +92,42 @@ def advice(culprit: Any, usual: str) -> str:
 
 
 def _module_of(kind: type) -> str:
-    """The module of a class, by what Python wrote down of it: a metaclass may have an attribute of that name."""
+    """Return the module of a class, by what Python wrote down of it: a metaclass may have an attribute of that name."""
     module = type.__dict__["__module__"].__get__(kind)
     return module if isinstance(module, str) else "?"
 
 
-def _first_failing(value: Any, pickle: Callable[[Any], object]) -> tuple[str, Any, BaseException] | None:
-    """The first part that can't be pickled itself: how it is reached, the part, and why."""
-    for count, (step, part) in enumerate(_parts(value)):
-        if count == _ITEMS:
-            return None
-        try:
-            pickle(part)
-        except Exception as error:
-            return step, part, error
-    return None
-
-
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What pickling a value pickles, with how the part is reached; what a function closes over, by its name alone."""
+    """Yield what pickling a value pickles, with how that is reached; what a function closes over, by its name alone."""
     if isinstance(value, dict):
         yield from ((f".keys()[{i}]", key) for i, key in enumerate(value))
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.FunctionType):
-        yield from _closed_over(value)
+        with suppress(ValueError):  # a variable that isn't set yet
+            yield from inspect.getclosurevars(value).nonlocals.items()
+            yield ".__defaults__", value.__defaults__
+            yield ".__kwdefaults__", value.__kwdefaults__
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
         yield ".__func__", value.__func__
     elif isinstance(value, type):
         for name, item in vars(value).items():
-            yield from ((f".{name}", part) for part in _of_descriptor(item))
+            parts = [item]
+            if isinstance(item, staticmethod | classmethod):
+                parts = [item.__func__]
+            elif isinstance(item, property):
+                parts = [each for each in (item.fget, item.fset, item.fdel) if each is not None]
+            elif isinstance(item, types.GetSetDescriptorType | types.MemberDescriptorType):
+                parts = []
+            yield from ((f".{name}", part) for part in parts)
     if not isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType):
         yield from _state(value)
 
 
-def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    try:
-        used = inspect.getclosurevars(function)
-    except ValueError:  # A variable that isn't set yet.
-        return
-    yield from used.nonlocals.items()
-    yield ".__defaults__", function.__defaults__
-    yield ".__kwdefaults__", function.__kwdefaults__
-
-
-def _of_descriptor(item: Any) -> Iterator[Any]:
-    """What a class's attribute consists of: itself, or the functions of what Python makes of functions in classes."""
-    if isinstance(item, staticmethod | classmethod):
-        yield item.__func__
-    elif isinstance(item, property):
-        yield from (each for each in (item.fget, item.fset, item.fdel) if each is not None)
-    elif not isinstance(item, types.GetSetDescriptorType | types.MemberDescriptorType):
-        yield item
-
-
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that an object's pickle consists of."""
+    """Yield the attributes that an object's pickle consists of."""
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:

@@ -42,10 +42,6 @@ _ids: dict[int, int] = {}  # by id() of an object, which another one may have by
 _numbers = itertools.count(1)
 _origin = secrets.randbits(_ORIGIN_BITS)
 
-# How this process comes by a definition that it lacks: from a bundle that has come, and a worker asks its driver.
-find_arrived: Callable[[int], Any] | None = None
-find_missing: Callable[[int], None] | None = None
-
 
 def _after_fork() -> None:
     # What the child defines from now on is its own.
@@ -92,24 +88,24 @@ def thing_of(id: int) -> Any:
     return _lasting.get(id) if found is None else found
 
 
+# How this process comes by a definition that it lacks: from a bundle that has come, and a worker asks its driver.
+find_arrived: Callable[[int], Any] = thing_of
+find_missing: Callable[[int], None] | None = None
+
+
 def find(id: int) -> Any:
     """Return what has this id, here or at whoever can be asked.
 
     Raises:
         ColocateError: Nobody knows it any more.
     """
-    found = _here(id)
+    found = find_arrived(id)
     if found is None and find_missing is not None:
         find_missing(id)
-        found = _here(id)
+        found = find_arrived(id)
     if found is None:
         raise ColocateError(
             "a value names a class or function of the script that this process doesn't know (any more): the group "
             "that it came from is closed, or another driver has defined it"
         )
     return found
-
-
-def _here(id: int) -> Any:
-    found = thing_of(id)
-    return find_arrived(id) if found is None and find_arrived is not None else found

@@ -2,25 +2,33 @@
 
 What is known here by its id already is taken as it is and never filled again: a class that comes back is the class that
 was sent, with what became of it meanwhile.
+
+A base that travelled itself has noted its subclasses where they were defined, and brings that along. One that was
+imported here knows of none, so it is told of each that is made here, when that is whole. The options of the class
+statement (`class Grid(Env, id="grid")`) are kept nowhere: who needs some isn't told, and the driver warns of that.
 """
 
 from __future__ import annotations
 
 import abc
+import ast
 import builtins
 import contextlib
 import enum
 import functools
 import importlib
+import inspect
 import sys
+import textwrap
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from colocate._definitions import ids, subclasses
-from colocate._definitions.names import MISSING, is_main, main_module, script_names
+from colocate._definitions import ids
+from colocate._definitions.names import MISSING, is_main, main_module, path_of, script_names
 
 _here = threading.local()  # .making: the bundle that this thread reads
 
@@ -30,11 +38,12 @@ class Making:
 
     Attributes:
         found: By their ids: those that are made, and those that were here already.
+        open: By id(): what has still to be filled; globals on their way, in words.
     """
 
     def __init__(self) -> None:
         self.found: dict[int, Any] = {}
-        self.open: dict[int, Any] = {}  # by id(): what has still to be filled; globals on their way, in words
+        self.open: dict[int, Any] = {}
 
     def __enter__(self) -> Making:
         self._outer = getattr(_here, "making", None)
@@ -51,38 +60,24 @@ class Making:
             self.found[id] = found
         return found
 
-    def make(self, id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Make a definition, unless it exists."""
-        thing = self.existing(id)
-        if thing is None:
-            thing = self.found[id] = maker(*args)
-            self.open[builtins.id(thing)] = thing
-        return thing
-
-    @property
-    def innermost(self) -> Any:
-        """What was being made when that failed."""
-        return next(reversed(self.open.values()), "what was sent with it")
-
-    def fill(self, thing: Any, filler: Callable[[Any, Any], None], state: Any) -> None:
-        """Fill a definition that was made here."""
-        if self.open.get(builtins.id(thing)) is thing:
-            filler(thing, state)
-            del self.open[builtins.id(thing)]
-
 
 def make(id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Make a definition of the bundle that is being read, or return the one that has its id here."""
-    return _here.making.make(id, maker, args)
+    making: Making = _here.making
+    thing = making.existing(id)
+    if thing is None:
+        thing = making.found[id] = maker(*args)
+        making.open[builtins.id(thing)] = thing
+    return thing
 
 
-def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None], Any]) -> None:
+def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None] | None, Any]) -> None:
     """Give a definition what couldn't be there before it was, if it was made just now."""
-    _here.making.fill(thing, *state[1:])
-
-
-def nothing(thing: Any, state: None) -> None:
-    """Fill what is whole when it is made."""
+    _, filler, contents = state
+    if _here.making.open.get(builtins.id(thing)) is thing:
+        if filler is not None:
+            filler(thing, contents)
+        del _here.making.open[builtins.id(thing)]
 
 
 def first(thing: Any, bound: None) -> Any:
@@ -186,43 +181,31 @@ def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: 
         meta: Its metaclass.
         maker: The first of the metaclass's own classes that isn't the user's: the others would want the whole class.
         name: Its name.
-        bases: Its bases.
+        bases: Its bases. They aren't told of it: it isn't whole yet.
         names: What has to be there when it is made.
     """
     namespace = {sys.intern(key): value for key, value in names.items()}
-    with _untold(bases):
-        return maker.__new__(meta, name, bases, namespace)
-
-
-def make_parametrised(origin: Any, args: tuple[Any, ...]) -> Any:
-    """Return the class that a generic class makes for arguments, and makes once."""
-    return origin[args]
-
-
-@contextlib.contextmanager
-def _untold(bases: Sequence[type]) -> Iterator[None]:
-    """A block in which bases aren't told of the subclass that this thread makes, as they are of others.
-
-    It isn't whole yet (see `subclasses`). The standard library's are told, as ever.
-    """
     tellers = (each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each))
     owner = next((each for each in tellers if each is not object), object)
     hook: Any = vars(owner)["__init_subclass__"]
-    module = (getattr(getattr(hook, "__func__", hook), "__module__", None) or "").partition(".")[0]
-    if owner is object or module in sys.stdlib_module_names:
-        yield
-        return
+    if owner is object or _is_of_python(getattr(hook, "__func__", hook)):
+        return maker.__new__(meta, name, bases, namespace)
     here = threading.get_ident()
 
-    def tell(cls: type, /, **options: Any) -> None:
+    def tell(cls: type, /, **options: Any) -> None:  # of others, which other threads define meanwhile
         if threading.get_ident() != here:
             hook.__get__(None, cls)(**options)
 
     type.__setattr__(owner, "__init_subclass__", classmethod(tell))
     try:
-        yield
+        return maker.__new__(meta, name, bases, namespace)
     finally:
         type.__setattr__(owner, "__init_subclass__", hook)
+
+
+def make_parametrised(origin: Any, args: tuple[Any, ...]) -> Any:
+    """Return the class that a generic class makes for arguments, and makes once."""
+    return origin[args]
 
 
 def make_enum(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members: Mapping[str, Any]) -> Any:
@@ -234,7 +217,7 @@ def make_enum(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members:
 
 
 def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping[str, Mapping[str, Any]]]) -> None:
-    """Give a class its methods and attributes, and the members of an enum theirs."""
+    """Give a class its methods and attributes, and the members of an enum theirs; bases hear of it then."""
     names, registered, members = state
     for name, value in names.items():
         type.__setattr__(cls, name, value)
@@ -244,8 +227,68 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         abc.ABCMeta.register(cls, each)
     for name, attributes in members.items():
         cls.__members__[name].__dict__.update(attributes)
-    if not issubclass(cls, enum.Enum):
-        subclasses.tell(cls)
+    if issubclass(cls, enum.Enum) or (found := _hook_for(cls)) is None or not _takes_nothing(found[1]):
+        return
+    before = dict(vars(cls))
+    found[1]()
+    for name, value in before.items():  # what it sets has come with the class, with what became of that since
+        if vars(cls).get(name) is not value:
+            type.__setattr__(cls, name, value)
+
+
+def warn_of_untold(things: Iterable[Any]) -> None:
+    """Warn of classes of which a base in the workers won't hear, or not as it did here."""
+    for cls in things:
+        if not isinstance(cls, type) or (found := _hook_for(cls)) is None:
+            continue
+        owner, hook = found
+        if _takes_nothing(hook) and not _gives_options(cls):
+            continue
+        text = (
+            f"{cls.__qualname__} was defined with options for its base {owner.__module__}.{owner.__qualname__}, and "
+            "these don't travel: the workers' base doesn't hear of the class, or hears of it without them. Define it "
+            "in a module beside the script, which the workers import"
+        )
+        try:
+            file, line = inspect.getsourcefile(cls) or cls.__module__, inspect.getsourcelines(cls)[1]
+        except (OSError, TypeError, SystemError):  # a cell's
+            file, line = cls.__module__, 1
+        warnings.warn_explicit(text, RuntimeWarning, file, line)
+
+
+def _hook_for(cls: type) -> tuple[type, Callable[..., Any]] | None:
+    """Return the nearest base, of those that an import leads to, that wants to hear of subclasses, and its hook.
+
+    The standard library's hear of them in any case.
+    """
+    for base in cls.__mro__[1:]:
+        if (hook := vars(base).get("__init_subclass__")) is not None and (base is object or path_of(base) is not None):
+            return None if _is_of_python(getattr(hook, "__func__", hook)) else (base, hook.__get__(None, cls))
+    return None
+
+
+def _is_of_python(thing: Any) -> bool:
+    return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] in sys.stdlib_module_names
+
+
+def _takes_nothing(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook can do without options."""
+    try:
+        inspect.signature(hook).bind()
+    except TypeError:
+        return False
+    except ValueError:  # it is compiled, and doesn't say
+        pass
+    return True
+
+
+def _gives_options(cls: type) -> bool:
+    """Return whether a class's statement has options, as far as its source can be had."""
+    try:
+        statement = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError, SyntaxError, SystemError):  # the last: Python 3.11's `ast` isn't for several threads
+        return False
+    return isinstance(statement, ast.ClassDef) and any(each.arg != "metaclass" for each in statement.keywords)
 
 
 # -- what else has a name, and exceptions

@@ -24,23 +24,23 @@ MISSING: Final = _Missing()
 
 
 def is_main(name: Any) -> bool:
-    """Whether a module's name is the script's or the notebook's."""
+    """Return whether a module's name is the script's or the notebook's."""
     return name in MAINS
 
 
 def main_module() -> ModuleType | None:
-    """The script or notebook."""
+    """Return the script or notebook."""
     return sys.modules.get("__main__")
 
 
 def script_names() -> dict[str, Any]:
-    """The globals of the script or notebook."""
+    """Return the globals of the script or notebook."""
     main = main_module()
     return {} if main is None else main.__dict__
 
 
 def path_of(thing: Any) -> tuple[str, str] | None:
-    """Module and qualified name of a class or function, where they lead to it in any process that imports it.
+    """Return module and qualified name of a class or function, where they lead to it in any process that imports it.
 
     They don't for what the script or a notebook defines, for what is inside a function, and for what another object
     has taken the name of.
@@ -59,64 +59,51 @@ def path_of(thing: Any) -> tuple[str, str] | None:
 
 
 def can_be_imported(name: str) -> bool:
-    """Whether another process can import a module: it was imported here, not made by code."""
-    if name in MAINS:
-        return False
+    """Return whether another process can import a module: it was imported here, not made by code."""
     # That of torch._C.something, which has no origin of its own, is made by torch.
-    return _has_origin(sys.modules.get(name)) or _has_origin(sys.modules.get(name.partition(".")[0]))
-
-
-def _has_origin(module: ModuleType | None) -> bool:
-    return getattr(module, "__file__", None) is not None or getattr(module, "__spec__", None) is not None
+    modules = [sys.modules.get(each) for each in (name, name.partition(".")[0])]
+    return name not in MAINS and any(
+        getattr(module, attribute, None) is not None for module in modules for attribute in ("__file__", "__spec__")
+    )
 
 
 def is_installed(module: ModuleType) -> bool:
-    """Whether a module lies where distributions are installed, so that a worker has it too."""
+    """Return whether a module lies where distributions are installed, so that a worker has it too."""
     if module.__name__ in MAINS:
         return False
     file = getattr(module, "__file__", None)
     if file is None:
-        return module.__name__ in sys.builtin_module_names or _is_namespace(module)
+        places = getattr(module, "__path__", [""])
+        return module.__name__ in sys.builtin_module_names or all(
+            str(entry).startswith(installed_roots()) for entry in places
+        )
     return is_installed_file(file)
 
 
 @functools.cache
 def is_installed_file(file: str) -> bool:
-    """Whether a file lies where distributions are installed, or is linked to from there (out of a cache, say)."""
+    """Return whether a file lies where distributions are installed, or is linked to from there (out of a cache)."""
     return any(str(path).startswith(installed_roots()) for path in (Path(file).absolute(), Path(file).resolve()))
-
-
-def _is_namespace(module: ModuleType) -> bool:
-    return all(str(entry).startswith(installed_roots()) for entry in getattr(module, "__path__", [""]))
 
 
 @functools.cache
 def installed_roots() -> tuple[str, ...]:
-    """Folders of the standard library and of installed distributions, editable ones included."""
+    """Return the folders of the standard library and of installed distributions, editable ones included."""
     paths = sysconfig.get_paths()
     roots = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    sites = {*site.getsitepackages(), paths["purelib"], *filter(_has_distributions, sys.path)}
+    # Distributions may be in PYTHONPATH, or of an environment below: workers have what is on the driver's path. The
+    # metadata of an editable one, in its project, are no `.dist-info`.
+    more = [entry for entry in sys.path if entry and any(Path(entry).glob("*.dist-info"))]
+    sites = {*site.getsitepackages(), paths["purelib"], *more}
     if site.ENABLE_USER_SITE:
         sites.add(site.getusersitepackages())
     for folder in map(Path, sites):
         if folder.is_dir():
             roots.add(str(folder))
             for link in folder.glob("*.pth"):
-                roots.update(str(folder / line) for line in link.read_text().splitlines() if _is_path(line))
+                lines = (line for line in link.read_text().splitlines() if line.strip())
+                roots.update(str(folder / line) for line in lines if not line.startswith(("#", "import ", "import\t")))
     # Nor are the script's own folder and the current one, even if such a link names them.
     script = Path(sys.path[0]).resolve() if sys.path and sys.path[0] else None
     found = [Path(root) for root in roots if Path(root).resolve() != script]
     return tuple({f"{each}/" for root in found for each in (root.absolute(), root.resolve())})
-
-
-def _has_distributions(entry: str) -> bool:
-    """Whether distributions are installed in a folder: one in PYTHONPATH, or of an environment below this one.
-
-    Workers have what is on the driver's path. The metadata of an editable one, in its project, are no `.dist-info`.
-    """
-    return bool(entry) and any(Path(entry).glob("*.dist-info"))
-
-
-def _is_path(line: str) -> bool:
-    """Whether a line of a .pth file names a folder."""
-    return bool(line.strip()) and not line.startswith(("#", "import ", "import\t"))

@@ -35,7 +35,7 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it is, all together."""
+        """How many bytes it has, all together."""
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> Any:
@@ -43,12 +43,12 @@ class Packed(NamedTuple):
         return Packed, (self.data, self.buffers)
 
     def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
-        """One of several values that were put together: its pickle's place, and which buffers are its."""
+        """Return one of several values that were put together: its pickle's place, and which buffers are its."""
         # What the whole needs, each does: within one process nobody else holds it when the whole is gone.
         return Packed(self.data[start:end], tuple(self.buffers[place] for place in places), self.needs)
 
     def copy(self) -> Packed:
-        """The same in memory of its own, as after a transport."""
+        """Return the same in memory of its own, as after a transport."""
         return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers), self.needs)
 
 
@@ -60,21 +60,21 @@ class Lost(Packed):
     @classmethod
     def of(cls, error: OSError) -> Lost:
         """Make one, given what is lacking."""
-        return cls(pickle.dumps(_Lacking(error)))
+        number, text = error.errno, error.strerror or str(error)
+        return cls(pickle.dumps(_Lacking((_raise, (number, text)))))
 
     def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
-        """None of several values has arrived."""
+        """Return this: none of several values has arrived."""
         return self
 
 
-class _Lacking:
-    """Is pickled as a call that raises."""
+class _Lacking(tuple[Any, ...]):
+    """Is pickled as the call that it has, which raises."""
 
-    def __init__(self, error: OSError) -> None:
-        self._error = error
+    __slots__ = ()
 
     def __reduce__(self) -> Any:
-        return _raise, (self._error.errno, self._error.strerror or str(self._error))
+        return tuple(self)
 
 
 def _raise(number: int | None, text: str) -> NoReturn:

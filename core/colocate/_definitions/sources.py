@@ -1,22 +1,29 @@
-"""Modules beside the script, as their source: what the driver answers when a worker imports something."""
+"""Modules beside the script: the source that workers are answered with, and whether the driver's still say the same."""
 
 from __future__ import annotations
 
+import ast
 import dis
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import attrs
 
-from colocate._definitions.names import MAINS, is_installed_file
+from colocate._definitions.names import MAINS, MISSING, is_installed, is_installed_file, is_main, main_module
+from colocate.errors import ColocateError
 
 LIMIT_BYTES = 32 << 20
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @attrs.frozen
@@ -42,17 +49,13 @@ class Refused:
 
 
 def is_shipped_with_python(name: str) -> bool:
-    """Whether every worker has a module of its own by that name: the standard library's, and colocate's."""
+    """Return whether every worker has a module of its own by a name: the standard library's, and colocate's."""
     top = name.partition(".")[0]
     return top in sys.stdlib_module_names or top == "colocate" or top in MAINS
 
 
 def shadowing() -> dict[str, tuple[str, str]]:
-    """The modules that this process has imported in place of the standard library's: a `profile.py` of the script's.
-
-    Returns:
-        By name: the file, and the digest of its content.
-    """
+    """Return file and digest of modules that this process has in place of the standard library's: a `profile.py`."""
     names = [name for name in sys.stdlib_module_names if name not in MAINS and _shadows(name)]
     return contents({name: found for name in names if (found := look_up(name)) is not None})
 
@@ -63,7 +66,7 @@ def _shadows(name: str) -> bool:
 
 
 def answer(name: str) -> Mapping[str, Source | Refused]:
-    """What a worker gets that imports a module: its source, and that of all it will import in turn.
+    """Return what a worker gets that imports a module: its source, and that of all it will import in turn.
 
     Returns:
         By name; empty when it isn't the driver's to give: it is installed, or isn't there.
@@ -83,32 +86,49 @@ def answer(name: str) -> Mapping[str, Source | Refused]:
             if size > LIMIT_BYTES:
                 source = Refused(f"it and what it imports have more than {LIMIT_BYTES >> 20} MiB of source")
             else:
-                todo += imported_by(each, source)
+                todo += _imported_by(each, source)
         found[each] = source
     return found if name in found else {}
 
 
 def look_up(name: str) -> Source | Refused | None:
-    """A module of the driver's that isn't installed; None where there is none."""
+    """Return a module of the driver's that isn't installed; None where there is none."""
     module = sys.modules.get(name)
     spec = _spec_of(name, module)
     file: str | None = getattr(module, "__file__", None) or (
         spec.origin if spec is not None and spec.has_location else None
     )
-    if file is None:
-        return _package_without_file(name, module, spec)
+    places = getattr(module, "__path__", None) or (spec.submodule_search_locations if spec is not None else None)
+    if file is None:  # a folder without an __init__.py, or a module that only stands above others
+        if spec is not None and spec.origin in ("built-in", "frozen"):
+            return None
+        if places is None:
+            stands_above = module is not None and any(other.startswith(f"{name}.") for other in list(sys.modules))
+        else:
+            stands_above = not all(is_installed_file(f"{place}/") for place in places)
+        return Source(b"", None, True) if stands_above else None
     if is_installed_file(file):
         return None
-    package = hasattr(module, "__path__") or bool(spec is not None and spec.submodule_search_locations is not None)
-    text = _text(name, file, spec) if module is None or spec is None else _text_of_import(name, file, spec)
-    if text is not None:
-        return Source(text, file, package)
-    if file.endswith(".py"):
-        return Refused(f"the driver has imported it from {file}, which can't be read any more: put the file back")
-    return Refused(
-        f"the driver has it from {file}, which isn't Python source, and only source travels to the workers: install "
-        "it where they run"
-    )
+    known = _texts.get(name) if module is not None else None
+    text = known[1] if known is not None and known[0] is spec else _text(name, file, spec)
+    if text is None:
+        if file.endswith(".py"):
+            return Refused(f"the driver has imported it from {file}, which can't be read any more: put the file back")
+        return Refused(
+            f"the driver has it from {file}, which isn't Python source, and only source travels to the workers: "
+            "install it where they run"
+        )
+    if module is not None and spec is not None:
+        _texts[name] = spec, text
+    return Source(text, file, places is not None)
+
+
+_texts: dict[str, tuple[ModuleSpec, bytes]] = {}
+"""What each imported module said when it was first asked for, by name, and the import that it belongs to.
+
+Whatever was edited since, the workers of a restart get what the others have, as the driver goes on with what it has.
+A reload is another import, with a spec of its own.
+"""
 
 
 def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
@@ -124,51 +144,17 @@ def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
             return None
     for finder in list(sys.meta_path):
         find = getattr(finder, "find_spec", None)
-        try:
+        with suppress(KeyError):  # a folder without an __init__.py is found only where what is above it is imported
             spec: ModuleSpec | None = find(name, path, None) if find is not None else None
-        except KeyError:  # a folder without an __init__.py is found only where what is above it is imported
-            continue
-        if spec is not None:
-            return spec
+            if spec is not None:
+                return spec
     return None
-
-
-def _package_without_file(name: str, module: ModuleType | None, spec: ModuleSpec | None) -> Source | None:
-    """A folder without an __init__.py, or a module that only stands above others."""
-    if spec is not None and spec.origin in ("built-in", "frozen"):
-        return None
-    places = getattr(module, "__path__", None) or (spec.submodule_search_locations if spec is not None else None)
-    if places is None:
-        above_others = module is not None and any(other.startswith(f"{name}.") for other in list(sys.modules))
-        return Source(b"", None, True) if above_others else None
-    return None if all(is_installed_file(f"{place}/") for place in places) else Source(b"", None, True)
-
-
-_texts: dict[str, tuple[ModuleSpec, bytes]] = {}
-"""What each imported module said when it was first asked for, by name, and the import that it belongs to."""
-
-
-def _text_of_import(name: str, file: str, spec: ModuleSpec) -> bytes | None:
-    """The source that the workers have of a module that the driver has imported.
-
-    It is read once for each import: whatever was edited since, the workers of a restart get what the others have got,
-    as the driver goes on with what it has. A reload is another import, with a spec of its own.
-    """
-    known = _texts.get(name)
-    if known is not None and known[0] is spec:
-        return known[1]
-    text = _text(name, file, spec)
-    if text is not None:
-        _texts[name] = spec, text
-    return text
 
 
 def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
     if file.endswith(".py"):
-        try:
+        with suppress(OSError):  # in an archive, say
             return Path(file).read_bytes()
-        except OSError:
-            pass  # in an archive, say
     read = getattr(spec.loader if spec is not None else None, "get_source", None)
     try:
         text: str | None = read(name) if read is not None else None
@@ -177,46 +163,50 @@ def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
     return None if text is None else text.encode()
 
 
-def imported_by(name: str, source: Source) -> list[str]:
-    """The modules that a source names in its imports, wherever they stand in it."""
+def _imported_by(name: str, source: Source) -> list[str]:
+    """Return the modules that a source names in its imports, wherever they stand in it, each behind those above it."""
     try:
         # Not by `ast`: on Python 3.11 it fails when several threads use it at once, whichever of them.
         code = compile(source.text, name, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):  # the import will say
         return []
     package = name if source.package else name.rpartition(".")[0]
-    return list(dict.fromkeys(above for found in imports(code, package) for above in _with_parents(found)))
+    found: dict[str, None] = {}
+    for each in _imports(code, package):
+        parts = each.split(".")
+        found |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
+    return list(found)
 
 
-def imports(code: CodeType, package: str) -> Iterator[str]:
-    """The modules that code names in its imports; those that are names in a module, too."""
-    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-    for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
-        if step.opname != "IMPORT_NAME":
-            continue
-        try:
-            base = importlib.util.resolve_name("." * level.argval + step.argval, package or None)
-        except ImportError:  # it goes above its package
-            continue
-        yield base
-        yield from (f"{base}.{each}" for each in names.argval or () if each != "*")
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from imports(inner, package)
+def _imports(code: CodeType, package: str) -> Iterator[str]:
+    """Yield the modules that code names in its imports; those that are names in a module, too."""
+    for each in _with_inner(code):
+        steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
+        for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname == "IMPORT_NAME":
+                with suppress(ImportError):  # it goes above its package
+                    base = importlib.util.resolve_name("." * level.argval + step.argval, package or None)
+                    yield base
+                    yield from (f"{base}.{name}" for name in names.argval or () if name != "*")
 
 
-def _with_parents(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _with_inner(const)
+
+
+# -- whether two sides have the same
 
 
 def digest(text: bytes) -> str:
-    """What tells contents apart."""
+    """Return what tells contents apart."""
     return hashlib.sha256(text).hexdigest()
 
 
 def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]]:
-    """File and digest of each module that travels, by name."""
+    """Return file and digest of each module that travels, by name."""
     return {
         name: (each.file, digest(each.text))
         for name, each in found.items()
@@ -225,23 +215,212 @@ def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]
 
 
 def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
-    """What is wrong with modules that a worker has imported already, if the driver has others of their names.
+    """Return what is wrong with modules that a worker has imported already, if the driver has others of their names.
 
     Args:
         there: By name: the file in the worker, and the digest of its content.
     """
     for name, (file, content) in there.items():
-        if name not in sys.modules:
-            continue
-        here = look_up(name)
-        if isinstance(here, Source) and here.file is not None and digest(here.text) != content:
-            return in_the_way(name, here.file, file)
+        if name in sys.modules and (here := _other_file(name, content)) is not None:
+            return in_the_way(name, here, file)
     return None
 
 
+def _other_file(name: str, content: str) -> str | None:
+    """Return the driver's file of a module, if it says something else than a digest."""
+    here = look_up(name)
+    return here.file if isinstance(here, Source) and here.file is not None and digest(here.text) != content else None
+
+
 def in_the_way(name: str, here: str, there: str) -> str:
-    """What is said of the driver's file and the one that the worker has imported in its place."""
+    """Return what is said of the driver's file and the one that the worker has imported in its place."""
     return (
         f"module {name!r} of the driver ({here}) has other content than the one that the worker has imported already "
         f"({there}): rename one of them"
     )
+
+
+class Given:
+    """What the workers of one group have got of the driver's modules.
+
+    The driver may import such a module later, or once more: either makes it news, which calls look at once.
+
+    Attributes:
+        contents: File and digest of each, by name.
+        news: What the driver has begun to import since anybody looked: its own and others.
+    """
+
+    def __init__(self, group: str, of_another: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """Make it.
+
+        Args:
+            group: The group.
+            of_another: What the workers have got from a driver before this one.
+
+        Raises:
+            ColocateError: One of these is another one here.
+        """
+        self._group = group
+        self._others = frozenset(of_another or ())
+        self.contents: dict[str, tuple[str, str]] = {}
+        self._seen: dict[str, Any] = {}  # the specs
+        self.news: set[str] = set()
+        _all[id(self)] = self
+        if sys.meta_path[0] is not _IMPORTS:
+            sys.meta_path[:] = [_IMPORTS, *(each for each in sys.meta_path if each is not _IMPORTS)]
+        if of_another:
+            if (why := other_content(of_another)) is not None:
+                raise ColocateError(f"group {group!r} can't be taken up here: {why}")
+            self.add(of_another)
+
+    def add(self, found: Mapping[str, tuple[str, str]]) -> None:
+        """Note what the workers get; of what they have already they keep what that says."""
+        for name, content in found.items():
+            if self.contents.setdefault(name, content) is content:
+                self._seen[name] = _spec(name)
+
+    def compare(self, line: tuple[str, int]) -> None:
+        """Look for modules that the driver has imported, or imported anew, since the workers have got them.
+
+        Args:
+            line: The user's, where a warning of what this driver itself has changed belongs.
+
+        Raises:
+            ColocateError: As `refuse_late`.
+        """
+        self.refuse_late()
+        for name in list(self.news):  # several threads may look at once
+            self.news.discard(name)
+            spec = _spec(name)
+            if name not in self.contents or spec is self._seen[name]:
+                continue
+            self._seen[name] = spec  # it is told once
+            if spec is not None and (file := _other_file(name, self.contents[name][1])) is not None:
+                text = (
+                    f"the driver has imported module {name!r} anew ({file}), with other content than the workers of "
+                    f"group {self._group!r} have of it. They keep theirs: spawn the group anew"
+                )
+                warnings.warn_explicit(text, RuntimeWarning, *line)
+
+    def refuse_late(self) -> None:
+        """Look for modules that this driver has imported late, and the workers have from a driver before it.
+
+        Raises:
+            ColocateError: One has other content there.
+        """
+        for name in self.news & self._others:
+            if self._seen[name] is None and (spec := _spec(name)) is not None:
+                if (file := _other_file(name, self.contents[name][1])) is not None:
+                    why = in_the_way(name, file, self.contents[name][0])
+                    raise ColocateError(f"group {self._group!r} can't be used here: {why}")
+                self._seen[name] = spec
+
+
+class _Imports:
+    """Stands first among what finds modules, finds none, and tells all who have given some what is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Note a name."""
+        for reference in _all.valuerefs():
+            if (given := reference()) is not None:
+                given.news.add(name)
+
+
+_all: weakref.WeakValueDictionary[int, Given] = weakref.WeakValueDictionary()
+_IMPORTS: Any = _Imports()
+
+
+def _spec(name: str) -> Any:
+    return getattr(sys.modules.get(name), "__spec__", None)
+
+
+# -- names that the driver has set after the import, of which the workers don't hear
+
+
+def rebound(classes: Iterable[type]) -> list[str]:
+    """Return, in words, the names that code of some roles uses and that the driver has set since it imported them.
+
+    Looked at are names that a module's source binds once: to a plain value, or as a function or class.
+    """
+    trees: dict[str, ast.Module] = {}
+    used: set[str] = set()
+    for cls in classes:
+        functions = [getattr(value, "__wrapped__", value) for value in vars(cls).values()]
+        codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
+        used.update(name for code in codes for inner in _with_inner(code) for name in inner.co_names)
+        for root in _roots(cls, codes):
+            if root not in trees:
+                for name, source in answer(root).items():
+                    if isinstance(source, Source) and name in sys.modules:
+                        with suppress(SyntaxError, ValueError):  # it has changed since its import: the workers will say
+                            trees[name] = ast.parse(source.text)
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            used.update(alias.name for alias in node.names)
+    return [text for module, tree in trees.items() for name, text in _changed(module, tree) if name in used]
+
+
+def _roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
+    """Yield the modules that the workers import for a role: its own; for one of the script those that this names."""
+    if not is_main(cls.__module__):
+        yield cls.__module__
+    elif (main := main_module()) is not None:
+        modules = [value for value in list(vars(main).values()) if isinstance(value, ModuleType)]
+        for name in [each.__name__ for each in modules if not is_installed(each)]:
+            if not is_shipped_with_python(name):
+                yield name
+                yield from (below for below in list(sys.modules) if below.startswith(f"{name}."))
+        for code in codes:
+            yield from _imports(code, str(main.__dict__.get("__package__") or ""))
+
+
+def _changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names that aren't what their module's source says, each with what is told of it."""
+    bound: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            bound.update(node.names * 2)  # the module's own code sets it, at some time
+    for top in tree.body:
+        is_definition = isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for node in [top] if is_definition else ast.walk(top):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                bound[node.name] += 1
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound[node.id] += 1
+    for top in tree.body:
+        for name, says in _says(top):
+            now = vars(sys.modules[module]).get(name, MISSING)
+            if isinstance(says, ast.stmt):
+                is_so = getattr(now, "__module__", None) == module and getattr(now, "__qualname__", None) == name
+            else:
+                is_so = type(says) is type(now) and (says == now or says != says)
+            if not is_so and bound[name] == 1:
+                yield name, f"{module}.{name} is {_words(now)} now, and {_words(says)} where the module is imported"
+
+
+def _says(node: ast.stmt) -> Iterator[tuple[str, Any]]:
+    """Yield what a statement at the top of a module binds: a plain value, or the statement that defines it."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
+        yield node.name, node
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        with suppress(ValueError):  # it isn't a literal
+            plain = ast.literal_eval(node.value)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if type(plain) in _PLAIN:
+                yield from [(target.id, plain) for target in targets if isinstance(target, ast.Name)]
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, ast.stmt):
+        return f"what line {value.lineno} defines"
+    if value is MISSING:
+        return "deleted"
+    if type(value) in _PLAIN:
+        text = repr(value)
+        return text if len(text) < 60 else f"{text[:60]}..."
+    kind = type(value)
+    return f"a {kind.__module__}.{kind.__qualname__}"

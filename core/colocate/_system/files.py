@@ -113,8 +113,12 @@ def _tidy(final: Path) -> None:
     """See to what writers of this name have left that were killed."""
     with nobody_renames(final):
         _settle(final)
-        for left in _parts_of_the_dead(final):
-            _remove(left)
+        written = re.compile(re.escape(_beside(".part-", final, "-").name) + r"(\d+)-\d+x?(?:@(.*))?")
+        for path in list(final.parent.iterdir()):
+            left = written.fullmatch(path.name)
+            # Whether those of other machines run isn't known here: theirs stay.
+            if left and left[2] in (None, socket.gethostname()) and not psutil.pid_exists(int(left[1])):
+                _remove(path)
 
 
 def _settle(final: Path) -> None:
@@ -125,15 +129,6 @@ def _settle(final: Path) -> None:
             _remove(old)
         else:
             old.rename(final)
-
-
-def _parts_of_the_dead(final: Path) -> Iterator[Path]:
-    """Whether those of other machines run isn't known here: theirs stay."""
-    written = re.compile(re.escape(_beside(".part-", final, "-").name) + r"(\d+)-\d+x?(?:@(.*))?")
-    for path in final.parent.iterdir():
-        left = written.fullmatch(path.name)
-        if left and left[2] in (None, socket.gethostname()) and not psutil.pid_exists(int(left[1])):
-            yield path
 
 
 def _beside(prefix: str, final: Path, suffix: str = "") -> Path:

@@ -191,7 +191,12 @@ class JobThread:
     def _due(self) -> Callable[[], object] | None:
         """A timer's job that is due."""
         while True:
-            self._drop_cancelled()
+            if len(self._timers) > self._swept:  # cancelled ones needn't stay until they are due
+                self._timers = [entry for entry in self._timers if entry[2].job is not None]
+                heapq.heapify(self._timers)
+                self._swept = max(_SWEEP, 2 * len(self._timers))
+            while self._timers and self._timers[0][2].job is None:
+                heapq.heappop(self._timers)
             # First this, then the look at what is coming: whoever adds a timer does so before looking at this.
             self._looks_at = self._timers[0][0] if self._timers else math.inf
             if not self._coming:
@@ -205,15 +210,6 @@ class JobThread:
             return None
         timer = heapq.heappop(self._timers)[2]
         return timer.job  # None when it was cancelled just now: the thread looks again
-
-    def _drop_cancelled(self) -> None:
-        """Cancelled timers needn't stay until they are due."""
-        if len(self._timers) > self._swept:
-            self._timers = [entry for entry in self._timers if entry[2].job is not None]
-            heapq.heapify(self._timers)
-            self._swept = max(_SWEEP, 2 * len(self._timers))
-        while self._timers and self._timers[0][2].job is None:
-            heapq.heappop(self._timers)
 
 
 def message_of(error: BaseException) -> str:

@@ -123,15 +123,6 @@ def spill_problem(value: Any) -> str | None:
     return f"must be an absolute path, since it is one on the workers' machines, not {value!r}"
 
 
-def spill_directories(wanted: str | None) -> list[str]:
-    """The folders in which memory may be put away, the first that does: the one that was named, or the usual ones."""
-    if wanted is not None:
-        return [wanted]
-    # Not `tempfile.gettempdir()`, which writes a file there to see whether it may: who is killed then leaves that.
-    named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
-    return list(dict.fromkeys([*named, "/tmp", "/var/tmp", os.getcwd()]))
-
-
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
@@ -164,8 +155,11 @@ class SpillFile:
         Raises:
             ValueError: There is none.
         """
+        # Not `tempfile.gettempdir()`, which writes a file there to see whether it may: who is killed then leaves that.
+        named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+        usual = dict.fromkeys([*named, "/tmp", "/var/tmp", os.getcwd()])
         reasons = []
-        for directory in spill_directories(wanted):
+        for directory in usual if wanted is None else [wanted]:
             try:
                 return cls(Path(directory))
             except (OSError, ValueError) as error:

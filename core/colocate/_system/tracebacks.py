@@ -188,14 +188,10 @@ def is_of_handler(error: BaseException) -> bool:
     """Whether a handler of a signal has raised it, which can be anywhere on the main thread: it isn't the value's."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
+    handlers: set[CodeType | None] = set()
+    for number in signal.valid_signals():
+        if callable(handler := signal.getsignal(number)):  # otherwise it is the default, or none
+            handler = getattr(handler, "func", handler)  # of a partial
+            code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+            handlers.add(code)  # of a function, of a method, or of an object's `__call__`
     return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
-
-
-def _code(handler: Any) -> CodeType | None:
-    """What runs when a handler is called: that of a function, of a method, or of an object's `__call__`."""
-    if not callable(handler):  # the default, or none
-        return None
-    handler = getattr(handler, "func", handler)  # of a partial
-    code: CodeType | None = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
-    return code

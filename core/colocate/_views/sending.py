@@ -20,7 +20,7 @@ from colocate._calls.pending import PendingCall, Unsent
 from colocate._calls.records import Ended
 from colocate._crew.crew import Crew
 from colocate._crew.sleepers import Mark, Slept
-from colocate._definitions.apart import refuse_apart
+from colocate._definitions.bundles import refuse_apart
 from colocate._definitions.codec import pack
 from colocate._definitions.packed import packed_bytes
 from colocate._kept import Consumer, Hold, Kept, KeptResident, Reference

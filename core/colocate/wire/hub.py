@@ -1,10 +1,13 @@
-"""A hub: one thread that does the input and output of any number of lanes."""
+"""A hub: one thread that does the input and output of any number of lanes, and lets others in at listeners."""
 
 from __future__ import annotations
 
 import errno
 import heapq
 import itertools
+import random
+import resource
+import secrets
 import select
 import socket
 import threading
@@ -13,18 +16,36 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from colocate._system.jobs import error_text, report_exception
+from colocate._system.limits import HANDSHAKE_S
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
 from colocate.wire.framing import SCRATCH_BYTES
-from colocate.wire.hello import tune
+from colocate.wire.hello import Hello, is_own_user, tune
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
-from colocate.wire.listener import Listener
-from colocate.wire.tls import secured
+from colocate.wire.tls import Tls, encrypted, secured
 
+if TYPE_CHECKING:
+    import ssl
+
+Kind: TypeAlias = Literal["unix", "tcp"]
+
+LOOPBACK = "127.0.0.1"
 _EVENTS = 256
 _LOOKS_EVERY_S = 3600.0  # epoll takes no month
+# What waits for its turn when many workers dial at once.
+_BACKLOG = 1024
+# So many strangers are heard at the same time, unless that is too many for the descriptors of this process. Whoever
+# comes then takes the place of any of them: who says nothing is displaced in the end, who knows the key comes again.
+_MOST_STRANGERS = 512
+_ACCEPTS = 16
+# How long a listener pauses when the process has no free descriptor.
+_PAUSE_S = 0.1
+# What `accept` says when its process, or the machine, is full.
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Hub:
@@ -65,7 +86,7 @@ class Hub:
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self.is_closing = False  # it serves nothing new
         self._ending = False
         self._ended = threading.Event()
         track(self)
@@ -111,10 +132,10 @@ class Hub:
             key: The secret that both sides know.
             on_accept: Gets each authenticated connection, and owns it.
         """
-        listener.begin(self, key, on_accept)
+        listener._hub, listener._key, listener._on_accept = self, key, on_accept
         with self._lock:
             self._listeners.append(listener)
-            self._register(listener.fileno(), listener.on_events)
+            self._register(listener.fileno(), listener._on_events)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back whenever a descriptor is readable (a log pipe, a pidfd); it stays the caller's.
@@ -131,8 +152,7 @@ class Hub:
                 self.unwatch(fd)
                 report_exception()
 
-        with self._lock:
-            self._register(fd, on_events)
+        self.serve(fd, on_events)
 
     def unwatch(self, fd: int) -> None:
         """Watch no longer; from another thread, a callback may still be under way. Before closing the descriptor."""
@@ -143,7 +163,7 @@ class Hub:
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Run an action on the hub's thread after some time; from any thread. Dropped when the hub is closed."""
         with self._lock:
-            if self._stopping:
+            if self.is_closing:
                 return
             self._start()
             heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
@@ -170,7 +190,7 @@ class Hub:
             Whether everything is closed.
         """
         with self._lock:
-            self._stopping = True
+            self.is_closing = True
             thread = self._thread
             if not self._ended.is_set():
                 self._wake()
@@ -186,7 +206,7 @@ class Hub:
         """In a forked child: close what was inherited; the parent's connections stay as they are."""
         ended, self._ended = self._ended.is_set(), threading.Event()
         self._ended.set()  # before anything that may fail: whoever closes it here mustn't wait for the parent's thread
-        self._stopping = self._ending = True
+        self.is_closing = self._ending = True
         self._lock = threading.Lock()
         if not ended:
             # Not unregister: the child's epoll is the parent's.
@@ -196,12 +216,7 @@ class Hub:
             for lane in list(self._lanes.values()):
                 lane._forget_fork()
 
-    # For lanes and listeners:
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether it serves nothing new."""
-        return self._stopping
+    # -- for lanes and listeners
 
     def serve(self, fd: int, handler: Callable[[int], None]) -> None:
         """Call back with the events of this descriptor from now on.
@@ -229,7 +244,7 @@ class Hub:
 
     def _register(self, fd: int, handler: Callable[[int], None]) -> None:
         """With the lock held."""
-        if self._stopping:
+        if self.is_closing:
             raise ClosedError(f"hub {self.name!r} is closed: it serves nothing any more")
         self._start()
         self._epoll.register(fd, select.EPOLLIN)
@@ -244,7 +259,7 @@ class Hub:
 
     def _serve(self) -> None:
         try:
-            while not self._stopping:
+            while not self.is_closing:
                 for fd, events in self._epoll.poll(self._patience(), _EVENTS):
                     # An earlier callback of this round may have dropped it.
                     if (handler := self._handlers.get(fd)) is not None:
@@ -261,17 +276,14 @@ class Hub:
             self._end()
 
     def _patience(self) -> float:
-        """Run what is due; how long until the next is."""
+        """Run what is due; return how long until the next is."""
         while self._timers:
             with self._lock:
                 left = self._timers[0][0] - time.monotonic()
                 if left > 0:
                     return min(left, _LOOKS_EVERY_S)
                 action = heapq.heappop(self._timers)[2]
-            try:
-                action()
-            except Exception:
-                report_exception()
+            _try(action)
         return -1
 
     def _wake(self) -> None:
@@ -286,12 +298,12 @@ class Hub:
 
     def _end(self, reason: str = "the hub was closed") -> None:
         with self._lock:
-            self._stopping = True
+            self.is_closing = True
             if self._ending:
                 return
             self._ending = True
         for listener in self._listeners:
-            _try(listener.end)
+            _try(listener._end)
         for lane in list(self._lanes.values()):
             _try(partial(lane._finish, reason))
         with self._lock:
@@ -308,3 +320,233 @@ def _try(job: Callable[[], object]) -> None:
         job()
     except Exception:
         report_exception()
+
+
+class Listener:
+    """A listening socket, with the connections to it that are still proving who they are; `Hub.listen` serves it.
+
+    Attributes:
+        address: What others pass to `connect`.
+    """
+
+    _hub: Hub
+    _key: bytes
+    _on_accept: Callable[[socket.socket], None]
+
+    def __init__(self, sock: socket.socket, address: str, context: ssl.SSLContext | None = None) -> None:
+        self._sock = sock
+        self._context = context
+        self.address = address
+        self._strangers: dict[int, Hello] = {}  # by descriptor, the oldest first
+        self._most = min(_MOST_STRANGERS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._sweeping = False
+
+    def fileno(self) -> int:
+        """Return the descriptor; -1 when closed."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Stop listening; the address is gone."""
+        self._sock.close()
+
+    def _end(self) -> None:
+        """Close the socket, and what hasn't become a connection."""
+        for hello in list(self._strangers.values()):
+            self._drop(hello)
+        if self._sock.fileno() >= 0:
+            self._hub.drop(self._sock)
+        self.close()
+
+    def _on_events(self, events: int) -> None:
+        """Let in who has come."""
+        if events & select.EPOLLHUP:  # it was shut down from outside: who dials is refused from now on
+            self._end()
+            return
+        for _ in range(_ACCEPTS):
+            try:
+                sock = track_socket(self._sock.accept()[0])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    continue  # That connection has gone again.
+                if self._strangers:
+                    self._displace()
+                else:  # those that dial wait a moment
+                    self._hub.look_for(self._sock, 0)
+                    self._hub.later(_PAUSE_S, self._resume)
+                return
+            if not is_own_user(sock):
+                sock.close()
+                continue
+            if len(self._strangers) >= self._most:
+                self._displace()
+            try:
+                sock.setblocking(False)
+                tune(sock)
+                if self._context is not None:
+                    sock = encrypted(sock, self._context, server=True)
+                hello = Hello(sock, self._key)
+                self._hub.serve(sock.fileno(), partial(self._advance, hello))
+            except (OSError, ValueError, ClosedError):  # it has gone, or the hub is being closed
+                sock.close()
+                continue
+            self._strangers[sock.fileno()] = hello
+            if not self._sweeping:
+                self._sweep()
+            self._advance(hello)
+
+    def _resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._hub.look_for(self._sock, select.EPOLLIN)
+
+    def _advance(self, hello: Hello, _events: int = 0) -> None:
+        try:
+            hello.advance()
+        except BlockingIOError:
+            if (through := secured(hello.sock)) is not None:
+                self._hub.look_for(hello.sock, select.EPOLLOUT if through.wants_write else select.EPOLLIN)
+            return
+        except OSError:
+            self._drop(hello)
+            return
+        del self._strangers[hello.sock.fileno()]
+        self._hub.drop(hello.sock)
+        try:
+            self._on_accept(hello.sock)
+        except Exception:
+            hello.sock.close()
+            if not self._hub.is_closing:  # nothing is attached to a hub that is being closed
+                report_exception()
+
+    def _drop(self, hello: Hello) -> None:
+        if self._strangers.get(hello.sock.fileno()) is hello:  # it hasn't become a connection
+            del self._strangers[hello.sock.fileno()]
+            self._hub.drop(hello.sock)
+            hello.sock.close()
+
+    def _displace(self) -> None:
+        """Drop a stranger, any: the oldest may be one that is far away."""
+        place = random.randrange(len(self._strangers))
+        self._drop(next(islice(self._strangers.values(), place, None)))
+
+    def _sweep(self) -> None:
+        """Drop those that have been silent too long; come back while there are others."""
+        oldest_allowed = time.monotonic() - HANDSHAKE_S
+        for hello in list(self._strangers.values()):
+            if hello.since > oldest_allowed:
+                break
+            self._drop(hello)
+        self._sweeping = bool(self._strangers)
+        if self._sweeping:
+            self._hub.later(HANDSHAKE_S / 4, self._sweep)
+
+
+def listen_widely(
+    host: str | None,
+    tls: Tls | None = None,
+    *,
+    bind: str | None = None,
+    ports: tuple[int, int] | None = None,
+    what: str = "a listener",
+) -> list[Listener]:
+    """Open what others on this machine reach and, with a host, what those on other machines do.
+
+    Args:
+        host: The address of this machine under which others reach it.
+        tls: What the connections from other machines are encrypted with.
+        bind: See `listen`.
+        ports: See `listen`.
+        what: See `listen`.
+
+    Returns:
+        The listeners; an address for all of them is theirs, joined by commas.
+
+    Raises:
+        OSError: See `listen`; nothing is left open.
+    """
+    # First: it may raise.
+    widely = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports, what=what)]
+    return [listen("unix"), *widely]
+
+
+def listen(
+    kind: Kind = "unix",
+    host: str = LOOPBACK,
+    tls: Tls | None = None,
+    *,
+    bind: str | None = None,
+    ports: tuple[int, int] | None = None,
+    what: str = "a listener",
+) -> Listener:
+    """Open a listening socket.
+
+    Args:
+        kind: `"unix"` (only this machine reaches it; faster: large memory is passed, not copied) or `"tcp"`.
+        host: With `"tcp"`: the address of this machine that others dial; loopback for this machine only.
+        tls: With `"tcp"`: what the connections are encrypted with.
+        bind: With `"tcp"`: the address to listen on, where that isn't the one that others dial; "0.0.0.0" for all.
+        ports: With `"tcp"`: the first and the last port of those to listen on; None for any that is free.
+        what: What needs the port, for the error when none of them is free.
+
+    Returns:
+        The listener.
+
+    Raises:
+        OSError: It can't be listened there, or no port of these is free.
+    """
+    context = None if tls is None else tls.context(server=True)
+    if kind == "unix":
+        name = f"colocate-{secrets.token_hex(16)}"
+        sock = _listening(socket.AF_UNIX, f"\0{name}")
+        address = f"unix:{name}"
+    elif kind == "tcp":
+        sock = listening_within(bind or host, ports, what)
+        address = f"{'tcp' if context is None else 'tls'}:{host}:{sock.getsockname()[1]}"
+    else:
+        raise ValueError(f"no kind of address is called {kind!r}: use 'unix' or 'tcp'")
+    sock.setblocking(False)
+    return Listener(sock, address, context)
+
+
+def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> socket.socket:
+    """Return a TCP socket that listens, at some port.
+
+    Args:
+        host: The address to listen on.
+        ports: The first and the last of those that may be taken; None for any that is free.
+        what: What needs the port, for the error: "the keeper of a slot".
+
+    Raises:
+        OSError: No port of these is free; or it can't be listened there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ports is None:
+        return _listening(family, (host, 0))
+    first, last = ports
+    for port in range(first, last + 1):
+        try:
+            return _listening(family, (host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE,
+        f"no port of {first}-{last} is free on {host} for {what}: give more of them (connect(..., ports=...)), or end "
+        "what has them (`ss -tlnp` lists it)",
+    )
+
+
+def _listening(family: int, name: Any) -> socket.socket:
+    sock = track_socket(socket.socket(family))
+    try:
+        if family != socket.AF_UNIX and name[1] != 0:  # otherwise a port is chosen that is nobody's
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(name)
+        # The connections inherit it, and so don't keep the address taken.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -19,8 +19,7 @@ from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.framing import Frame, Head, Message, Reader, encode
 from colocate.wire.hello import dial, prove, until_let_in
-from colocate.wire.hub import Hub
-from colocate.wire.listener import listen_widely
+from colocate.wire.hub import Hub, listen_widely
 from colocate.wire.tls import Tls
 
 Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
@@ -81,7 +80,7 @@ class PeerChannel:
             RuntimeError: No thread can be started.
         """
         with self._lock:
-            self._check_open()
+            self._check(self.aborts)
             if self._hub is None:
                 listeners = listen_widely(self._host, self._tls, ports=self._ports, what="what other workers fetch")
                 hub = Hub("peer", on_death=self._on_death)
@@ -112,21 +111,19 @@ class PeerChannel:
         """
         frame = encode(head)
         connection = self._take(address, self.aborts if aborts is None else aborts)
+        keep = False
         try:
             with suppress(OSError):  # whoever has closed it may have said why
                 connection.send(frame)
             (fine, *answer), body = connection.receive()
+            keep = fine  # otherwise it may be about to close the connection, for want of a thread
         except (EOFError, OSError, ValueError) as error:
-            self._drop(connection)
             reason = connection.aborted or f"the connection ended before it answered ({error})"
             raise ConnectionError(f"asking the peer at {address}: {reason}") from error
-        except BaseException:
-            self._drop(connection)
-            raise
-        if not fine:  # it may be about to close the connection, for want of a thread
-            self._drop(connection)
+        finally:
+            self._done(connection, keep)
+        if not fine:
             raise ConnectionError(f"the peer at {address} could not answer: {answer[0]}")
-        self._give_back(connection)
         return tuple(answer), body
 
     def abort(self, reason: str) -> None:
@@ -179,21 +176,18 @@ class PeerChannel:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def _check(self, aborts: int) -> None:
         if self._pid != os.getpid():
             raise ForkedError("a forked child can't use its parent's peer channel: ask from the process that made it")
         if self._closed:
             raise ClosedError("the peer channel is closed")
-
-    def _check_aborts(self, aborts: int) -> None:
         if self.aborts != aborts:
             raise ConnectionError("the request was aborted before it was made")
 
     def _take(self, address: str, aborts: int) -> _Connection:
-        """A connection to the peer, for this request alone."""
+        """Return a connection to the peer, for this request alone."""
         with self._lock:
-            self._check_open()
-            self._check_aborts(aborts)
+            self._check(aborts)
             idle = self._idle.get(address, [])
             while idle:
                 connection = idle.pop()
@@ -210,33 +204,30 @@ class PeerChannel:
 
     def _connect(self, address: str, aborts: int, left: Callable[[], float]) -> _Connection:
         connection = _Connection(dial(address, left(), self._tls), address)
+        proved = False
         with self._lock:
-            if self._closed or self.aborts != aborts:
-                connection.close()
-                self._check_open()
-                self._check_aborts(aborts)
             self._busy.add(connection)
         try:
+            self._check(aborts)
             prove(connection.sock, address, self._key, left())
+            proved = True
         except OSError as error:
-            self._drop(connection)
             if connection.aborted:
                 raise ConnectionError(connection.aborted) from error
             raise
+        finally:
+            if not proved:
+                self._done(connection, keep=False)
         return connection
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _done(self, connection: _Connection, keep: bool) -> None:
+        """Keep a connection for the next request, or close it."""
         with self._lock:
             self._busy.discard(connection)
-            if self._closed or connection.aborted:
+            if self._closed or connection.aborted or not keep:
                 connection.close()
             else:
                 self._idle.setdefault(connection.address, []).append(connection)
-
-    def _drop(self, connection: _Connection) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            connection.close()
 
     def _close_idle(self) -> None:
         for connections in self._idle.values():
@@ -244,7 +235,7 @@ class PeerChannel:
                 connection.close()
         self._idle.clear()
 
-    # The answering side:
+    # -- the answering side
 
     def _accept(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -297,6 +288,7 @@ class _Connection:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def send(self, frame: Frame) -> None:
+        """Send a message, whole."""
         sending = frame.sending(self._passes_files)
         try:
             while not sending.write(self.sock):
@@ -305,12 +297,13 @@ class _Connection:
             sending.close()
 
     def receive(self) -> Message:
+        """Wait for the next message."""
         while True:
             for message in self._reader.read(self.sock, self._scratch):
                 return message  # A connection never has two under way.
 
     def is_quiet(self) -> bool:
-        """Whether it is open, with nothing to read, as it should be between two requests."""
+        """Return whether it is open, with nothing to read, as it should be between two requests."""
         try:
             self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -322,11 +315,10 @@ class _Connection:
     def abort(self, reason: str) -> None:
         """Wake whoever waits on it; from any thread."""
         self.aborted = self.aborted or reason
-        try:
+        with suppress(OSError):  # closed already
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # Closed already.
 
     def close(self) -> None:
+        """Close it; what has come is dropped."""
         self._reader.close()
         self.sock.close()

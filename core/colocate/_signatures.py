@@ -9,11 +9,15 @@ import numbers
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Literal, NewType, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 
 import attrs
 
 from colocate._system.nearest import nearest
+from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, ports_problem
+from colocate._system.room import spill_problem
 
 Place: TypeAlias = tuple[str | int, ...]
 """Where in a config something is: keys and indices from its top."""
@@ -67,15 +71,17 @@ class Arguments:
     open: bool
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
-        """What doesn't fit: unknown, missing, of a wrong simple type."""
+        """Yield what doesn't fit: unknown, missing, of a wrong simple type."""
         meant = set()  # by names that are misspelt: they aren't missing besides
         for name, value in given.items():
             if name in self.parameters:
                 yield from problems(value, self.hints.get(name, Any), (name,))
             elif not self.open:
-                unknown = self._unknown(name)
-                meant.add(unknown.nearest)
-                yield unknown
+                near = nearest(name, self.parameters)
+                meant.add(near)
+                takes = f"it takes {', '.join(self.parameters)}" if self.parameters else "it takes none"
+                text = f"{self.owner} has no parameter {name!r}"
+                yield Problem((name,), text if near else f"{text}; {takes}", near)
         for name, parameter in self.parameters.items():
             if parameter.default is inspect.Parameter.empty and name not in given and name not in meant:
                 hint = self.hints.get(name)
@@ -83,18 +89,12 @@ class Arguments:
                 yield Problem((), f"{self.owner} needs {name!r}{kind}")
 
     def built(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The same, with what is annotated as a dataclass, or a class of attrs, made from the mapping that says it."""
+        """Return the same, with what is annotated as a dataclass, or a class of attrs, made from the mapping of it."""
         return {name: built(value, self.hints.get(name, Any)) for name, value in given.items()}
-
-    def _unknown(self, name: str) -> Problem:
-        near = nearest(name, self.parameters)
-        takes = f"it takes {', '.join(self.parameters)}" if self.parameters else "it takes none"
-        text = f"{self.owner} has no parameter {name!r}"
-        return Problem((name,), text if near else f"{text}; {takes}", near)
 
 
 def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:
-    """What a class or function takes by name.
+    """Return what a class or function takes by name.
 
     Args:
         target: The class or function.
@@ -112,34 +112,82 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
 
 
 def path_text(place: Place) -> str:
-    """A place as people write it: `groups.policy.roles.actor.slots[0]`."""
+    """Return a place as people write it: `groups.policy.roles.actor.slots[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
     return text.removeprefix(".")
 
 
 def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
-    """Everything about a value that doesn't fit an annotation; nothing for annotations that can't be judged."""
+    """Yield everything about a value that doesn't fit an annotation; nothing for annotations that can't be judged."""
     if get_origin(annotation) is Annotated:
-        yield from _checked(value, *get_args(annotation), place=place)
+        kind, *notes = get_args(annotation)
+        found = list(problems(value, kind, place))
+        # What a check says of a number goes first, also where its kind is wrong: it knows why.
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if value is not None and (number or not found):
+            checks = [note.problem for note in notes if isinstance(note, Checked)]
+            found = [Problem(place, said) for check in checks if (said := check(value)) is not None] or found
+        yield from found
         return
     annotation = _bare(annotation)
     origin = get_origin(annotation) or annotation
+    args = get_args(annotation)
     if annotation in _SCALARS:
-        yield from _scalar(value, annotation, place)
+        accepted, wanted = _SCALARS[annotation]
+        if not isinstance(value, accepted) or (annotation is not bool and isinstance(value, bool)):
+            hint = ""
+            if annotation is str and isinstance(value, int | float):
+                hint = "; put it in quotes"
+            elif isinstance(value, str) and annotation in (int, float):
+                with suppress(ValueError):  # it is none
+                    float(value)
+                    hint = "; remove the quotes"
+            yield Problem(place, f"must be {wanted}, not {shown(value)}{hint}")
     elif origin is Literal:
-        yield from _literal(value, get_args(annotation), place)
+        if not any(value == choice and type(value) is type(choice) for choice in args):
+            names = [choice for choice in args if isinstance(choice, str)]
+            near = nearest(value, names) if isinstance(value, str) else None
+            yield Problem(place, f"must be {describe(annotation)}, not {shown(value)}", near)
     elif origin in (Union, types.UnionType):
-        yield from _union(value, annotation, place)
+        of_arms = [list(problems(value, arm, place)) for arm in args]
+        if not all(of_arms):
+            return
+        # An arm of the value's own kind (a list, a mapping) knows best what is wrong inside it.
+        deeper = [each for each in of_arms if all(problem.place != place for problem in each)]
+        if deeper:
+            yield from min(deeper, key=len)
+        elif len(real := [arm for arm in args if arm is not types.NoneType]) == 1:
+            yield from problems(value, real[0], place)
+        else:
+            yield Problem(place, f"must be {describe(annotation)}, not {shown(value)}")
     elif origin in _LISTS:
-        yield from _list(value, annotation, place)
+        if not isinstance(value, list):
+            yield Problem(place, f"must be a list, not {shown(value)}")
+            return
+        for i, each in enumerate(value):
+            yield from problems(each, args[0] if args else Any, (*place, i))
     elif origin in _MAPPINGS:
-        yield from _mapping(value, annotation, place)
-    elif _is_record(origin):
-        yield from _record(value, origin, place)
+        if not isinstance(value, dict):
+            yield Problem(place, f"must be a mapping, not {shown(value)}")
+            return
+        for key, each in value.items():
+            yield from problems(each, args[1] if args else Any, (*place, key))
+    elif _is_record(origin) and not isinstance(value, origin):  # it is one in a config that is written in Python
+        arguments = arguments_of(origin, origin.__name__)
+        if not isinstance(value, dict):
+            yield Problem(place, f"must be a mapping ({', '.join(arguments.parameters)}), not {shown(value)}")
+            return
+        found = [attrs.evolve(each, place=(*place, *each.place)) for each in arguments.problems(value)]
+        if not found:
+            try:
+                built(value, origin)
+            except Exception as error:  # what the class itself has against it
+                found.append(Problem(place, f"{origin.__name__} refuses it: {type(error).__name__}: {error}"))
+        yield from found
 
 
 def built(value: Any, annotation: Any) -> Any:
-    """A value that fits its annotation, as that wants it: mappings that stand for a class's instances are made such."""
+    """Return a value that fits its annotation as that wants it: mappings that stand for instances are made such."""
     annotation = _bare(annotation)
     origin = get_origin(annotation) or annotation
     if origin in (Union, types.UnionType):
@@ -158,7 +206,7 @@ def built(value: Any, annotation: Any) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """What an annotation wants, in words."""
+    """Return what an annotation wants, in words."""
     annotation = _bare(annotation)
     origin = get_origin(annotation) or annotation
     if annotation in _SCALARS:
@@ -173,12 +221,12 @@ def describe(annotation: Any) -> str:
 
 
 def brief(text: str, limit: int = 100) -> str:
-    """A text that somebody has given, as a message shows it: not more of it than one reads."""
+    """Return a text that somebody has given, as a message shows it: not more of it than one reads."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it, with its kind."""
+    """Return a value as a message shows it, with its kind."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -190,119 +238,29 @@ def shown(value: Any) -> str:
     return f"the text {brief(repr(value))}" if isinstance(value, str) else brief(repr(value))
 
 
-def _checked(value: Any, kind: Any, *notes: Any, place: Place) -> Iterator[Problem]:
-    """What a check says of a number goes first, also where its kind is wrong: it knows why."""
-    found = list(problems(value, kind, place))
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    checks = [note.problem for note in notes if isinstance(note, Checked)]
-    if value is not None and (number or not found):
-        found = [Problem(place, said) for check in checks if (said := check(value)) is not None] or found
-    yield from found
-
-
-def _scalar(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
-    accepted, wanted = _SCALARS[annotation]
-    if isinstance(value, accepted) and (annotation is bool or not isinstance(value, bool)):
-        return
-    hint = ""
-    if annotation is str and isinstance(value, int | float):
-        hint = "; put it in quotes"
-    elif isinstance(value, str) and annotation in (int, float) and _number(value):
-        hint = "; remove the quotes"
-    yield Problem(place, f"must be {wanted}, not {shown(value)}{hint}")
-
-
-def _literal(value: Any, choices: tuple[Any, ...], place: Place) -> Iterator[Problem]:
-    if any(value == choice and type(value) is type(choice) for choice in choices):
-        return
-    names = [choice for choice in choices if isinstance(choice, str)]
-    near = nearest(value, names) if isinstance(value, str) else None
-    message = f"must be {' or '.join(repr(choice) for choice in choices)}, not {shown(value)}"
-    yield Problem(place, message, near)
-
-
-def _union(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
-    arms = get_args(annotation)
-    found = [list(problems(value, arm, place)) for arm in arms]
-    if not all(found):
-        return
-    # An arm of the value's own kind (a list, a mapping) knows best what is wrong inside it.
-    deeper = [each for each in found if all(problem.place != place for problem in each)]
-    if deeper:
-        yield from min(deeper, key=len)
-    elif len(real := [arm for arm in arms if arm is not types.NoneType]) == 1:
-        yield from problems(value, real[0], place)
-    else:
-        yield Problem(place, f"must be {describe(annotation)}, not {shown(value)}")
-
-
-def _list(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
-    if not isinstance(value, list):
-        yield Problem(place, f"must be a list, not {shown(value)}")
-        return
-    (item,) = get_args(annotation) or (Any,)
-    for i, each in enumerate(value):
-        yield from problems(each, item, (*place, i))
-
-
-def _mapping(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
-    if not isinstance(value, dict):
-        yield Problem(place, f"must be a mapping, not {shown(value)}")
-        return
-    _, item = get_args(annotation) or (Any, Any)
-    for key, each in value.items():
-        yield from problems(each, item, (*place, key))
-
-
 def _is_record(kind: Any) -> bool:
-    """Whether it is a dataclass, or a class of attrs."""
+    """Return whether a class is a dataclass, or one of attrs."""
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or attrs.has(kind))
 
 
-def _record(value: Any, kind: type, place: Place) -> Iterator[Problem]:
-    if isinstance(value, kind):  # of a config that is written in Python
-        return
-    arguments = arguments_of(kind, kind.__name__)
-    if not isinstance(value, dict):
-        yield Problem(place, f"must be a mapping ({', '.join(arguments.parameters)}), not {shown(value)}")
-        return
-    found = [attrs.evolve(each, place=(*place, *each.place)) for each in arguments.problems(value)]
-    if not found:
-        try:
-            built(value, kind)
-        except Exception as error:  # what the class itself has against it
-            found.append(Problem(place, f"{kind.__name__} refuses it: {type(error).__name__}: {error}"))
-    yield from found
-
-
 def _bare(annotation: Any) -> Any:
+    """Return what an annotation says without notes and new names; Any for what can't be judged."""
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
         elif isinstance(annotation, NewType):
             annotation = annotation.__supertype__
         else:
-            return Any if annotation is inspect.Parameter.empty or not _hashable(annotation) else annotation
-
-
-def _hashable(annotation: Any) -> bool:
+            break
     try:
         hash(annotation)
     except TypeError:
-        return False
-    return True
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        return Any
+    return Any if annotation is inspect.Parameter.empty else annotation
 
 
 def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """The annotations as types; one that can't be evaluated (imported for type checkers only) is left out."""
+    """Return the annotations as types; one that can't be evaluated (imported for type checkers only) is left out."""
     function = inspect.unwrap(cast(Any, target).__init__ if isinstance(target, type) else target)
     names = getattr(function, "__globals__", {})
     if _is_record(target):  # attrs makes such a function in a place of its own
@@ -317,3 +275,25 @@ def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Paramete
         except Exception:  # annotations are code: they may raise anything
             continue
     return found
+
+
+# Of every executor that has options of these names.
+_CHECKED: Mapping[str, Callable[[Any], str | None]] = {
+    "cpus": amount_problem,
+    "gpus": gpus_problem,
+    "timeout": duration_problem,
+    "collective_timeout": partial(duration_problem, positive=True),
+    "spill_dir": spill_problem,
+    "ports": ports_problem,
+}
+
+
+def options_of(executor: type) -> Arguments:
+    """The options of an executor's own: the parameters of its `connect`, or of its constructor if it has none."""
+    from colocate.executor import Executor
+
+    assert issubclass(executor, Executor)
+    inherited = inspect.unwrap(executor.connect).__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
+    found = arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
+    checked = {name: Annotated[found.hints.get(name, Any), Checked(check)] for name, check in _CHECKED.items()}
+    return attrs.evolve(found, hints={**found.hints, **checked})

@@ -1,1 +1,0 @@
-"""Whether values fit a signature."""
