@@ -94,13 +94,7 @@ class Arguments:
 
 
 def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:
-    """Return what a class or function takes by name.
-
-    Args:
-        target: The class or function.
-        owner: What messages call it.
-        skip: How many leading parameters are given by others.
-    """
+    """Return what a class or function takes by name."""
     try:
         parameters = list(inspect.signature(target).parameters.values())[skip:]
     except (TypeError, ValueError):  # some written in C have no signature: nothing is known
@@ -289,7 +283,7 @@ _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
 
 
 def options_of(executor: type) -> Arguments:
-    """The options of an executor's own: the parameters of its `connect`, or of its constructor if it has none."""
+    """Return the options of an executor's own: the parameters of its `connect`, or else of its constructor."""
     from colocate.executor import Executor
 
     assert issubclass(executor, Executor)

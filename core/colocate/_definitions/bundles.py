@@ -112,8 +112,10 @@ class Bundle:
         had: The globals that its receiver has been sent before, with their values.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, alone: bool = False) -> None:
         self._table = table
+        self._alone = alone  # without the globals that code in it names
+        # The script's globals go with the functions that name them: its receiver has a script of its own.
         self.anonymous = table.script in ("another", "has another's")
         self.definitions: dict[int, Any] = {}
         self.names: dict[str, Any] = {}
@@ -141,7 +143,7 @@ class Bundle:
     def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
         """Return the globals of the script that go into it for code which names these, with their values."""
         found: dict[str, Any] = {}
-        script = script_names() if self._table.script == "is given it" else {}
+        script = script_names() if self._table.script == "is given it" and not self._alone else {}
         for name in names:
             value = script.get(name, MISSING)
             if value is MISSING:
@@ -188,7 +190,7 @@ class Bundle:
 
     def _explained(self, error: Exception) -> SerializationError:
         def dump(thing: Any) -> None:
-            pickler_for(io.BytesIO(), lambda buffer: None, Alone()).dump(thing)
+            pickler_for(io.BytesIO(), lambda buffer: None, _alone()).dump(thing)
 
         what, name, value = "it", "it", None
         for each in reversed(self.met):
@@ -227,15 +229,8 @@ def _refused(what: str) -> SerializationError:
     )
 
 
-class Alone(Bundle):
-    """A bundle of definitions without the globals that they name."""
-
-    def __init__(self) -> None:
-        super().__init__(Table("is given it"))
-
-    def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
-        """Return none."""
-        return {}
+def _alone() -> Bundle:
+    return Bundle(Table("is given it"), alone=True)
 
 
 # -- what has come
@@ -332,11 +327,7 @@ class Inbox:
         self.count += 1
 
     def load(self, count: int) -> None:
-        """Load the first `count` bundles: what was sent before a message is there when that is read.
-
-        Raises:
-            Exception: One of them can't be loaded; what needs it later is told again, and nothing else is.
-        """
+        """Load the first `count` bundles: what was sent before a message is there when that is read."""
         if count > self._whole:
             off_main(lambda: self._load(count))
 
@@ -354,11 +345,7 @@ class Inbox:
 
 
 def pack_whole(value: Any, what: str) -> bytes:
-    """Return a value with all definitions that it names, for another script.
-
-    Raises:
-        SerializationError: It can't be pickled.
-    """
+    """Return a value with all definitions that it names, for another script."""
     try:
         body = pack(value)
     except Exception as error:
@@ -407,9 +394,9 @@ def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) 
     for name, value in arguments.items() if there else ():
         for tensor in _trained(value):
             if id(tensor) in there:
-                users = (each for each in bundle.met if any(its is tensor for its in _trained(each[2], Alone())))
+                users = (each for each in bundle.met if any(its is tensor for its in _trained(each[2], _alone())))
                 where, its_name, its_value = next(users)
-                path, other = _path(value, name, tensor), _path(its_value, its_name, tensor, Alone)
+                path, other = _path(value, name, tensor), _path(its_value, its_name, tensor, _alone)
                 raise SerializationError(
                     f"{what}: {path}, an argument's, is the same parameter as {other}, of {where.rstrip(',')}. That "
                     "travels with the script's code, apart from arguments, so the workers would have two in place of "

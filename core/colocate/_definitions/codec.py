@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from colocate._definitions import making
 from colocate._definitions.ids import id_of
 from colocate._definitions.packed import Packed, Plain
-from colocate._definitions.pickler import Content, Pickler, is_special
+from colocate._definitions.pickler import Pickler, is_special
 from colocate._devices.device_copies import Copies, exposed, flat, line_of
 from colocate._devices.host_copies import on_host
 from colocate._devices.lending import handle_of
@@ -61,7 +61,7 @@ def pack(value: Any) -> Packed:
     return Packed(file.getvalue(), raw, needs, pickler.has_trained)
 
 
-def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Content | None = None) -> Pickler:
+def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = None) -> Pickler:
     """Return a pickler for values as they are sent, or for a bundle of definitions."""
     # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
     kind = TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
@@ -69,15 +69,7 @@ def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Conten
 
 
 def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
-    """Decode a value; its tensors and arrays are made on the packed memory, without a copy.
-
-    Args:
-        packed: What `pack` gave, after a transport (or after `Packed.copy`).
-        device: Where marked tensors (those that came from a device) are put; None leaves them on the CPU.
-
-    Returns:
-        The value.
-    """
+    """Decode a value; its tensors and arrays are made on the packed memory, without a copy."""
     outer = _copies()
     if device is None or (device == "cpu" and outer is None):  # where they are
         return pickle.loads(packed.data, buffers=packed.buffers)

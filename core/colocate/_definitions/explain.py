@@ -18,16 +18,7 @@ _ITEMS = 10_000
 
 
 def explain(value: Any, name: str, error: BaseException) -> SerializationError:
-    """Find the deepest thing inside a value that can't be pickled.
-
-    Args:
-        value: What `pack` failed on.
-        name: What the user calls it: the argument's name, or "result".
-        error: What `pack` raised.
-
-    Returns:
-        The error to raise, with `argument` and `path` (such as `batch['x'][2].lock`).
-    """
+    """Find the deepest thing inside a value that can't be pickled."""
     path, culprit, cause = deepest(value, name, error, pack)
     return SerializationError(
         f"{path} can't be sent: it is {kind_and_cause(culprit, cause)}. "

@@ -58,7 +58,7 @@ def this_process() -> int:
 
 
 def is_of_this_process(id: int) -> bool:
-    """Whether this process has given an id."""
+    """Return whether this process has given an id."""
     return id >> _NUMBER_BITS == _origin
 
 

@@ -164,26 +164,11 @@ def make_cache(function: Any, parameters: Mapping[str, Any], names: Mapping[str,
     return cached
 
 
-def make_cached_property(function: Any, name: str | None, doc: str | None) -> Any:
-    """Make a `functools.cached_property`, which has a lock of its own before Python 3.12."""
-    made: functools.cached_property[Any] = functools.cached_property(function)
-    made.attrname, made.__doc__ = name, doc
-    return made
-
-
 # -- classes
 
 
 def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: dict[str, Any]) -> Any:
-    """Make a class without its methods.
-
-    Args:
-        meta: Its metaclass.
-        maker: The first of the metaclass's own classes that isn't the user's: the others would want the whole class.
-        name: Its name.
-        bases: Its bases. They aren't told of it: it isn't whole yet.
-        names: What has to be there when it is made.
-    """
+    """Make a class without its methods."""
     namespace = {sys.intern(key): value for key, value in names.items()}
     tellers = (each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each))
     owner = next((each for each in tellers if each is not object), object)
@@ -201,11 +186,6 @@ def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: 
         return maker.__new__(meta, name, bases, namespace)
     finally:
         type.__setattr__(owner, "__init_subclass__", hook)
-
-
-def make_parametrised(origin: Any, args: tuple[Any, ...]) -> Any:
-    """Return the class that a generic class makes for arguments, and makes once."""
-    return origin[args]
 
 
 def make_enum(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members: Mapping[str, Any]) -> Any:

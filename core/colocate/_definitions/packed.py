@@ -82,5 +82,5 @@ def _raise(number: int | None, text: str) -> NoReturn:
 
 
 def packed_bytes(body: Any) -> int:
-    """How many bytes a message's body is, all together: none where there is none, or a value as it is."""
+    """Return how many bytes a message's body is, all together: none where there is none, or a value as it is."""
     return body.nbytes if isinstance(body, Packed) else 0

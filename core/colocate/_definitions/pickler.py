@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import operator
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 from cloudpickle import cloudpickle as details
@@ -59,20 +60,6 @@ def is_special(kind: type) -> bool:
     )
 
 
-class Content(Protocol):
-    """What definitions are put into: a bundle."""
-
-    anonymous: bool  # the script's globals go with the functions that name them: its receiver has a script of its own
-
-    def has(self, definition: Definition) -> bool:
-        """Whether a definition that is met goes into it; otherwise it is named."""
-        ...
-
-    def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
-        """The globals of the script that go into it for code which names these."""
-        ...
-
-
 class _Later:
     """Stands for what is worked out when the pickler comes to it."""
 
@@ -84,11 +71,9 @@ class _Later:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, but for definitions: those that a `bundle` has are put into that, all others are named."""
+    """cloudpickle, but for definitions: those that a `bundle` (of `bundles`) has are put into it, others are named."""
 
-    def __init__(
-        self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, bundle: Content | None = None
-    ) -> None:
+    def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, bundle: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.needs: dict[int | str, Need] = {}
         self.bundle = bundle
@@ -120,7 +105,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if kind is _CACHED:
             return NotImplemented if path_of(obj) is not None else self._defined(obj, _cache)
         if kind is functools.cached_property:
-            return making.make_cached_property, (obj.func, obj.attrname, obj.__doc__)
+            # Without its lock, which it has before Python 3.12.
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
         if isinstance(obj, BaseException):
             return _exception(obj)
         if id(obj) in _SENTINELS:
@@ -197,7 +183,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _names_for(self, names: dict[str, Any], used: Iterable[str], user: str) -> dict[str, Any]:
         """Return some of the globals of a function, as far as they go along."""
         if names is script_names() and self.bundle is not None and not self.bundle.anonymous:
-            return self.bundle.names_for(used, user)
+            found: dict[str, Any] = self.bundle.names_for(used, user)
+            return found
         return {name: names[name] for name in used}
 
     # -- by value
@@ -230,7 +217,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def _class_by_arguments(self, origin: Any, args: tuple[Any, ...], cls: Any) -> Any:
         if self._begun.isdisjoint((*origin.__mro__, *_classes_in(args))):
-            return making.make_parametrised, (origin, args)
+            return operator.getitem, (origin, args)  # which makes it once
         return self._class_by_value(cls)  # what it would be made of isn't whole at the receiver yet
 
     def _class_by_value(self, cls: Any) -> Any:

@@ -215,11 +215,7 @@ def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]
 
 
 def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
-    """Return what is wrong with modules that a worker has imported already, if the driver has others of their names.
-
-    Args:
-        there: By name: the file in the worker, and the digest of its content.
-    """
+    """Return what is wrong with modules that a worker has imported already, if the driver has others of their names."""
     for name, (file, content) in there.items():
         if name in sys.modules and (here := _other_file(name, content)) is not None:
             return in_the_way(name, here, file)
@@ -251,15 +247,6 @@ class Given:
     """
 
     def __init__(self, group: str, of_another: Mapping[str, tuple[str, str]] | None = None) -> None:
-        """Make it.
-
-        Args:
-            group: The group.
-            of_another: What the workers have got from a driver before this one.
-
-        Raises:
-            ColocateError: One of these is another one here.
-        """
         self._group = group
         self._others = frozenset(of_another or ())
         self.contents: dict[str, tuple[str, str]] = {}
@@ -280,14 +267,7 @@ class Given:
                 self._seen[name] = _spec(name)
 
     def compare(self, line: tuple[str, int]) -> None:
-        """Look for modules that the driver has imported, or imported anew, since the workers have got them.
-
-        Args:
-            line: The user's, where a warning of what this driver itself has changed belongs.
-
-        Raises:
-            ColocateError: As `refuse_late`.
-        """
+        """Look for modules that the driver has imported, or imported anew, since the workers have got them."""
         self.refuse_late()
         for name in list(self.news):  # several threads may look at once
             self.news.discard(name)
@@ -303,11 +283,7 @@ class Given:
                 warnings.warn_explicit(text, RuntimeWarning, *line)
 
     def refuse_late(self) -> None:
-        """Look for modules that this driver has imported late, and the workers have from a driver before it.
-
-        Raises:
-            ColocateError: One has other content there.
-        """
+        """Look for modules that this driver has imported late, and the workers have from a driver before it."""
         for name in self.news & self._others:
             if self._seen[name] is None and (spec := _spec(name)) is not None:
                 if (file := _other_file(name, self.contents[name][1])) is not None:

@@ -49,11 +49,6 @@ class Gate:
     """
 
     def __init__(self, steps: int) -> None:
-        """Open it.
-
-        Args:
-            steps: How many steps ask for it at once, at most.
-        """
         self._reasons: set[str] = set() if _ONE_AT_A_TIME else {"threads run at once"}
         self.passes: list[bool] = [True] * steps if _ONE_AT_A_TIME else []
         self._steps = steps

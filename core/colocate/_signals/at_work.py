@@ -53,7 +53,7 @@ class Section:
 
 
 def at_work() -> bool:
-    """Whether this thread is the framework's, or in a section."""
+    """Return whether this thread is the framework's, or in a section."""
     return bool(_here.sections)
 
 

@@ -201,12 +201,12 @@ def work_on_main() -> None:
 
 
 def on_main() -> bool:
-    """Whether this is the thread on which signals' handlers run."""
+    """Return whether this is the thread on which signals' handlers run."""
     return _thread.get_ident() == _main
 
 
 def frames() -> Iterator[FrameType]:
-    """The caller's frames, the innermost first; then, on a courier, those of whom it works for."""
+    """Yield the caller's frames, the innermost first; then, on a courier, those of whom it works for."""
     frame: FrameType | None = sys._getframe(1)
     other: FrameType | None = getattr(_here, "frame", None)
     while frame is not None:

@@ -15,7 +15,7 @@ class ByType(Protocol[T_co]):
     """A function of a type that remembers its results."""
 
     def __call__(self, kind: type, /) -> T_co:
-        """The result for this type."""
+        """Return the result for this type."""
         ...
 
     def cache_clear(self) -> None:

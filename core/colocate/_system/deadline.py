@@ -16,11 +16,6 @@ class Deadline:
     __slots__ = ("at",)
 
     def __init__(self, seconds: float | None = None) -> None:
-        """Set it.
-
-        Args:
-            seconds: From now; None and `math.inf` for ever.
-        """
         self.at = math.inf if seconds is None else time.monotonic() + seconds
 
     @property
@@ -38,7 +33,7 @@ class Deadline:
         return seconds if (left := self.left) is None else min(left, seconds)
 
     def before(self, seconds: float) -> Deadline:
-        """The moment so many seconds before it."""
+        """Return the moment so many seconds before it."""
         earlier = Deadline()
         earlier.at = self.at - seconds
         return earlier

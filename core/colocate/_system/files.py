@@ -49,7 +49,7 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
 
 
 def places(final: Path) -> tuple[Path, Path]:
-    """Where the complete folder of a name may be: under its name, or beside it while another one replaces it.
+    """Return where the complete folder of a name may be: under its name, or beside it while another one replaces it.
 
     A replacement that was cut short leaves it beside. Who looks may be overtaken, and looks twice.
     """
@@ -154,15 +154,6 @@ class GrowingFile:
     """A file to which text is added: all of a piece, or, where the disk is full, nothing of it."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
-        """Open it.
-
-        Args:
-            path: Where it is; made where there is none.
-            anew: Whether what is in it goes.
-
-        Raises:
-            OSError: It can't be written.
-        """
         self.path = path
         self._file = FileIO(path, "w" if anew else "a")
 

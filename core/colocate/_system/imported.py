@@ -7,7 +7,7 @@ from typing import Any
 
 
 def imported(name: str) -> Any:
-    """The module, or None when nobody has imported it yet.
+    """Return the module, or None when nobody has imported it yet.
 
     One that another thread is about to import doesn't count: half of it isn't there, and no value is made of it yet.
     """

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def name_and_version(found: Distribution) -> tuple[str, str] | None:
-    """The name and the version of a distribution; None where its folder has no METADATA."""
+    """Return the name and the version of a distribution; None where its folder has no METADATA."""
     try:
         metadata = found.metadata
     except FileNotFoundError:  # importlib_metadata raises it; Python's own has nothing to tell
@@ -29,7 +29,7 @@ def without_metadata(found: Distribution) -> str:
 
 
 def version_of(name: str) -> str | None:
-    """The version of a distribution; None where it isn't installed, or doesn't tell."""
+    """Return the version of a distribution; None where it isn't installed, or doesn't tell."""
     try:
         known = name_and_version(importlib.metadata.distribution(name))
     except PackageNotFoundError:
@@ -38,7 +38,7 @@ def version_of(name: str) -> str | None:
 
 
 def pip_line(extra: str | None = None) -> str:
-    """What installs colocate, with an extra."""
+    """Return what installs colocate, with an extra."""
     if _from_checkout():
         return f"pip install {'.' if extra is None else repr(f'.[{extra}]')} in a checkout of colocate"
     if extra is None:
@@ -47,26 +47,26 @@ def pip_line(extra: str | None = None) -> str:
 
 
 def same_line() -> str:
-    """What makes two sides the same."""
+    """Return what makes two sides the same."""
     same = "pip install . in checkouts of colocate of the same commit"
     return same if _from_checkout() else "pip install the same wheel of colocate"
 
 
 def distribution_line(distribution: str, extra: str | None) -> str:
-    """What installs any distribution, with an extra."""
+    """Return what installs any distribution, with an extra."""
     if distribution == "colocate":
         return pip_line(extra)
     return f"pip install '{distribution}[{extra}]'" if extra else f"pip install {distribution}"
 
 
 def version_line(distribution: str, version: str | None) -> str:
-    """What installs any distribution in one version."""
+    """Return what installs any distribution in one version."""
     return same_line() if distribution == "colocate" else f"pip install '{distribution}=={version}'"
 
 
 @functools.cache
 def _from_checkout() -> bool:
-    """Whether it was installed from a folder, or only lies on the path."""
+    """Return whether it was installed from a folder, or only lies on the path."""
     try:
         origin = distribution("colocate").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -75,7 +75,7 @@ def _from_checkout() -> bool:
 
 
 def _extra(name: str) -> list[str]:
-    """The requirements of an extra of ours. What it names of other extras is among them since the build."""
+    """Return the requirements of an extra of ours. What it names of other extras is among them since the build."""
     wanted = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
     needed = (each.partition(";") for each in distribution("colocate").requires or ())
     return [requirement.strip() for requirement, _, marker in needed if wanted.search(marker)]

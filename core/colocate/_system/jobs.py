@@ -48,12 +48,6 @@ class JobThread:
     """
 
     def __init__(self, name: str, on_fault: Callable[[BaseException], None]) -> None:
-        """Make it.
-
-        Args:
-            name: Name of the thread.
-            on_fault: Called on the thread with what a job has raised; must not block.
-        """
         self._on_fault = on_fault
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # None: look around
         self._coming: deque[tuple[float, int, Timer]] = deque()  # timers that the thread hasn't taken yet
@@ -126,9 +120,6 @@ class JobThread:
         """Run what is queued, drop the timers, end the thread; whether it has ended, which a job may keep it from.
 
         What that keeps waiting is run once it has. On the thread itself this returns at once.
-
-        Args:
-            within_s: How long to wait for that; None for some seconds.
         """
         self._closing = True
         self._jobs.put(None)
@@ -171,7 +162,7 @@ class JobThread:
                 report_exception()
 
     def _next(self) -> Callable[[], object] | None:
-        """The next job, once there is one; None to end."""
+        """Return the next job, once there is one; None to end."""
         while True:
             try:
                 found = self._jobs.get_nowait()
@@ -189,7 +180,7 @@ class JobThread:
                     return found
 
     def _due(self) -> Callable[[], object] | None:
-        """A timer's job that is due."""
+        """Return a timer's job that is due."""
         while True:
             if len(self._timers) > self._swept:  # cancelled ones needn't stay until they are due
                 self._timers = [entry for entry in self._timers if entry[2].job is not None]
@@ -213,7 +204,7 @@ class JobThread:
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an exception, whatever its `__str__` does: that is a user's code on a thread of the framework."""
+    """Return the message of an exception, whatever its `__str__` does: a user's code on a thread of the framework."""
     try:
         return str.__str__(str(error))  # which may have given an instance of a class of its own
     except BaseException as fault:
@@ -221,7 +212,7 @@ def message_of(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Type and message of an exception."""
+    """Return type and message of an exception."""
     message = message_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
@@ -242,7 +233,7 @@ _R = TypeVar("_R")
 
 
 def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_R]:
-    """What it makes of each, in their order; all is over then, also when it raises, which the first error does.
+    """Return what a function makes of each item, in their order; all is over then, also when the first error is raised.
 
     The caller's thread is one of them, and does all by itself where no memory is left for more: to start a
     `threading.Thread` waits for ever for one that then dies as it begins, and so does a pool of them.

@@ -13,7 +13,7 @@ _LARGEST_LEFT_FOR_LATER = 1  # `M_MXFAST`, of malloc.h
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """The library that this process has already."""
+    """Return the library that this process has already."""
     return ctypes.CDLL(None)
 
 

@@ -7,17 +7,11 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The nearest of the names, if one is near.
-
-    Args:
-        name: What was said.
-        names: What could have been.
-        cutoff: How alike they must be, from 0 for anything to 1 for the same.
-    """
+    """Return the nearest of the names, if one is near."""
     return next(iter(difflib.get_close_matches(name, list(names), 1, cutoff)), None)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """A question with the nearest name, at the end of a sentence; or nothing."""
+    """Return a question with the nearest name, at the end of a sentence; or nothing."""
     near = nearest(name, names)
     return f"; did you mean {near!r}?" if near else ""

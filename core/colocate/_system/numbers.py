@@ -19,7 +19,7 @@ _MOST = 1_000_000  # of anything that is counted: more isn't on one machine
 
 
 def duration_problem(value: Any, *, positive: bool = False) -> str | None:
-    """What is wrong with a number of seconds, in words; None when nothing is."""
+    """Return what is wrong with a number of seconds, in words; None when nothing is."""
     wanted = "a number of seconds, more than 0" if positive else "a number of seconds, 0 or more"
     if not _is_number(value) or value != value or value < 0 or (positive and value == 0):
         return f"must be {wanted} (math.inf, in YAML .inf, for ever), not {shown(value)}"
@@ -27,16 +27,7 @@ def duration_problem(value: Any, *, positive: bool = False) -> str | None:
 
 
 def seconds(value: Any, what: str, *, positive: bool = False) -> float:
-    """A duration: at most `FOREVER_S`.
-
-    Args:
-        value: What the user gave.
-        what: What the error calls it: "close(grace)".
-        positive: Whether 0 is refused too.
-
-    Raises:
-        ConfigError: It is NaN, negative, or no number.
-    """
+    """Return a duration: at most `FOREVER_S`."""
     problem = duration_problem(value, positive=positive)
     if problem is not None:
         raise ConfigError(f"{what} {problem}")
@@ -46,12 +37,12 @@ def seconds(value: Any, what: str, *, positive: bool = False) -> float:
 
 
 def limit(value: Any, what: str, *, positive: bool = False) -> float | None:
-    """A duration, or None as it was given."""
+    """Return a duration, or None as it was given."""
     return None if value is None else seconds(value, what, positive=positive)
 
 
 def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | None:
-    """What is wrong with a number of things (CPUs, slots), in words; None when nothing is."""
+    """Return what is wrong with a number of things (CPUs, slots), in words; None when nothing is."""
     fits = isinstance(value, numbers.Integral) if whole else _is_number(value)
     if not fits or isinstance(value, bool) or value != value or not least <= value <= _MOST:
         kind = "a whole number" if whole else "a number"
@@ -60,7 +51,7 @@ def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | 
 
 
 def gpus_problem(value: Any) -> str | None:
-    """What is wrong with a number of GPUs, in words; None when nothing is."""
+    """Return what is wrong with a number of GPUs, in words; None when nothing is."""
     problem = amount_problem(value, whole=True)
     if isinstance(value, float) and 0 < value < _MOST and not value.is_integer():
         return f"{problem}: only its group uses the GPUs of a slot, which several roles share by being in one group"
@@ -68,7 +59,7 @@ def gpus_problem(value: Any) -> str | None:
 
 
 def ports_problem(value: object) -> str | None:
-    """What is wrong with a range of ports, in words; None when nothing is, or none is given."""
+    """Return what is wrong with a range of ports, in words; None when nothing is, or none is given."""
     found = re.fullmatch("([0-9]{4,5})-([0-9]{4,5})", value) if isinstance(value, str) else None
     if value is None or (found is not None and 1024 <= int(found[1]) <= int(found[2]) <= 65535):
         return None
@@ -76,15 +67,7 @@ def ports_problem(value: object) -> str | None:
 
 
 def port_range(value: str | None, what: str) -> tuple[int, int] | None:
-    """A range of ports: its first and its last; None where none is given.
-
-    Args:
-        value: What the user gave.
-        what: What the error calls it: "connect(ports)".
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return a range of ports: its first and its last; None where none is given."""
     if (problem := ports_problem(value)) is not None:
         raise ConfigError(f"{what} {problem}")
     if value is None:
@@ -94,12 +77,12 @@ def port_range(value: str | None, what: str) -> tuple[int, int] | None:
 
 
 def name_problem(name: object) -> str | None:
-    """What is wrong with the name of something, in words; None when nothing is, or none is given."""
+    """Return what is wrong with the name of something, in words; None when nothing is, or none is given."""
     return None if name is None or isinstance(name, str) else f"must be text, not {shown(name)}"
 
 
 def variable_problem(name: object, value: object) -> str | None:
-    """What is wrong with an environment variable, in words; None when nothing is."""
+    """Return what is wrong with an environment variable, in words; None when nothing is."""
     if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
         return f"is {value!r}; no environment can have such a variable"
     return None
@@ -115,7 +98,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: of bounded length."""
+    """Return a value as an error shows it: of bounded length."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
@@ -130,11 +113,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(value: str | SupportsIndex, what: str) -> int:
-    """A number of bytes from "20GiB", "512MB" or a whole number, of NumPy's kinds, too.
-
-    Raises:
-        ConfigError: It isn't a size, or one so small that its unit was forgotten.
-    """
+    """Return a number of bytes from "20GiB", "512MB" or a whole number, of NumPy's kinds, too."""
     unit, size = "", -1.0
     if isinstance(value, str):
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -155,7 +134,7 @@ def parse_bytes(value: str | SupportsIndex, what: str) -> int:
 
 
 def size_text(count: float) -> str:
-    """A number of bytes as people read it."""
+    """Return a number of bytes as people read it."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(count) >= 1024 and len(units) > 1:
         count /= 1024

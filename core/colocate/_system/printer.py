@@ -27,7 +27,6 @@ class Printer:
     """
 
     def __init__(self, name: str) -> None:
-        """Args: name: Name of the thread."""
         self._jobs = JobThread(name, lambda error: report_exception())
         self._lock = threading.Lock()  # nothing is printed while it is held
         self._lines: deque[str | int] = deque()  # a number stands for so many that were dropped
@@ -83,7 +82,7 @@ class Printer:
                     self._why = f"sys.stderr raised {error_text(error)}"
 
     def _take(self) -> list[str | int]:
-        """Some lines, that make up a chunk."""
+        """Return some lines, that make up a chunk."""
         found: list[str | int] = []
         size = 0
         with self._lock:

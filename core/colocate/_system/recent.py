@@ -11,7 +11,7 @@ Interval: TypeAlias = tuple[float, float]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that don't overlap, in order."""
+    """Return the same time in intervals that don't overlap, in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -22,7 +22,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How long they are together; what is in several of them counts once."""
+    """Return how long they are together; what is in several of them counts once."""
     return sum(end - start for start, end in merged(intervals))
 
 
@@ -48,18 +48,12 @@ class RecentSpans(Generic[Key]):
             self._ends[key] = max(end, self._ends.get(key, end))
 
     def ends(self) -> dict[Key, float]:
-        """When the last one ended, however long ago, by whose it was."""
+        """Return when the last one ended, however long ago, by whose it was."""
         with self._lock:
             return dict(self._ends)
 
     def shares(self, now: float, more: Iterable[tuple[Key, float, float]] = ()) -> dict[Key, float]:
-        """The part of the last seconds that was spent, by whose it was; what overlaps counts once.
-
-        Args:
-            now: Seconds of time.time().
-            more: What hasn't been added yet, or hasn't ended: whose it is, from when on and until when, as far as it
-                is known.
-        """
+        """Return the part of the last seconds that was spent, by whose it was; what overlaps counts once."""
         since = now - RECENT_S
         found: dict[Key, list[Interval]] = {}
         with self._lock:

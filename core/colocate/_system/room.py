@@ -20,7 +20,7 @@ _COUNTS = Path("/proc/vmstat")
 
 
 def free_memory() -> int:
-    """Bytes that this process may have before the machine, or the limit of its control group, has no more."""
+    """Return bytes that this process may have before the machine, or the limit of its control group, has no more."""
     import psutil  # by what is rarely asked for, and a worker starts sooner
 
     free = int(psutil.virtual_memory().available)
@@ -40,7 +40,7 @@ class _ControlGroup:
     unified: bool
 
     def left(self) -> int | None:
-        """What its limit leaves; None without one."""
+        """Return what its limit leaves; None without one."""
         limit, used, of_all = (
             ("memory.max", "memory.current", "")
             if self.unified
@@ -62,7 +62,7 @@ class _ControlGroup:
 
 
 def _control_groups() -> list[_ControlGroup]:
-    """Those of this process, from its own to the outermost."""
+    """Return those of this process, from its own to the outermost."""
     try:
         lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
     except OSError:
@@ -93,7 +93,7 @@ class OomKills:
 
     @classmethod
     def now(cls) -> OomKills:
-        """Those of this process's control group, or, where that has no count, of the machine.
+        """Return those of this process's control group, or, where that has no count, of the machine.
 
         In a container the own one may be called as it is outside, where its folder isn't; one around it is it then.
         """
@@ -107,7 +107,7 @@ class OomKills:
         return cls(0, "nobody", _COUNTS)
 
     def since(self) -> str | None:
-        """Those that have come since, as what a worker's death has to do with; None without any."""
+        """Return those that have come since, as what a worker's death has to do with; None without any."""
         more = (now := self.now()).number - self.number
         if more <= 0 or now.path != self.path:
             return None
@@ -117,7 +117,7 @@ class OomKills:
 
 
 def spill_problem(value: Any) -> str | None:
-    """What is wrong with the name of a folder for what sleeps, in words; None when nothing is."""
+    """Return what is wrong with the name of a folder for what sleeps, in words; None when nothing is."""
     if isinstance(value, str) and os.path.isabs(value):
         return None
     return f"must be an absolute path, since it is one on the workers' machines, not {value!r}"
@@ -135,12 +135,6 @@ class SpillFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Make it.
-
-        Raises:
-            OSError: There is no such directory, or no file can be made there.
-            ValueError: Files there are in memory themselves.
-        """
         if (kind := file_system(directory)) in _MEMORY_FILE_SYSTEMS:
             raise ValueError(f"{directory} is a {kind}: what is put there stays in memory")
         self.directory = directory
@@ -195,7 +189,7 @@ class SpillFile:
 
 
 def file_system(directory: Path) -> str:
-    """The type of the file system that a directory lies on."""
+    """Return the type of the file system that a directory lies on."""
     path = directory.resolve(strict=True)
     kind, longest = "", -1
     for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():

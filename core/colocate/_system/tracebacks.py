@@ -40,7 +40,7 @@ def fold_frames_of(packages: Iterable[str]) -> None:
 
 
 def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
-    """An exception with its causes, as Python prints them, but with the framework's frames as a number.
+    """Return an exception with its causes, as Python prints them, but with the framework's frames as a number.
 
     One without a frame of anybody else's is told in full: the fault is the framework's then, unless it tells what role
     code has raised, or is a group of errors of which one tells whose fault it is.
@@ -62,19 +62,19 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
 
 
 def frames_of_users(error: BaseException) -> str:
-    """The frames of an exception, the framework's as a number; empty when there are no others."""
+    """Return the frames of an exception, the framework's as a number; empty when there are no others."""
     frames = traceback.extract_tb(error.__traceback__)
     shown = folded(frames, whole=True)
     return "".join(shown.format()) if shown is not frames else ""
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """The exception, to be raised on: without the frames so far where there are none but the framework's."""
+    """Return the exception, to be raised on: without the frames so far where there are none but the framework's."""
     return error if frames_of_users(error) else error.with_traceback(None)
 
 
 def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
-    """A stack in which runs of the framework's frames are one line; with `in_full` itself, when it has no others."""
+    """Return a stack with runs of the framework's frames as one line; with `in_full` itself, when it has no others."""
     if in_full and all(_is_ours(frame) or _is_between(frame) for frame in frames):
         return frames
     found = _Folded()
@@ -106,14 +106,14 @@ def _of_a_role(error: BaseException) -> bool:
 
 
 def _tells(error: BaseException) -> bool:
-    """Whether it says by something else than its own stack whose fault it is."""
+    """Return whether it says by something else than its own stack whose fault it is."""
     if isinstance(error, BaseExceptionGroup):
         return any(_tells(each) or frames_of_users(each) for each in error.exceptions)
     return _of_a_role(error)
 
 
 def _runs(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[list[traceback.FrameSummary], bool]]:
-    """The frames in runs: of the framework with what it is called through, and of anybody else."""
+    """Yield the frames in runs: of the framework with what it is called through, and of anybody else."""
     run: list[traceback.FrameSummary] = []
     ours = False
     for frame in frames:
@@ -163,11 +163,7 @@ class NotRebuilt(ColocateError):
 
 @contextlib.contextmanager
 def rebuilding(what: str | Callable[[], str]) -> Iterator[None]:
-    """A block that unpacks something. An error of colocate's own is raised as it is.
-
-    Raises:
-        NotRebuilt: Something in it can't be rebuilt.
-    """
+    """A block that unpacks something. An error of colocate's own is raised as it is."""
     try:
         yield
     except ColocateError:
@@ -185,7 +181,7 @@ def rebuilding(what: str | Callable[[], str]) -> Iterator[None]:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a handler of a signal has raised it, which can be anywhere on the main thread: it isn't the value's."""
+    """Return whether a handler of a signal has raised an error, anywhere on the main thread: it isn't the value's."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers: set[CodeType | None] = set()

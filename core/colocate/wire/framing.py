@@ -454,7 +454,7 @@ class Reader:
             os.close(file)
 
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
-        """The payload comes next; the message at once when there is no room for that."""
+        """Have the payload come next; return the message at once when there is no room for that."""
         try:
             self._payload = memoryview(bytearray(length))
         except MemoryError:

@@ -182,5 +182,5 @@ def cut_after(sock: socket.socket, seconds: float) -> None:
 
 
 def _proof(secret: bytes, server: bool) -> bytes:
-    """What the server's side of a connection, or the other one, proves itself with."""
+    """Return what the server's side of a connection, or the other one, proves itself with."""
     return hmac.digest(secret, b"taken over" if server else b"handed on", "sha256")
