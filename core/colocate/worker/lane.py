@@ -100,7 +100,7 @@ class Lane:
             works_of: Makes work of calls that have come by `take`: of the message, and its body.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self.take = self._queue.put  # a call as it is, in a step (`_system.at_once`); `look_again` is to follow
+        self.take = self._queue.put  # a call as it is, in a step (`_signals.at_once`); `look_again` is to follow
         self._works_of = works_of
         self._split: deque[Work] = deque()  # of what was taken so
         self._on_held = on_held

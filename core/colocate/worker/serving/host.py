@@ -310,7 +310,7 @@ class WorkerHost(Site):
 
 
 def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> Iterator[object]:
-    """Make steps (`_system.at_once`) by which messages with calls get to workers of this process, one to each.
+    """Make steps (`_signals.at_once`) by which messages with calls get to workers of this process, one to each.
 
     `lane.look_again` of each is to follow.
     """
