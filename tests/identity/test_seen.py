@@ -49,37 +49,6 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
     )
 
 
-def test_threads_that_spawn_at_once(program: Program) -> None:
-    """Groups that several threads spawn at once get their classes, and cloudpickle's registry is left alone."""
-    program(
-        """
-import cloudpickle
-import beside
-from concurrent.futures import ThreadPoolExecutor
-
-changes = []
-cloudpickle.register_pickle_by_value = cloudpickle.unregister_pickle_by_value = changes.append
-
-class Actor(Role):
-    @method
-    def here(self):
-        return type(self).__name__
-
-with CONNECT as runtime:
-    def spawn(number):
-        with runtime.reserve(1) as pool:
-            roles = {"own": colocate.role(Actor), "other": colocate.role(beside.Critic)}
-            group = pool.spawn(roles, name=f"g{number}")
-            return group["own"].here(), group["other"].count()
-
-    with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(spawn, range(12))) == [(["Actor"], [0])] * 12
-assert changes == []
-""",
-        beside=BESIDE,
-    )
-
-
 def test_colocate_importable_but_not_installed(tmp_path: Path) -> None:
     """With colocate on the path only, a role of the script works."""
     root = Path(__file__).parents[2]

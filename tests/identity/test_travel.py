@@ -176,6 +176,59 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert "COUNT" not in told.partition("RuntimeWarning")[2]
 
 
+def test_what_workers_have_otherwise(program: Program) -> None:
+    """A base of a module hears of the script's classes, in the workers too, but not of the options in their statements;
+    of that the driver warns, and of a module that it has imported anew with other content: each once."""
+    program(
+        """
+import beside, importlib, warnings
+from pathlib import Path
+
+class Fine(beside.Base):
+    def five(self):
+        return 5
+
+class Item(beside.Base, tag="a"):
+    def five(self):
+        return 5
+
+class Actor(Role):
+    @method
+    def known(self, thing):
+        return beside.Base.known, thing.tag
+
+def told(thing):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        return actor.known(thing), [str(each.message) for each in found]
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    actor = pool.spawn({"actor": colocate.role(Actor)}, "first")["actor"]
+    Fine.tag = "changed"
+    assert told(Fine()) == ([(["Fine"], "changed")], [])
+    found, (text,) = told(Item())
+    assert found == [(["Fine", "Item"], "a")]
+    assert "Item was defined with options for its base beside.Base" in text, text
+    fine, file = Fine(), Path(beside.__file__)
+    file.write_text(file.read_text() + "X = 20\\n")
+    importlib.reload(beside)
+    assert told(fine)[1] == [
+        f"the driver has imported module 'beside' anew ({file}), with other content than the workers of group 'first' "
+        "have of it. They keep theirs: spawn the group anew"
+    ]
+    assert told(fine)[1] == []
+""",
+        beside="""
+class Base:
+    known = []
+    def __init_subclass__(cls, *, tag="none"):
+        Base.known.append(cls.__name__)
+        cls.tag = tag
+        assert cls.five(cls) == 5  # it is whole
+""",
+    )
+
+
 def test_module_that_connects_when_it_is_imported(program: Program) -> None:
     """A worker that imports it begins no workers of its own, which would import it in turn; the error says where."""
     told = program(
