@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from colocate._definitions import ids
-from colocate._definitions.codec import TensorPickler, pack, pickler_for, unpack
-from colocate._definitions.explain import advice, deepest, kind_and_cause
+from colocate._definitions.codec import TensorPickler, advice, deepest, kind_and_cause, pack, pickler_for, unpack
 from colocate._definitions.ids import Definition, Name, Need, id_of
 from colocate._definitions.making import Making, bind
 from colocate._definitions.names import MISSING, is_main, script_names

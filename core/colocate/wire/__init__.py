@@ -1,7 +1,6 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
-from colocate._definitions.codec import pack, unpack
-from colocate._definitions.explain import explain
+from colocate._definitions.codec import explain, pack, unpack
 from colocate._definitions.packed import Packed
 from colocate.wire._forks import track, track_socket
 from colocate.wire.framing import HOLE, Frame, Head, Message, encode, numbered

@@ -145,14 +145,7 @@ class TurnedAway(ConnectionError):
 
 
 def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -> _T:
-    """Dial again while the listener turns this side away.
-
-    Args:
-        attempt: Dials once; it is told what gives the seconds that are left.
-        timeout: Seconds for all attempts.
-
-    Returns:
-        What the attempt that was let in returned.
+    """Dial by `attempt`, which is told what gives the seconds that are left; again while the listener turns it away.
 
     Raises:
         TimeoutError: The time was over; if the listener ever turned this side away, the error says so.
@@ -177,17 +170,9 @@ def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -
 
 
 def dial(address: str, timeout: float, tls: Tls | None = None) -> socket.socket:
-    """Make the first half of `connect`: a connection whose other side hasn't proved the key yet.
+    """Make the first half of `connect`: a connection whose other side hasn't proved the key yet; raises as that does.
 
-    Args:
-        address: See `connect`.
-        timeout: Seconds for the connection, and again for what makes it a secure one.
-        tls: See `connect`.
-
-    Raises:
-        TurnedAway: See `prove`.
-        ConnectionError: See `connect`.
-        TimeoutError: See `connect`.
+    The timeout is that for the connection, and again for what makes it a secure one.
     """
     *firsts, last = address.split(",")
     for alternative in firsts:
@@ -229,12 +214,10 @@ def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
 
 
 def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None:
-    """Make the second half of `connect`: authenticate a dialled connection.
+    """Make the second half of `connect`: authenticate a dialled connection; raises as that does.
 
     Raises:
         TurnedAway: The listener had no room for it; another one may do better (`until_let_in`).
-        ConnectionError: See `connect`.
-        TimeoutError: See `connect`.
     """
     if not is_own_user(sock):
         raise ConnectionRefusedError(f"{address} is served by another user's process: not connecting")

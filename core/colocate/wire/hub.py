@@ -450,20 +450,10 @@ def listen_widely(
     ports: tuple[int, int] | None = None,
     what: str = "a listener",
 ) -> list[Listener]:
-    """Open what others on this machine reach and, with a host, what those on other machines do.
-
-    Args:
-        host: The address of this machine under which others reach it.
-        tls: What the connections from other machines are encrypted with.
-        bind: See `listen`.
-        ports: See `listen`.
-        what: See `listen`.
+    """Open what others on this machine reach and, with a host, what those on other machines do; see `listen`.
 
     Returns:
         The listeners; an address for all of them is theirs, joined by commas.
-
-    Raises:
-        OSError: See `listen`; nothing is left open.
     """
     # First: it may raise.
     widely = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports, what=what)]

@@ -96,16 +96,10 @@ def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret
 
 
 def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secured:
-    """Make a dialled connection an encrypted one, and prove both sides by their certificates; it is owned from now on.
-
-    Args:
-        sock: The connection, which blocks.
-        tls: This side's certificates.
-        where: What the error calls it.
-        deadline: When it has to be done, in monotonic time.
+    """Make a dialled connection an encrypted one, until a deadline in monotonic time; it is owned from now on.
 
     Raises:
-        ConnectionRefusedError: It is nobody of the cluster.
+        ConnectionRefusedError: It is nobody of the cluster; it is called by `where`.
         TimeoutError: It doesn't answer.
         ConnectionResetError: It has closed the connection.
     """
