@@ -49,12 +49,12 @@ _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;",
 
 
 def page(*parts: str) -> str:
-    """Some parts as one thing that can be shown."""
+    """Return some parts as one thing that can be shown."""
     return f'{_STYLE}<div class="colocate">{"".join(parts)}</div>'
 
 
 def heading(kind: str, name: object, state: str, more: str = "") -> str:
-    """What it is, and what it is doing."""
+    """Return what something is, and what it is doing."""
     look = _LOOK_OF.get(state)
     dot = f'<i class="{look}"></i>' if look else " "
     rest = f" <small>{_text(more)}</small>" if more else ""
@@ -67,7 +67,7 @@ def reason(text: str, look: str = "") -> str:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """The keys of the first row are the columns; no rows are no table."""
+    """Return rows as a table, whose columns are the keys of the first; no rows are no table."""
     if not rows:
         return ""
     head = _row("th", rows[0])
@@ -76,12 +76,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def tree(children: Sequence[Mapping[str, Any]], known: Callable[[Mapping[str, Any]], str]) -> str:
-    """Nodes of the graph with what is below them, which folds; below workers it is folded at first.
-
-    Args:
-        children: The nodes, as `Graph.data` has them.
-        known: What is known of one besides its state.
-    """
+    """Return nodes of the graph with what is below them, which folds; below workers it is folded at first."""
     if not children:
         return ""
     return f"<ul>{''.join(_item(each, known) for each in children[:MOST])}</ul>{_left_out(children)}"
@@ -108,12 +103,7 @@ def _text(value: object) -> str:
 
 
 def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
-    """Lines of cells as text, each column as wide as its widest cell.
-
-    Args:
-        lines: The cells of each line, as many as there are columns.
-        right: For each column whether its cells stand at its right.
-    """
+    """Return lines of cells as text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(

@@ -14,11 +14,11 @@ from colocate._signatures import (
     Problem,
     arguments_of,
     brief,
+    options_of,
     path_text,
     problems,
     shown,
 )
-from colocate._signatures import options_of
 from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, variable_problem
 from colocate._values.mesh import parse_meshes
 

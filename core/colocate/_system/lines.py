@@ -20,7 +20,7 @@ _TESTING = os.path.join(_CORE, "testing", "")  # its suites are users of colocat
 
 
 def caller() -> tuple[str, int]:
-    """File and line of the user's code that called into colocate."""
+    """Return file and line of the user's code that called into colocate."""
     code, line = place(1)
     return (code if isinstance(code, str) else shown(code)), line
 
@@ -41,12 +41,12 @@ def place(depth: int) -> tuple[CodeType | str, int]:
 
 
 def shown(code: CodeType) -> str:
-    """The file of some code, as its user knows it."""
+    """Return the file of some code, as its user knows it."""
     return cell(code.co_filename) or code.co_filename
 
 
 def cell(file: str) -> str | None:
-    """What IPython calls a cell, which it runs as a file of a name that tells nobody anything: "Cell In[3]"."""
+    """Return what IPython calls a cell, which it runs as a file of a name that tells nobody anything: "Cell In[3]"."""
     running = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = None if running is None else running()
     name = None if shell is None else shell.compile.format_code_name(file)
@@ -54,7 +54,7 @@ def cell(file: str) -> str | None:
 
 
 def with_cells(trace: str) -> str:
-    """A worker's traceback, with cells as their user knows them, and their source, which isn't a file there."""
+    """Return a worker's traceback, with cells as their user knows them, and their source, which isn't a file there."""
     return _FRAME.sub(_of_cell, trace) if "IPython" in sys.modules else trace
 
 
@@ -72,7 +72,7 @@ def _of_cell(frame: re.Match[str]) -> str:
 
 
 def at(line: tuple[str, int]) -> str:
-    """A line as messages have it. What a command-line option has made has no number, and the option's text."""
+    """Return a line as messages have it. What a command-line option has made has no number, and the option's text."""
     where, number = line
     return f"{where}:{number}" if number else where
 
@@ -81,7 +81,7 @@ _made_for: ContextVar[tuple[str, int] | None] = ContextVar("made_for", default=N
 
 
 def origin() -> tuple[str, int]:
-    """The line that what is made now is made for."""
+    """Return the line that what is made now is made for."""
     return _made_for.get() or caller()
 
 
@@ -97,10 +97,10 @@ def made_for(line: tuple[str, int] | None) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_passed_by(file: str) -> bool:
-    """Whether code in a file is none of the user's: colocate's, or what enters a block for it."""
+    """Return whether code in a file is none of the user's: colocate's, or what enters a block for it."""
     return "contextlib" in file or is_own_code(file)
 
 
 def is_own_code(file: str) -> bool:
-    """Whether a file is a part of colocate's core, or of what runs jobs and reports them."""
+    """Return whether a file is a part of colocate's core, or of what runs jobs and reports them."""
     return file.startswith(_OWN) and not file.startswith(_TESTING)
