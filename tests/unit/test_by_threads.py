@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import threading
 from typing import Any
 
 import pytest
@@ -50,18 +49,3 @@ def test_errors(threads: str) -> None:
     with pytest.raises(ValueError, match=r"^1$"):
         by_threads(do, range(10), 4)
     assert sorted(done) == list(range(10))
-
-
-def test_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there may be, and are processors; the caller's thread is one of them."""
-    for processors, most, threads in ((8, 3, 3), (2, 3, 2), (1, 3, 1)):
-        monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid, processors=processors: range(processors))
-        met, seen = threading.Barrier(threads), set()
-
-        def do(item: int, met: threading.Barrier = met, seen: set[int] = seen) -> None:
-            seen.add(threading.get_ident())
-            met.wait(30)
-
-        by_threads(do, range(threads * 2), most)
-        assert len(seen) == threads
-        assert threading.get_ident() in seen

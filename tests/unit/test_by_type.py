@@ -14,22 +14,6 @@ from colocate._system.by_type import by_type
 from colocate._values.leaves import is_collection, kind_of
 
 
-def test_worked_out_once_for_each_type() -> None:
-    """Until it is to be worked out anew."""
-    asked: list[type] = []
-
-    @by_type
-    def name(kind: type) -> str:
-        asked.append(kind)
-        return kind.__name__
-
-    assert [name(int), name(str), name(int)] == ["int", "str", "int"]
-    assert asked == [int, str]
-    name.cache_clear()
-    assert name(int) == "int"
-    assert asked == [int, str, int]
-
-
 def test_no_type_is_held_and_none_mistaken_for_another() -> None:
     """Classes that have the id of one that is gone have results of their own."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import MemoryMappedTensor, NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from colocate._definitions import codec as codec_module
 from colocate._definitions.ids import Definition
@@ -104,11 +104,6 @@ def test_layouts_that_are_not_contiguous() -> None:
         assert result.is_contiguous() or 0 in tensor.stride()
 
 
-def test_a_slice_takes_only_its_own_bytes_along() -> None:
-    packed = pack(torch.zeros(100, LARGE)[3])
-    assert packed.nbytes < 4 * LARGE + 500
-
-
 def test_gradients_stay_behind() -> None:
     leaf = torch.randn(LARGE, requires_grad=True)
     leaf.sum().backward()  # type: ignore[no-untyped-call]
@@ -157,14 +152,6 @@ def test_lazy_modules() -> None:
     model[1].to(torch.float64)
     assert model(torch.ones(2, 5, dtype=torch.float64)).shape == (2, 3)
     assert type(model[0]) is torch.nn.Linear
-
-
-def test_inference_tensors_arrive_as_ordinary_ones() -> None:
-    with torch.inference_mode():
-        tensor = torch.ones(LARGE)
-    result = there_and_back(tensor)
-    assert not result.is_inference()
-    assert torch.equal(result, tensor)
 
 
 def test_jagged_tensors() -> None:
@@ -238,14 +225,6 @@ def test_tensordicts_keep_structure_and_batch() -> None:
     assert batch["x"].any()
     stacked = there_and_back(lazy_stack([TensorDict({"x": torch.ones(n)}, []) for n in (2, 3)]))
     assert [t["x"].shape[0] for t in stacked.unbind(0)] == [2, 3]
-
-
-def test_memory_mapped_tensors_arrive_in_memory_of_their_own() -> None:
-    mapped = MemoryMappedTensor.from_tensor(torch.zeros(LARGE))
-    result = there_and_back(mapped)
-    result += 1
-    assert type(result) is torch.Tensor
-    assert not mapped.any()
 
 
 def test_marked_tensors_go_to_the_receivers_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,29 +45,6 @@ def test_a_job_that_raises(jobs: JobThread, faults: list[BaseException], error: 
     assert faults == [error]
 
 
-def test_run_raises_what_the_job_does(jobs: JobThread, faults: list[BaseException]) -> None:
-    """It is the caller's to see, and no fault of the thread's."""
-
-    def fail() -> None:
-        raise ValueError("on purpose")
-
-    with pytest.raises(ValueError, match="on purpose"):
-        jobs.run(fail)
-    assert faults == []
-
-
-def test_timers_in_order(jobs: JobThread) -> None:
-    """An earlier timer that comes later wakes the thread; a cancelled one never runs."""
-    ran: list[str] = []
-    over = threading.Event()
-    jobs.after(3600.0, lambda: ran.append("never"))
-    jobs.after(0.10, lambda: (ran.append("second"), over.set()))
-    jobs.after(0.05, lambda: ran.append("first"))
-    jobs.after(0.02, lambda: ran.append("cancelled")).cancel()
-    assert over.wait(PATIENCE_S)
-    assert ran == ["first", "second"]
-
-
 def test_cancelled_timers_do_not_pile_up(jobs: JobThread) -> None:
     """They don't stay until they would have been due; the live ones do."""
     for _ in range(10_000):
@@ -81,13 +58,6 @@ def test_cancelled_timers_do_not_pile_up(jobs: JobThread) -> None:
     finish(jobs)
     waiting = [timer for _, _, timer in (*jobs._timers, *jobs._coming)]
     assert sum(timer.job is not None for timer in waiting) == len(live)
-
-
-def test_closed_twice_before_it_has_run_anything() -> None:
-    """Its thread was never started, and never will be."""
-    jobs = JobThread("test-jobs", lambda error: None)
-    assert jobs.close()
-    assert jobs.close()
 
 
 def test_jobs_after_the_end(faults: list[BaseException]) -> None:
@@ -106,17 +76,6 @@ def test_jobs_after_the_end(faults: list[BaseException]) -> None:
     assert unused.close()
     unused.soon(lambda: ran.append("unused"))
     assert ran[-1] == "unused"
-
-
-def test_close_is_bounded(jobs: JobThread) -> None:
-    """A job that goes on keeps nobody waiting, and what it kept waiting runs afterwards."""
-    begun, over, ran = threading.Event(), threading.Event(), threading.Event()
-    jobs.soon(lambda: (begun.set(), over.wait(PATIENCE_S)))
-    assert begun.wait(PATIENCE_S)
-    jobs.soon(ran.set)
-    assert not jobs.close(0.05)
-    over.set()
-    assert ran.wait(PATIENCE_S)
 
 
 def test_a_handler_may_give_jobs(jobs: JobThread) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, left_behind, raising, socket_pair
 
 from colocate.testing.probes.starved import without_descriptors
-from colocate.wire import Frame, Hub, Packed, SocketLane, encode, framing, pack, unpack
+from colocate.wire import Hub, Packed, encode, framing, pack, unpack
 from colocate.wire.framing import FILE_BYTES, Posted
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -218,31 +218,6 @@ def test_a_callback_that_raises_ends_its_lane_only(hub: Hub, monkeypatch: pytest
     assert all(report.thread.name == "colocate-test" for report in reported)
 
 
-def test_a_lane_can_be_closed_and_made_in_its_own_callback(hub: Hub) -> None:
-    one, other = socket_pair("unix")
-    far = End(hub, other)
-    made: queue.Queue[Any] = queue.Queue()
-    lane: list[SocketLane] = []
-
-    def on_message(head: tuple[Any, ...], body: Packed | None) -> None:
-        if head == ("first",):
-            lane[0].close("had enough")
-            near = End(hub, (pair := socket_pair("unix"))[0])
-            made.put((near, End(hub, pair[1])))
-        else:
-            made.put("a message after closing")
-
-    ended: queue.Queue[str] = queue.Queue()
-    lane.append(hub.attach(one, on_message, ended.put))
-    with encode(("first",)) as first, encode(("second",)) as second:
-        far.lane.send(Frame(first._inline + second._inline))
-    assert ended.get(timeout=WAIT_S) == "had enough"
-    near, other_end = made.get(timeout=WAIT_S)
-    near.lane.send(("works",))
-    assert other_end.get()[0] == ("works",)
-    assert made.empty()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(kind: str) -> None:
     """As when a child of a dead process still holds its socket; with a descriptor that `select` couldn't take."""
@@ -261,17 +236,6 @@ def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(ki
         end.lane.finish("again")
         assert end.ends.empty()
     assert hub.close()
-
-
-def test_unsent_frames_are_freed_when_the_lane_ends(half: tuple[End, socket.socket]) -> None:
-    end, other = half
-    files, _ = left_behind()
-    for i in range(60):
-        assert end.lane.send((i,), pack(bytes(1 << 20)))
-    other.close()
-    end.end()
-    # Both sockets and nothing else have gone.
-    assert len(left_behind()[0]) == len(files) - 2
 
 
 def test_a_payload_for_which_there_is_no_memory(

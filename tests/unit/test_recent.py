@@ -5,15 +5,6 @@ from __future__ import annotations
 from colocate._system.recent import RecentSpans
 
 
-def test_what_overlaps_counts_once() -> None:
-    """As calls of async methods do: nobody is busy for more than all of the time."""
-    spans = RecentSpans[str]()
-    for start, end in ((90.0, 96.0), (91.0, 97.0), (92.0, 93.0)):
-        spans.add("actor", start, end)
-    spans.add("critic", 80.0, 91.0)
-    assert spans.shares(100.0) == {"actor": 0.7, "critic": 0.1}
-
-
 def test_what_has_not_ended() -> None:
     """Who has run for a minute isn't idle."""
     spans = RecentSpans[str]()
