@@ -324,11 +324,11 @@ class TestRoles:
         assert (shares().owned["role"], shares().asleep["role"]) == ({}, size + later)
         assert ledger._gpu(DEVICE) == {"allocated": GRAIN // 2, "reserved": GRAIN, "used": GRAIN, "total": ROOM}
         with pytest.raises(SleepingError, match=r"role\.look needs memory of its role that sleeps"):
-            sleeper.check(hosted, hosted.spec("look"))
+            sleeper.check(hosted, hosted.methods["look"])
         with pytest.raises(SleepingError):
             sleeper.refuse("role")
         assert sleeper.wake("role", ("weights",), 1, {}) == Outcome(nbytes=3 * GRAIN)
-        sleeper.check(hosted, hosted.spec("look"))
+        sleeper.check(hosted, hosted.methods["look"])
         assert bool((role.net.weight == 7).all())
         sleeper.wake("role", TAGS, 1, {})
         assert shares().owned["role"] == awake

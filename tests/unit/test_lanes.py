@@ -32,7 +32,7 @@ def test_an_interrupted_send_ends_the_lane(ends: tuple[End, End], monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(Posted, "write", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ends[0].lane.send(("x",))
+            ends[0].lane.send(("x" * 20_000,))
     assert ends[0].end() == "interrupted in the middle of sending a message"
     assert ends[1].end() == "the other side closed"
 

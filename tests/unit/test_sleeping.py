@@ -124,11 +124,11 @@ def test_away_and_back(worker: Worker) -> None:
     assert sleeper.asleep.by_role() == {"model": (size, 0)}
     assert model.net.weight.untyped_storage().nbytes() == 0
     with pytest.raises(SleepingError, match=r"model\.train needs memory of its role that sleeps"):
-        sleeper.check(role, role.spec("train"))
+        sleeper.check(role, role.methods["train"])
     assert sleeper.wake("model", ("weights",), 1, {}).nbytes == sum(each.nbytes for each in model.net.parameters())
-    sleeper.check(role, role.spec("look"))
+    sleeper.check(role, role.methods["look"])
     with pytest.raises(SleepingError):
-        sleeper.check(role, role.spec("train"))
+        sleeper.check(role, role.methods["train"])
     sleeper.wake("model", TAGS, 1, {})
     assert equal(contents(model), before)
     assert sleeper.asleep.by_role() == {}
@@ -733,13 +733,13 @@ def test_a_method_of_a_role_whose_memory_moves(
     residency._prefetch = prefetch
     prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS))
     role = worker.add("three", Model())
-    residency.enter(1, role, attrs.evolve(role.spec("look"), awake=()))
+    residency.enter(1, role, attrs.evolve(role.methods["look"], awake=()))
     assert prefetch.is_under_way  # it is none of those
     if sibling:
         role.ctx._asked.add("one")
     else:
         role = worker.roles["one"]
-    residency.enter(2, role, attrs.evolve(role.spec("look"), awake=()))
+    residency.enter(2, role, attrs.evolve(role.methods["look"], awake=()))
     assert not prefetch.is_under_way
 
 
@@ -762,7 +762,7 @@ def test_nothing_moves_beside_a_call_of_its_role(
     turns.choice, turns.over = lambda *_: frozenset({"one"}), lambda *_: -(10**9)
     residency._wanted["two"] = TAGS
     if runs is not None:
-        residency.enter(1, worker.roles[runs], attrs.evolve(role.spec("look"), awake=()))
+        residency.enter(1, worker.roles[runs], attrs.evolve(role.methods["look"], awake=()))
     residency._look_ahead("three")
     assert prefetch.is_under_way is (runs is None)
     if runs is not None:

@@ -135,6 +135,10 @@ class SocketLane:
         finally:
             frame.close()
 
+    def pass_to(self, on_message: OnMessage) -> None:
+        """Have something else get the messages from the next one on. On the thread that receives them."""
+        self._on_message = on_message
+
     def close(self, reason: str = "closed on this side") -> None:
         """Close the lane; from any thread. What isn't sent yet is dropped (see `drain`), and `on_closed` follows."""
         with self._lock:
@@ -178,7 +182,12 @@ class SocketLane:
             at_once.run(chain(map(before.append, map(len, (queue,))), map(queue.append, (sending,))))
             if not before[0]:
                 try:
-                    self._write()
+                    if (
+                        (data := frame.small) is None
+                        or self._secured is not None
+                        or not self._sends_whole(sending, data)
+                    ):
+                        self._write()
                 except BaseException:
                     # Ctrl-C, say. Nobody knows how much was written, and half a message would garble all others.
                     self._shut("interrupted in the middle of sending a message")
@@ -291,6 +300,20 @@ class SocketLane:
             report_exception()
 
     # With the lock held:
+
+    def _sends_whole(self, sending: Posted | Sending, data: bytearray) -> bool:
+        """Send the only thing in the queue at once, as nearly always; whether nothing is left to be written."""
+        try:
+            written = self._sock.send(data)
+        except OSError:  # which `_write` meets as well
+            return False
+        if written < len(data):
+            assert isinstance(sending, Posted)
+            sending.written.append(written)
+            return False
+        queue, left = self._queue, list[int]()
+        at_once.run(chain(map(_popleft, (queue,)), map(left.append, map(len, (queue,)))))  # in one step, as there
+        return not left[0]
 
     def _write(self) -> None:
         """Write what is in the queue, for it is this thread's turn to; the hub's thread goes on if that takes long."""

@@ -35,8 +35,10 @@ class Turns:
 
         Else the hub would often be the one that receives the answer, and two threads would want to go on.
         """
-        with suppress(OSError):  # a role has closed the descriptor, which whoever sends next finds
+        try:
             self._lane.lend()
+        except OSError:
+            pass  # A role has closed the descriptor, which whoever sends next finds.
 
     def over(self) -> None:
         """End a turn that `soon` has begun, and after which nothing is waited for."""

@@ -48,7 +48,8 @@ class Runner:
         """
         self._site = site
         self._broken = broken
-        self._role_code, self._awaited_code = RoleCode(), RoleCode(has_thread=False)
+        # In a process of its own the lane's thread is the main one, which is never the framework's.
+        self._role_code, self._awaited_code = RoleCode(has_thread=site.in_process), RoleCode(has_thread=False)
         self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
@@ -108,8 +109,8 @@ class Runner:
         call = work.message
         assert isinstance(call, to_worker.Call)
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
-        role = site.roles[call.role]
-        spec = role.spec(call.method)
+        role: HostedRole = work.role
+        spec: MethodSpec = work.spec
         start = work.began = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work

@@ -188,9 +188,9 @@ class WorkerHost(Site):
         hosted = self.roles.get(call.role)
         if hosted is None:  # what functions run in: its key tells what their context needs
             hosted = self.roles[call.role] = hosted_functions(self, *call.role)
-        spec = hosted.spec(call.method)
+        spec, label = hosted.routes.get(call.method) or (hosted.methods["run"], f"function {call.method}")
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(call.seq, self._runner.call, hosted.label(call.method), call, body, concurrency)
+        work = Work(call.seq, self._runner.call, label, call, body, concurrency, hosted, spec)
         work.lots = self.definitions.count
         if call.keep is not None:
             if not is_expected:

@@ -25,6 +25,7 @@ class HostedRole:
         setting: What makes torch's settings.
         settings: Which the role has of its own; None for those of all.
         keeps_addresses: Whether what its constructor has made on a GPU keeps its addresses when it sleeps.
+        routes: Its methods by name, each with what errors and stacks call it.
         drawn: Its last call, and where its random numbers were when that began; None for their beginning.
         operations: How many operations of process groups it has begun in the calls that have ended.
     """
@@ -37,13 +38,12 @@ class HostedRole:
     settings: Settings | None = None
     keeps_addresses: bool = False
     operations: int = attrs.field(default=0, init=False)
-    _labels: Mapping[str, str] = attrs.field(init=False)
+    routes: Mapping[str, tuple[MethodSpec, str]] = attrs.field(init=False)
     drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
 
     def __attrs_post_init__(self) -> None:
-        # Each call asks for one.
         named = self.name is not None
-        self._labels = {method: f"{self.name}.{method}" if named else method for method in self.methods}
+        self.routes = {name: (spec, f"{self.name}.{name}" if named else name) for name, spec in self.methods.items()}
 
     def take_back(self, failed: Collection[int]) -> None:
         """Some calls have failed, here or on another rank: if it has begun nothing since, it draws the same again."""
@@ -99,15 +99,9 @@ class HostedRole:
         finally:
             setting.have(setting.base)
 
-    def spec(self, method: str) -> MethodSpec:
-        """One of its methods."""
-        if self.name is None:
-            return self.methods.get(method) or self.methods["run"]
-        return self.methods[method]
-
     def label(self, method: str) -> str:
         """What a method is called in errors and stacks."""
-        return self._labels.get(method) or f"function {method}"
+        return self.routes[method][1]
 
 
 @calls_role_code

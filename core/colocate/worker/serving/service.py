@@ -90,9 +90,7 @@ class Service:
 
     def _received(self, head: tuple[Any, ...], body: Any) -> None:
         if not is_a(head, to_worker.Boot):
-            if self._heeds and (host := self._host) is not None:
-                host.receive(head, body)
-            elif self._heeds is None:
+            if self._heeds is None:
                 print(
                     f"the first message on this worker's lane is {kind_of(head)!r}; colocate {_boot().version} says "
                     "Boot first: the driver is of another version, or its executor doesn't send first_message(boot)",
@@ -111,6 +109,8 @@ class Service:
                 self._host.renew(base_of(self._epoch))
         else:
             self._host.adopt(wire.unpack(body))
+        if self._heeds and self._host is not None and self._lane is not None:
+            self._lane.pass_to(self._host.receive)
         self.say(hello(), None)
 
     def _closed(self, reason: str) -> None:
