@@ -16,7 +16,7 @@ IN_MAKE_TEST = {
     "test_two_machines": "none",
 }
 # Pools without a driver: each test takes several drivers of their own. `make test` has what holds of one that leaves.
-DETACHED = ("attaching", "successors", "watching")
+DETACHED = ("attaching",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,8 +32,8 @@ from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
 from colocate.testing.executors.renewals import alone  # noqa: E402
+from colocate.testing.executors.sleeping import SleepingAmidSteps  # noqa: E402
 from colocate.testing.executors.turns import STEP  # noqa: E402
-from colocate.testing.executors.unfinished import SleepingAmidSteps  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402

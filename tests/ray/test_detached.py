@@ -22,7 +22,7 @@ from colocate import Pool, Runtime
 from colocate._detached import close_detached
 from colocate.errors import ClosedError, ConfigError, EngineError
 from colocate.keeper import Lease, PoolKeepers
-from colocate.testing.executors.ports import _free, _listening
+from colocate.testing.executors.placement import _free, _listening
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until

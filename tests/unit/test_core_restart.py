@@ -18,7 +18,7 @@ from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation
-from colocate.testing.executors.forks import in_a_fork, refuses
+from colocate.testing.executors.auditing import in_a_fork, refuses
 from colocate.testing.gate import Gate
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.rows import Rows

@@ -15,57 +15,30 @@ skipped where it isn't installed.
 """
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
-from colocate.testing.executors.attaching import Attaching
-from colocate.testing.executors.auditing import Auditing
-from colocate.testing.executors.borrows import Borrows
-from colocate.testing.executors.budgets import Budgets
-from colocate.testing.executors.calls import Calls
-from colocate.testing.executors.cancelling import Cancelling
-from colocate.testing.executors.checkpoints import Checkpoints
-from colocate.testing.executors.closing import Closing
-from colocate.testing.executors.context import Contexts
-from colocate.testing.executors.converging import Converging
-from colocate.testing.executors.cut_process_groups import CutProcessGroups
-from colocate.testing.executors.deaths import Deaths
-from colocate.testing.executors.definitions import Definitions
+from colocate.testing.executors.attaching import Attaching, Successors, Watching
+from colocate.testing.executors.auditing import Auditing, Forks
+from colocate.testing.executors.calls import Calls, Cancelling, Functions
+from colocate.testing.executors.closing import Closing, Converging
+from colocate.testing.executors.context import Contexts, Devices, TorchSettings
+from colocate.testing.executors.deaths import Deaths, Vanishing
+from colocate.testing.executors.definitions import Definitions, Serialization
 from colocate.testing.executors.detaching import Detaching
-from colocate.testing.executors.devices import Devices
-from colocate.testing.executors.dispatch import Dispatching
-from colocate.testing.executors.drivers import Drivers
-from colocate.testing.executors.endings import Endings
-from colocate.testing.executors.failures import Failures
-from colocate.testing.executors.forks import Forks
-from colocate.testing.executors.functions import Functions
-from colocate.testing.executors.handlers import Handlers
-from colocate.testing.executors.kept_failures import KeptFailures
-from colocate.testing.executors.ledgers import Ledgers
-from colocate.testing.executors.meshes import NamedMeshes
-from colocate.testing.executors.mixing import Mixing
-from colocate.testing.executors.order import Order
-from colocate.testing.executors.ownership import Ownership
+from colocate.testing.executors.dispatch import Dispatching, Mixing, NamedMeshes
+from colocate.testing.executors.drivers import Drivers, Endings, Signals
+from colocate.testing.executors.ledgers import Budgets, Ledgers
+from colocate.testing.executors.order import Failures, Order
+from colocate.testing.executors.ownership import Borrows, Ownership
 from colocate.testing.executors.pipelines import Pipelines
-from colocate.testing.executors.placement import Placement
-from colocate.testing.executors.ports import Ports
-from colocate.testing.executors.printing import Printing
-from colocate.testing.executors.process_groups import ProcessGroups
+from colocate.testing.executors.placement import Placement, Ports
+from colocate.testing.executors.process_groups import CutProcessGroups, ProcessGroups
 from colocate.testing.executors.renewals import Renewals
-from colocate.testing.executors.residents import Residents
-from colocate.testing.executors.restarting import Restarting
-from colocate.testing.executors.serialization import Serialization
-from colocate.testing.executors.settings import TorchSettings
-from colocate.testing.executors.signals import Signals
-from colocate.testing.executors.sleeping import Sleeping
-from colocate.testing.executors.sleeping_beside import SleepingBeside
-from colocate.testing.executors.startup import Startup
-from colocate.testing.executors.successors import Successors
-from colocate.testing.executors.templates import Templates
-from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents
-from colocate.testing.executors.threads import Undisturbed
-from colocate.testing.executors.transfers import Transfers
+from colocate.testing.executors.residents import KeptFailures, Residents
+from colocate.testing.executors.restarting import Checkpoints, Restarting
+from colocate.testing.executors.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
+from colocate.testing.executors.startup import Printing, Startup, Templates
+from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents, Transfers
+from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.turns import TakingTurns
-from colocate.testing.executors.unfinished import SleepingAmidSteps
-from colocate.testing.executors.vanishing import Vanishing
-from colocate.testing.executors.watching import Watching
 
 
 class ExecutorSuite(

@@ -1,23 +1,32 @@
-"""Who has a detached pool: one driver at a time, who borrows it or takes it over."""
+"""Who has a detached pool: one driver at a time, who borrows it or takes it over; others may look."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
+import attrs
 import pytest
 
 import colocate
-from colocate import Runtime
-from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
-from colocate.executor import Detachable
+from colocate import Runtime, wire
+from colocate.errors import BorrowedError, ClosedError, ConfigError, EngineError, WorkerDied
+from colocate.executor import Detachable, Watchable, Window
 from colocate.testing.executors._base import needs, of_executor
-from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new, published
-from colocate.testing.executors.drivers import Scripts
+from colocate.testing.executors.detaching import TTL_S, DetachedCase, counting, new, published
+from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
-from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+from colocate_report.cluster_window import look_at
+from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.top import show_top
 
 
 class Attaching(DetachedCase):
@@ -47,27 +56,6 @@ class Attaching(DetachedCase):
         assert found is not None
         assert found["driver"] is None
         assert 0 < found["left_s"] <= TTL_S
-
-    @needs(Detachable)
-    @of_executor
-    def test_borrower_spawns(self, runtime: Runtime, name: str) -> None:
-        """What a borrower spawns on free slots ends with its borrow; what it closes of the pool's own lives on."""
-        pool = runtime.reserve(2, cpus=0, detachable=True)
-        pool[0].spawn({"counting": colocate.role(Counting)}, name="counting")
-        pool.detach(name, ttl=TTL_S)
-        with runtime.attach(name) as borrowed:
-            echo = borrowed[1].spawn({"echo": colocate.role(Echo)}, name="guest")
-            workers = Processes([pid for pid, _, _ in echo.role("echo", Echo).place()])
-            view = counting(borrowed)
-            view.add()
-            borrowed.groups["counting"].close()
-            with pytest.raises(ClosedError):
-                view.add()
-        workers.wait()
-        workers.close()
-        with runtime.attach(name) as again:
-            assert list(again.groups) == ["counting"]
-            assert counting(again).add() == [2]
 
     @needs(Detachable)
     @of_executor
@@ -217,24 +205,275 @@ class Attaching(DetachedCase):
         workers.close()
         wait_until(lambda: published(runtime, name) is None, "it is over")
 
+
+_WORKER = """
+import beside
+from colocate import Role, method
+
+LIMIT = 1
+
+class Item:
+    def __init__(self, size):
+        self.size = size
+
+    def over(self):
+        return self.size > LIMIT
+
+class Worker(Role):
+    def __init__(self):
+        self.kept = Item(7)
+
+    @method
+    def make(self, size):
+        return Item(size)
+
+    @method
+    def look(self, item):
+        return type(item) is Item is type(self.kept), item.over(), beside.WHO
+
+    @method
+    def limit(self):
+        return LIMIT
+
+    @method
+    def beside(self, value):
+        return type(value) is beside.Value
+
+    @method
+    def put(self, value):
+        self.kept = value
+
+    @method
+    def late(self):
+        import later
+        return later.Value()
+
+    @method
+    def is_late(self, value):
+        import later
+        return type(value) is later.Value
+"""
+
+_DETACHES = """
+pool = runtime.reserve(1, cpus=0, detachable=True)
+pool.spawn({"worker": colocate.role(Worker)}, name="working")
+pool.detach(NAME, ttl=300)
+say("detached")
+"""
+
+_ATTACHES = """
+def tell(function):
+    try:
+        return function()
+    except colocate.ColocateError as error:
+        return str(error)
+
+def use():
+    with runtime.attach(NAME) as pool:
+        worker = pool.groups["working"][Worker]
+        (made,) = worker.make(3)
+        return made.over(), worker.look(made), worker.limit(), worker.beside(beside.Value())
+"""
+
+
+_CLOSES = """
+runtime.attach(NAME, own=True).close()
+say("closed")
+"""
+
+
+class Successors(DetachedCase):
+    """The next driver has what the workers have from the one before it; its own script stays where it is."""
+
+    def _run(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Driver:
+        (scripts.folder / "beside.py").write_text(f"WHO = {who!r}\nclass Value: pass\n")
+        return self.start(scripts, text, name)
+
+    def _said(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Any:
+        driver = self._run(scripts, name, text, who)
+        said = driver.hear()
+        assert driver.end() == (0, "")
+        return said
+
     @needs(Detachable)
     @of_executor
-    def test_restart_by_a_borrower(self, runtime: Runtime, name: str) -> None:
-        """A group that is rebuilt while it is borrowed is the one that the next driver finds."""
-        pool = runtime.reserve(2, cpus=0, detachable=True)
-        pool.spawn({"counting": colocate.role(Counting)}, name="counting", on_failure="restart")
+    def test_another_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """It calls and fetches, and gives back what it has got; what is defined in it can't go, which is told."""
+        self._said(scripts, name, _WORKER + _DETACHES)
+        used = (_WORKER + _ATTACHES).replace("LIMIT = 1", "LIMIT = 9")
+        assert self._said(scripts, name, used + "say(tell(use))") == [True, [[True, True, "first"]], [1], [True]]
+        sends = """
+        with runtime.attach(NAME) as pool:
+            group = pool.groups["working"]
+            for each in (
+                lambda: group[Worker].put(Item(3)),
+                lambda: group.run(lambda ctx: LIMIT),
+                lambda: group.run(tell),
+                lambda: group.run(lambda ctx: 3),
+                lambda: group[Worker].limit(),
+            ):
+                say(tell(each))
+        """
+        driver = self._run(scripts, name, used + textwrap.dedent(sends))
+        for what in ("Item", "<lambda>, which names the global 'LIMIT',", "tell"):
+            assert (
+                f"{what} is of this driver's script, and can't go to workers that another driver has" in driver.hear()
+            )
+        assert [driver.hear(), driver.hear()] == [[3], [1]]
+        assert driver.end() == (0, "")
+        assert self._said(scripts, name, _CLOSES) == "closed"
+
+
+_JOB = """
+from colocate.testing.probes.counting import Counting
+
+with CONNECT as runtime:
+    roles = {"counting": colocate.role(Counting), "other": colocate.role(Counting).on(slots=[0])}
+    group = runtime.reserve(2, cpus=0).spawn(roles, name="policy")
+    with colocate.record(runtime, NAME):
+        with group.pipeline():
+            call = group.role("counting", Counting).wait_and_add.submit(GATE)
+            group.role("other", Counting).add.submit()
+        say(call.result())
+        wait()
+"""
+
+
+class Watching(DetachedCase):
+    """`colocate top`, from elsewhere."""
+
+    @pytest.fixture
+    def job(self) -> str:
+        """A name for a job."""
+        return f"test-{uuid.uuid4().hex[:8]}"
+
+    @pytest.fixture
+    def gate(self) -> Iterator[Gate]:
+        """Where its first call waits."""
+        with Gate() as gate:
+            yield gate
+
+    def begin(self, scripts: Scripts, job: str, gate: Gate) -> Driver:
+        """Start it; both slots are in a call when this returns."""
+        driver = scripts.start(f"NAME, GATE = {job!r}, {gate.address!r}\n{_JOB}")
+        gate.wait_for(2)
+        return driver
+
+    @needs(Watchable)
+    @of_executor
+    def test_looked_at_from_elsewhere(
+        self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Another driver sees what runs, for how long, and what waits; the job goes on as if nobody had looked."""
+        driver = self.begin(scripts, job, gate)
+        window = found(runtime, job)
+        assert window is not None
+        (group,) = look_at(window, watchable(runtime))["groups"]
+        assert (group["group"], group["state"], len(group["slots"])) == ("policy", "ready", 2)
+        first, second = group["slots"]
+        assert [(each["call"], each["queue"]) for each in (first, second)] == [
+            ("counting.wait_and_add", 1),
+            ("counting.wait_and_add", 0),
+        ]
+        assert [role["role"] for role in first["roles"]] == ["counting", "other"]
+        assert first["age"] > 0
+        for way in window.address.split(","):  # from this machine, and from others
+            assert look_at(attrs.evolve(window, address=way), watchable(runtime))["pid"] == driver.process.pid
+        assert first["age"] < look_at(window, watchable(runtime))["groups"][0]["slots"][0]["age"]
+        with pytest.raises(EngineError, match="can't be reached from here"):
+            look_at(attrs.evolve(window, key=wire.new_key()), watchable(runtime))
+
+        config = scripts.folder / "cluster.yaml"
+        config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
+        cluster = Cluster(config)
+        assert show_top(job, cluster, once=True, every=1.0, json=False) == 0
+        shown = capsys.readouterr().out
+        assert f"{job} (process {driver.process.pid} on " in shown
+        assert "counting.wait_and_add" in shown
+        assert show_top(f"{job}x", cluster, once=True, every=1.0, json=False) == 1
+        said = capsys.readouterr().err
+        assert f"no job is called '{job}x'" in said
+        assert f"did you mean '{job}'?" in said
+
+        gate.open()
+        assert driver.hear() == [1, 1]
+        assert driver.end() == (0, "")
+        assert found(runtime, job) is None
+        with pytest.raises(EngineError, match="can't be reached from here"):
+            look_at(window, watchable(runtime))
+        assert show_top(job, cluster, once=True, every=1.0, json=False) == 1
+        assert "no job " in capsys.readouterr().err
+
+    @needs(Detachable)
+    @of_executor
+    def test_detached_pool_is_looked_at(
+        self, runtime: Runtime, name: str, gate: Gate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """With a driver and without, by what its workers say: nothing of it changes by that."""
+        executor = cast("Detachable", runtime._node.services.executor)
+        config = tmp_path / "cluster.yaml"
+        config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
+        pool, view = new(runtime)
+        view.add()
         pool.detach(name, ttl=TTL_S)
+
+        before = executor.look(name)
+        seen = executor.look(name)
+        assert (seen["driver"], seen["epoch"], seen["silent"], seen["lost"]) == (None, before["epoch"], [], 0)
+        assert before["left_s"] >= seen["left_s"]  # nothing was renewed
+        workers = sorted(seen["workers"], key=lambda each: int(each["slot"]))
+        assert [(each["group"], each["slot"], each["call"], each["queue"]) for each in workers] == [
+            ("counting", 0, None, 0),
+            ("counting", 1, None, 0),
+        ]
+        for rank, worker in enumerate(workers):
+            (role,) = worker["roles"]
+            assert (role["role"], role["rank"], role["asleep"]) == ("counting", rank, 0)
+            assert role["bytes"] is not None
+        assert show_top(name, Cluster(config), once=True, every=1.0, json=False) == 0
+        shown = capsys.readouterr().out
+        assert f"{name} (detached pool), it lives " in shown
+        assert "counting (detached)" in shown
+
         with runtime.attach(name) as borrowed:
-            group, view = borrowed.groups["counting"], counting(borrowed)
-            view.add()
-            os.kill(view.pid()[0], signal.SIGKILL)
-            wait_until(lambda: group.generation == 1, "it is being rebuilt")
-            group.wait_ready(PATIENCE_S)
-            assert view.add() == [1, 1]
-            with pytest.raises(ColocateError):
-                view.fail()
-            assert view.add() == [2, 2]
-            pids = view.pid()
-        with runtime.attach(name, own=True) as again:
-            assert again.groups["counting"].generation == 1
-            assert (counting(again).add(), counting(again).pid()) == ([3, 3], pids)
+            with borrowed.groups["counting"].pipeline():
+                first = counting(borrowed).wait_and_add.submit(gate.address)
+                counting(borrowed).add.submit()
+            gate.wait_for(2)
+            held = executor.look(name)
+            assert held["driver"].startswith(f"driver {os.getpid()} on ")
+            assert held["left_s"] is None
+            assert [(each["call"], each["queue"]) for each in held["workers"]] == [("counting.wait_and_add", 1)] * 2
+            assert all(each["age"] > 0 for each in held["workers"])
+
+            def all_busy() -> bool:
+                return all(each["roles"][0]["busy"] > 0 for each in executor.look(name)["workers"])
+
+            wait_until(all_busy, "who runs its first call is busy")
+            assert show_top(f"pool/{name}", Cluster(config), once=True, every=1.0, json=True) == 0
+            told = json.loads(capsys.readouterr().out)
+            assert [group["state"] for group in told["groups"]] == ["attached"]
+            gate.open()
+            assert first.result() == [2, 2]
+            assert counting(borrowed).add() == [4, 4]
+            after = executor.look(name)
+            assert after["epoch"] == held["epoch"]
+            assert all(worker["roles"][0]["busy"] > 0 for worker in after["workers"])
+        with pytest.raises(ConfigError, match=f"no pool '{name}x' is detached"):
+            executor.look(f"{name}x")
+
+    @of_executor
+    def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """A job of a private engine is seen on its own machine only, which the command says."""
+        assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1
+        assert "which cluster? A private one has no jobs but its driver's" in capsys.readouterr().err
+
+
+def watchable(runtime: Runtime) -> Watchable:
+    """Its executor."""
+    return cast("Watchable", runtime._node.services.executor)
+
+
+def found(runtime: Runtime, name: str) -> Window | None:
+    """What the cluster has of a job."""
+    return next((each for each in watchable(runtime).windows() if each.name == name), None)

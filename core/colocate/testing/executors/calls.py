@@ -1,8 +1,10 @@
-"""Calls: views, submitting, waiting, options, async methods."""
+"""Calls: views, submitting, waiting, options, async methods, cancelling; and plain functions on every worker."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import functools
 import math
 import pickle
 import threading
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import Call, ColocatedGroup, ColocateError, Runtime
-from colocate.errors import CallTimeout, ConfigError, DispatchError, RoleError
+from colocate import Call, ColocatedGroup, ColocateError, Context, Runtime
+from colocate.errors import CallCancelled, CallTimeout, ConfigError, DispatchError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
+from colocate.testing import leaks
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.faulty import Faulty, deep_inside
+from colocate.testing.probes.meshes import facts, sum_of_ranks
 from colocate.testing.probes.plain import Echo, Log, Plain
 from colocate.testing.probes.rows import Own, Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -37,13 +41,6 @@ class Calls(ExecutorCase):
         """A class without colocate's base is a role too; the context is `colocate.context()`."""
         group = spawn({"plain": colocate.role(Plain, 10)}, slots=1)
         assert group[Plain].value() == [10]
-
-    def test_roles_of_one_class(self, pair: ColocatedGroup) -> None:
-        """Two roles of one class are two instances, in one worker per slot."""
-        echo, other = pair.role("echo", Echo), pair.role("other", Echo)
-        assert [tag for tag, _ in echo.tag_and_rank()] == ["the tag"] * 2
-        assert [tag for tag, _ in other.tag_and_rank()] == ["another"] * 2
-        assert echo.place() == other.place()
 
     @of_executor
     def test_lane(self, pair: ColocatedGroup, runtime: Runtime) -> None:
@@ -70,27 +67,6 @@ class Calls(ExecutorCase):
         assert call.done()
         assert call.exception() is None
 
-    def test_result_many_times(self, pair: ColocatedGroup) -> None:
-        """A call's value is collected once, for whoever asks, from any thread."""
-        call = pair.role("echo", Echo).echo.submit([1])
-        found: list[Any] = []
-        threads = [threading.Thread(target=lambda: found.append(call.result(PATIENCE_S))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(value is found[0] for value in found)
-
-    def test_exception(self, pair: ColocatedGroup) -> None:
-        """A failed call gives the same error by `result` and `exception`, every time."""
-        call = pair.role("faulty", Faulty).fail.submit()
-        error = call.exception(PATIENCE_S)
-        assert isinstance(error, RoleError)
-        with pytest.raises(RoleError) as caught:
-            call.result()
-        assert caught.value is error
-        assert call.done()
-
     def test_done_callback(self, pair: ColocatedGroup) -> None:
         """Callbacks run once each, with the call, on the runtime's dispatcher thread; late ones run too."""
         heard: list[tuple[Call[Any], int]] = []
@@ -109,28 +85,6 @@ class Calls(ExecutorCase):
         assert [known for known, _ in heard] == [call, call]
         assert heard[0][1] == heard[1][1] != threading.get_ident()
 
-    def test_asyncio_wait(self, pair: ColocatedGroup) -> None:
-        """`asyncio.wait` takes futures only: a call is refused at once, and what can be awaited is what it says."""
-        echo = pair.role("echo", Echo)
-
-        async def main() -> tuple[int, int]:
-            with pytest.raises(TypeError, match=r"ensure_future\(call\)"):
-                await asyncio.wait([echo.first.submit(0)])  # type: ignore[type-var]  # as who hasn't tried it writes
-            done, waiting = await asyncio.wait([asyncio.ensure_future(echo.first.submit(n)) for n in range(2)])
-            return len(done), len(waiting)
-
-        assert asyncio.run(main()) == (2, 0)
-
-    def test_callback_may_call(self, pair: ColocatedGroup) -> None:
-        """A callback may submit further calls, and wait for its own."""
-        echo = pair.role("echo", Echo)
-        second: list[Call[Any]] = []
-        echo.first.submit("one").add_done_callback(
-            lambda call: second.append(echo.first.submit(call.result() + " two"))
-        )
-        wait_until(lambda: second, "the callback has run")
-        assert second[0].result(PATIENCE_S) == "one two"
-
     def test_await(self, pair: ColocatedGroup) -> None:
         """A call can be awaited, in any event loop; its error is raised there."""
 
@@ -142,18 +96,6 @@ class Calls(ExecutorCase):
             return values
 
         assert asyncio.run(main()) == [0, 1, 2]
-
-    def test_abandoned_await(self, pair: ColocatedGroup) -> None:
-        """An event loop that ends before the call does it no harm."""
-        with Gate() as gate:
-            call = pair.role("faulty", Faulty).wait.submit(gate.address)
-
-            async def main() -> None:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(_await(call), 0.01)
-
-            asyncio.run(main())
-        assert call.result(PATIENCE_S) == [0, 1]
 
     def test_wait(self, pair: ColocatedGroup) -> None:
         """`colocate.wait` returns what is done and what isn't."""
@@ -300,19 +242,6 @@ class Calls(ExecutorCase):
         last.result(PATIENCE_S)
         assert log.read() == [["begin a", "end a", "b", "begin c", "end c"]] * 2
 
-    def test_async_context(self, pair: ColocatedGroup) -> None:
-        """Overlapping async calls each keep their own context."""
-        log = cleared(pair)
-        short, long = log.async_rows.submit([1, 2]), log.async_rows.submit([1, 2, 3, 4])
-        assert short.result(PATIENCE_S) == [([1], 1, 0), ([2], 1, 1)]
-        assert long.result(PATIENCE_S) == [([1, 2], 2, 0), ([3, 4], 2, 1)]
-
-    def test_many_calls(self, pair: ColocatedGroup) -> None:
-        """Hundreds of calls can be on their way at once; each gets its own answer."""
-        echo = pair.role("echo", Echo)
-        calls = [echo.echo.submit(index) for index in range(300)]
-        assert [call.result(PATIENCE_S) for call in calls] == [[index, index] for index in range(300)]
-
 
 def cleared(group: ColocatedGroup) -> Log:
     """The view of the role that remembers, with nothing remembered."""
@@ -323,3 +252,139 @@ def cleared(group: ColocatedGroup) -> Log:
 
 async def _await(call: Call[Any]) -> Any:
     return await call
+
+
+class Cancelling(ExecutorCase):
+    """`call.cancel()`."""
+
+    def test_cancel_queued(self, pair: ColocatedGroup) -> None:
+        """A queued call is withdrawn from every rank; those before and after it run."""
+        log = cleared(pair)
+        with Gate() as gate:
+            first = log.add_at.submit(gate.address, "first")
+            second = log.add.submit("second")
+            third = log.add.submit("third")
+            gate.wait_for(2)
+            assert second.cancel()
+            assert second.done()
+            with pytest.raises(CallCancelled, match=r"log\.add was cancelled before any rank had begun it"):
+                second.result()
+            assert isinstance(second.exception(), concurrent.futures.CancelledError)
+            assert not second.cancel()
+        first.result(PATIENCE_S)
+        third.result(PATIENCE_S)
+        assert log.read() == [["first", "third"], ["first", "third"]]
+
+    @of_executor
+    def test_cancel_running(self, pair: ColocatedGroup) -> None:
+        """A running method finds `ctx.cancelled` and ends as it likes; its result is there for whoever asks."""
+        log = cleared(pair)
+        with Gate() as gate:
+            call = log.look_until_cancelled.submit(gate.address)
+            gate.wait_for(2)
+            gate.open()
+            assert not call.cancel()
+            assert call.result(PATIENCE_S) == ["cancelled", "cancelled"]
+        log.add("later")
+        assert log.read() == [["later"], ["later"]]
+
+    def test_cancel_kept(self, pair: ColocatedGroup) -> None:
+        """The resident of a cancelled call is of no use, and says why; so does what was to use it."""
+        log, rows = cleared(pair), pair.role("rows", Rows)
+        with Gate() as gate, pair.scope():
+            log.add_at.submit(gate.address, "first")
+            gate.wait_for(2)
+            kept = rows.double.keep([1, 2])
+            used = rows.double.submit(kept.ref)
+            assert kept._kept.call.cancel()  # type: ignore[attr-defined]
+            gate.open()
+            with pytest.raises((CallCancelled, RoleError)):
+                used.result(PATIENCE_S)
+            with pytest.raises(CallCancelled):
+                kept.fetch()
+            assert log.read() == [["first"], ["first"]]
+
+    def test_a_default_deadline(self, no_leaks: None) -> None:
+        """`call_timeout` is that of every call that names none of its own; infinity is none."""
+        with self.connect(call_timeout=0.2) as runtime:
+            group = runtime.reserve(1, cpus=0).spawn({"faulty": colocate.role(Faulty)})
+            wait = group.role("faulty", Faulty).wait
+            with Gate() as gate:
+                patient = wait.options(timeout=math.inf).submit(gate.address)
+                assert isinstance(wait.submit(gate.address).exception(PATIENCE_S), CallTimeout)
+                with pytest.raises(CallTimeout, match=r"0\.2 s"):
+                    group.run(lambda ctx: None)
+            patient.result(PATIENCE_S)
+
+
+class Functions(ExecutorCase):
+    """What a function gets, gives, and does to the group."""
+
+    @of_executor
+    def test_run_context(self, pair: ColocatedGroup) -> None:
+        """A function gets the worker's context, in which every slot is a rank, and its arguments."""
+        nodes = [slot.node for slot in pair.owner.slots]
+        assert pair.run(facts, 1, b=[2]) == [
+            {
+                "rank": rank,
+                "world_size": 2,
+                "slot": rank,
+                "node": nodes[rank],
+                "role": None,
+                "group": pair.name,
+                "generation": 0,
+                "mesh": {"dp": 2},
+                "same": True,
+                "args": (1,),
+                "kwargs": {"b": [2]},
+            }
+            for rank in range(2)
+        ]
+
+    def test_run_any_function(self, pair: ColocatedGroup) -> None:
+        """One that a worker can't import goes by value: functions, lambdas, partials, objects that are called."""
+        offset = 10
+
+        def local(ctx: Context) -> int:
+            return ctx.rank + offset
+
+        class Called:
+            def __call__(self, ctx: Context) -> int:
+                return ctx.rank + 20
+
+        assert pair.run(local) == [10, 11]
+        assert pair.run(lambda ctx: ctx.slot) == [0, 1]
+        assert [fact["args"] for fact in pair.run(functools.partial(facts, b=1), 2)] == [(2,)] * 2
+        assert pair.run(Called()) == [20, 21]
+        with pytest.raises(TypeError, match=r"runs a function .*, not 3"):
+            pair.run(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+
+    def test_run_failure(self, pair: ColocatedGroup) -> None:
+        """What it raises is a RoleError that names the function; the group goes on."""
+
+        def fail(ctx: Context, ranks: tuple[int, ...]) -> int:
+            if ctx.rank in ranks:
+                deep_inside("value")
+            return ctx.rank
+
+        for ranks in ((0,), (1,), (0, 1)):
+            with pytest.raises(RoleError, match=r"function fail raised ValueError on rank \d of group") as caught:
+                pair.run(fail, ranks)
+            error = caught.value
+            assert (error.role, error.method, error.group) == (None, "fail", pair.name)
+            assert error.rank in ranks
+            assert isinstance(error.__cause__, ValueError)
+            assert error.remote_traceback is not None
+            assert "worker/functions.py" not in error.remote_traceback
+            assert pair.run(fail, ()) == [0, 1]
+
+    @needs(OwnProcess)
+    def test_run_process_group(self, pair: ColocatedGroup) -> None:
+        """`ctx.process_group()` has all workers of the group, also after a rank has left a collective."""
+        pytest.importorskip("torch")
+        with leaks.shared():
+            assert pair.run(sum_of_ranks) == [1.0, 1.0]
+        with pytest.raises(RoleError, match="rank 1 left") as caught:
+            pair.run(sum_of_ranks, failing=1)
+        assert caught.value.rank == 1
+        assert pair.run(sum_of_ranks) == [1.0, 1.0]

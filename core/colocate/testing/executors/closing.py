@@ -1,23 +1,22 @@
-"""Closing: what it waits for, what it ends, what it says, and that it always ends."""
+"""Closing: what it waits for, what it ends, what it says; and that it ends, whatever has happened to a rank."""
 
 from __future__ import annotations
 
-import queue
+import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import RoleSpec, Runtime
-from colocate._calls.stacks import Stacks
-from colocate.errors import ClosedError, RoleError
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.keeper.outside import py_spy
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.faulty import Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
@@ -146,35 +145,6 @@ class Closing(ExecutorCase):
                     processes.wait()
                     processes.close()
 
-    @needs(OwnProcess)
-    def test_where_a_silent_rank_is(self, runtime: Runtime) -> None:
-        """One that C code keeps from answering, and one that is stopped, are looked at from outside."""
-        if py_spy() is None:
-            pytest.skip("py-spy is neither beside this interpreter nor on the path: pip install py-spy")
-        with runtime.reserve(2, cpus=0) as pool, Gate() as gate:
-            group = pool.spawn(ROLES)
-            faulty = group.role("faulty", Faulty)
-            pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
-            faulty.wait.options(ranks=[0]).submit(gate.address)
-            faulty.hold_the_gil.options(ranks=[1]).submit(gate.address)
-            gate.wait_for(2)
-            send(pids[0], signal.SIGSTOP)
-            gate.open()
-            answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
-            seen: dict[int, str] = {}
-
-            def both_seen() -> bool:  # again, where a rank hadn't come so far, or a busy machine took too long
-                group._node.order.stacks.ask([0, 1], answers.put)
-                seen.update(answers.get(timeout=PATIENCE_S).seen)
-                return 0 in seen and seen.get(1, "").startswith("in C code that holds the GIL\n")
-
-            wait_until(both_seen, "both have been seen from outside")
-            with pytest.raises(ExceptionGroup, match="gone wrong"):
-                group.close(grace=0.05)
-        assert seen[0].startswith("stopped by a signal\n")
-        assert "in pass_gate" in seen[0]
-        assert "in Faulty.hold_the_gil" in seen[1]
-
     def test_newest_first(self) -> None:
         """An owner closes what it owns in reverse: the newest first, so that nobody loses what it stands on."""
         closed: list[str] = []
@@ -203,22 +173,6 @@ class Closing(ExecutorCase):
         assert [type(error) for error in caught.value.exceptions] == [RoleError, RoleError]
         assert pool.state == "closed"
 
-    def test_from_another_thread(self, spawn: Spawn) -> None:
-        """Any thread may close, several at once too: each returns when it is closed."""
-        group = spawn(ROLES, slots=1)
-        states: list[str] = []
-
-        def close() -> None:
-            group.close()
-            states.append(group.state)
-
-        threads = [threading.Thread(target=close) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert states == ["closed"] * 3
-
     def test_from_a_callback(self, spawn: Spawn) -> None:
         """A done callback may close the group."""
         group = spawn(ROLES, slots=1)
@@ -230,3 +184,157 @@ class Closing(ExecutorCase):
 
         group.role("echo", Echo).noop.submit().add_done_callback(close)
         wait_until(lambda: heard == ["closed"], "the callback has closed the group")
+
+
+def pids_of(group: ColocatedGroup) -> list[int]:
+    """The processes of a group's workers."""
+    return [pid for pid, _, _ in group.role("echo", Echo).place()]
+
+
+def last_of(group: ColocatedGroup) -> int:
+    """A group's last rank."""
+    return len(group._node.workforce.workers) - 1
+
+
+def stop(group: ColocatedGroup, gate: Gate) -> None:
+    """Stop a rank that does nothing."""
+    send(pids_of(group)[-1], signal.SIGSTOP)
+
+
+def stop_in_a_call(group: ColocatedGroup, gate: Gate) -> None:
+    """Stop a rank in the middle of a call."""
+    hang(group, gate)
+    send(group._node.workforce.workers[-1].pid or 0, signal.SIGSTOP)
+
+
+def hang(group: ColocatedGroup, gate: Gate) -> None:
+    """Have a rank hang in Python."""
+    group.role("faulty", Faulty).wait.options(ranks=[last_of(group)]).submit(gate.address)
+    gate.wait_for()
+
+
+def hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
+    """Have a rank hold the interpreter's lock."""
+    group.role("faulty", Faulty).hold_the_gil.options(ranks=[last_of(group)]).submit(gate.address)
+    gate.wait_for()
+    gate.open()
+
+
+def die(group: ColocatedGroup, gate: Gate) -> None:
+    """Kill a rank."""
+    os.kill(pids_of(group)[-1], signal.SIGKILL)
+
+
+def wrong_at(close: Callable[..., None]) -> list[Exception]:
+    """What has gone wrong when something is closed with little grace."""
+    try:
+        close(grace=0.1)
+    except ExceptionGroup as group:
+        return list(group.exceptions)
+    return []
+
+
+class Converging(ExecutorCase):
+    """Closing always ends, frees everything, and only then says what went wrong."""
+
+    @needs(OwnProcess)
+    def test_faulty_ranks(self) -> None:
+        """Stopped, hung, holding the GIL, dead: the pool's close ends all of it, and its slots can be had at once."""
+        faults: list[Callable[[ColocatedGroup, Gate], None]] = [stop, stop_in_a_call, hang, hold_the_gil, die]
+        with self.connect_privately(cpus=2) as runtime:
+            for fault in faults:
+                pool = runtime.reserve(2, timeout=0)
+                group = pool.spawn(ROLES)
+                processes = Processes(pids_of(group))
+                with Gate() as gate:
+                    fault(group, gate)
+                    wrong = wrong_at(pool.close)
+                    if fault is die:  # noticed before, or counted as closed
+                        assert all(isinstance(error, WorkerDied) for error in wrong)
+                    else:
+                        assert "did not end within 0.1 s" in str(wrong[0])
+                processes.wait()
+                processes.close()
+                assert (pool.state, group.state) == ("closed", "closed")
+
+    @pytest.mark.parametrize("closing", ["group", "pool"])
+    def test_while_it_spawns(self, runtime: Runtime, closing: str) -> None:
+        """A constructor that never returns: another thread's close ends the spawn, which says so."""
+        pool = runtime.reserve(2, cpus=0)
+        errors: list[BaseException] = []
+
+        def spawn() -> None:
+            try:
+                pool.spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, name="unborn")
+            except BaseException as error:
+                errors.append(error)
+
+        with Gate() as gate:
+            spawner = threading.Thread(target=spawn)
+            spawner.start()
+            gate.wait_for()
+            group = runtime.groups["unborn"]
+            wrong = wrong_at((group if closing == "group" else pool).close)
+            spawner.join(PATIENCE_S)
+            assert not spawner.is_alive()
+        assert all("did not end within 0.1 s" in str(error) for error in wrong)
+        assert [type(error) for error in errors] == [ClosedError]
+        assert "unborn" not in runtime.groups
+        pool.close()
+
+    @of_executor
+    def test_while_it_reserves(self) -> None:
+        """Who waits for slots when the runtime is closed is told, and the runtime's close doesn't wait for that."""
+        runtime = self.connect_privately(cpus=1)
+        pool = runtime.reserve(1)
+        errors: list[BaseException] = []
+
+        def reserve() -> None:
+            try:
+                runtime.reserve(1, timeout=PATIENCE_S, name="late")
+            except BaseException as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=reserve)
+        waiter.start()
+        wait_until(lambda: "late" in [child.name for child in list(runtime._node.children.values())], "it waits")
+        runtime.close()
+        waiter.join(PATIENCE_S)
+        assert not waiter.is_alive()
+        assert isinstance(errors[0], ColocateError)
+        assert (pool.state, runtime.state) == ("closed", "closed")
+
+    def test_grace_of_several(self, runtime: Runtime) -> None:
+        """An owner's grace period is one for all: every running call sees at once that nobody waits for it.
+
+        What waits behind one doesn't begin in its place.
+        """
+        pool = runtime.reserve(2, cpus=0)
+        old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
+        with Gate() as gate, Gate() as look:
+            running = old.role("log", Log).look_until_cancelled.submit(look.address)
+            look.wait_for()
+            look.open()
+            behind = old.role("log", Log).add.submit("behind")
+            new.role("faulty", Faulty).wait.submit(gate.address)
+            gate.wait_for()
+            closer = threading.Thread(target=pool.close)  # the newer one first: it hangs at its gate
+            closer.start()
+            assert running.result(PATIENCE_S) == ["cancelled"]
+            assert new.state != "closed"
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
+        assert isinstance(behind.exception(PATIENCE_S), ClosedError)
+
+    def test_under_an_error(self, runtime: Runtime) -> None:
+        """Under an exception in flight a hung rank is given little time, and what goes wrong becomes its note."""
+
+        def fail() -> None:
+            with runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
+                group.role("faulty", Faulty).wait.submit(gate.address)
+                gate.wait_for()
+                raise ZeroDivisionError
+
+        with Gate() as gate, pytest.raises(ZeroDivisionError) as caught:
+            fail()
+        assert "did not end within 2 s" in caught.value.__notes__[0]

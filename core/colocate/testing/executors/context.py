@@ -1,20 +1,24 @@
-"""What role code knows of its place: `self.ctx`."""
+"""What role code knows of its place, what torch has set for it, and where its arguments' tensors are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, ColocateError
+from colocate import ColocatedGroup, ColocateError, Runtime
 from colocate._role.context import derive_seed
 from colocate.errors import RoleError
-from colocate.executor import OwnProcess
+from colocate.executor import Boot, Host, HostEvents, OwnProcess, Place
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
+from colocate.testing.executors.tensors import TensorCase
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
+from colocate.testing.probes.settings import Batch, Changing, Placed, places_in, told_by
 from colocate.testing.probes.tensors import Tensors
 from colocate.testing.waiting import wait_until
 
@@ -135,3 +139,116 @@ DRAWN = {
     "tensors": [0.3498905897140503, 0.9317374229431152, 0.39299720525741577, 0.3361614942550659],
     "right_tensors": [0.9086410403251648, 0.8518476486206055],
 }
+
+
+USUAL = {"grad": True, "inference": False, "autocast": None, "dtype": "torch.float32", "device": "cpu"}
+SET = {"grad": False, "inference": True, "autocast": "torch.float16"}
+
+
+class TorchSettings(TensorCase):
+    """Whether gradients are recorded, inference mode, autocast, the usual dtype and device, from call to call."""
+
+    @pytest.fixture
+    def dtype(self, runtime: colocate.Runtime) -> bool:
+        """Whether the process is the worker's own, so that what is set for a process is a role's to set."""
+        return isinstance(runtime._node.services.executor, OwnProcess)
+
+    @pytest.fixture
+    def changed(self, dtype: bool) -> dict[str, Any]:
+        """What is set where a role has changed it."""
+        return {**SET, "dtype": "torch.float64" if dtype else "torch.float32", "device": "meta"}
+
+    @pytest.fixture
+    def group(self, torch: Any, spawn: Spawn, dtype: bool) -> ColocatedGroup:
+        """One role that sets it in its constructor, between two that don't."""
+        plain, changing = colocate.role(Changing, dtype=dtype), colocate.role(Changing, changes=True, dtype=dtype)
+        return spawn({"first": plain, "changing": changing, "last": plain}, slots=1)
+
+    def test_a_constructor_sets_it_for_its_role(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
+        """It holds in the role's methods, also async ones, and in nobody else's."""
+        for _ in range(2):
+            for name, expected in (("first", USUAL), ("changing", changed), ("last", USUAL)):
+                role = group.role(name, Changing)
+                assert role.told() == role.soon() == [expected]
+            assert group.run(told_by) == [USUAL]
+
+    def test_between_awaits(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
+        """It holds in all of an async method, also in blocks of it and in its tasks, whoever runs meanwhile."""
+        first, changing = group.role("first", Changing), group.role("changing", Changing)
+        with group.pipeline():
+            calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]
+            told = first.told.submit()
+        in_blocks = {**USUAL, **SET, "device": "meta"}
+        for call, expected in zip(calls, (in_blocks, changed, USUAL), strict=True):
+            assert call.result() == [[expected] * 12]
+        assert told.result() == [USUAL]
+        assert first.told() == [USUAL]
+
+    def test_a_method_sets_it_for_itself(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
+        """What it leaves is forgotten: by its own role's next call, by others', and where it has raised."""
+        first = group.role("first", Changing)
+        assert first.change() == [changed]
+        assert first.told() == [USUAL]
+        first.change()
+        assert group.role("last", Changing).told() == [USUAL]
+        first.change()
+        assert group.run(told_by) == [USUAL]
+        with pytest.raises(RoleError, match="on purpose"):
+            first.change_and_fail()
+        assert group.role("last", Changing).soon() == [USUAL]
+
+
+# torch's device without contents: it needs no hardware, and shows where a tensor was put.
+AWAY = "meta"
+
+
+class Devices(TensorCase):
+    """Slots whose device isn't the host's."""
+
+    @pytest.fixture
+    def away(
+        self, torch: Any, no_leaks: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[ColocatedGroup]:
+        """A group of two slots that have such a device, or so their workers are told."""
+        launch = runtime._node.services.executor.launch
+
+        def elsewhere(place: Place, boot: Boot, events: HostEvents) -> Host:
+            return launch(place, attrs.evolve(boot, device=AWAY), events)
+
+        monkeypatch.setattr(runtime._node.services.executor, "launch", elsewhere)
+        with runtime.reserve(2, cpus=0) as pool:
+            yield pool.spawn({"placed": colocate.role(Placed, [torch.ones(1), Batch(torch.ones(1))])})
+
+    def test_arguments_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
+        """By every dispatch and every way to call: a value of the driver's, a resident, and what was fetched of one."""
+        placed, there = away.role("placed", Placed), [AWAY] * 2
+        with placed.make.keep(1) as kept:
+            for x in (torch.ones(2, 2), kept.ref, kept.fetch()):
+                assert placed.broadcast(x) == there
+                assert placed.scattered(x) == there
+                assert placed.each([x, x]) == there
+                assert placed.soon(x) == there
+                assert placed.broadcast({"deep": [x]}) == [{"deep": [AWAY]}] * 2
+                assert away.run(places_in, x) == there
+                with away.pipeline():
+                    seen = placed.scattered.submit(x)
+                assert seen.result() == there
+
+    def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
+        """In records of one's own, in modules and in TensorDicts, made by the driver or by a role."""
+        placed, there = away.role("placed", Placed), [AWAY] * 2
+        assert placed.broadcast(Batch(torch.ones(1))) == there
+        assert placed.broadcast([torch.nn.Linear(1, 1)]) == [[there]] * 2
+        with placed.make_record.keep() as kept:
+            assert placed.broadcast(kept.ref) == placed.broadcast(kept.fetch()) == [there] * 2
+        tensordict = pytest.importorskip("tensordict")
+        assert placed.scattered(tensordict.TensorDict({"a": torch.ones(2)}, [2])) == there
+
+    def test_some_stay_on_the_host(self, torch: Any, away: ColocatedGroup) -> None:
+        """`host=` names parameters that arrive there. A constructor's arguments do, too."""
+        placed = away.role("placed", Placed)
+        with placed.make.keep(1) as kept:
+            for x in (torch.ones(2, 2), kept.ref, kept.fetch()):
+                for lengths in (torch.ones(2, 2), kept.ref, kept.fetch()):
+                    assert placed.mixed(x, lengths, more=Batch(torch.ones(1))) == [[AWAY, "cpu", "cpu"]] * 2
+        assert placed.constructed() == [["cpu", "cpu"]] * 2

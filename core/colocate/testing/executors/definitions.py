@@ -1,20 +1,27 @@
-"""Definitions: a class of the script is one class everywhere."""
+"""What travels: a class of the script is one class everywhere; and what a caller gets when something can't be sent."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 import colocate
-from colocate import RoleError
-from colocate._api.runtime import Runtime
-from colocate.testing.executors._base import ExecutorCase, smoke
-from colocate.testing.waiting import wait_until
+from colocate import Call, ColocatedGroup, Runtime
+from colocate.errors import RoleError, SerializationError
+from colocate.testing.executors._base import ExecutorCase, of_executor, smoke
+from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _SCRIPT = """
 import enum
@@ -190,15 +197,6 @@ class Definitions(ExecutorCase):
             exec("def limit(ctx):\n    return LIMIT\n", script.__dict__)
             assert group.run(script.limit) == worker.limit() == [2, 2]
 
-    def test_functions_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
-        """A function of other globals than a module's has those that it names, and the new ones of a later one."""
-        with runtime.reserve(1) as pool:
-            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
-            ((first, inner),) = worker.make_functions(5)
-            assert (first(), inner()()) == (5, 10)
-            ((second, _),) = worker.make_functions(6)
-            assert (first(), second()) == (5, 6)
-
     def test_nothing_is_left_of_a_closed_group(self, runtime: Runtime, script: Any) -> None:
         """Neither the group nor a class that travelled for it, nor what its code names, while the pool is open."""
         with runtime.reserve(1) as pool:
@@ -221,3 +219,275 @@ class Definitions(ExecutorCase):
                 return not any(each() for each in left)
 
             wait_until(gone, "all of it is gone")
+
+
+@dataclasses.dataclass
+class Boxed:
+    """Something in a dataclass."""
+
+    inside: Any
+
+
+@attrs.frozen
+class Frozen:
+    """Something in an attrs class."""
+
+    inside: Any
+
+
+class Ordinary:
+    """Something in an object of a class that declares nothing."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+class Slotted:
+    """Something in an object without a dict."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+class Without(Ordinary):
+    """Something in an object that travels without it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Serialization(ExecutorCase):
+    """What can't be sent is an ordinary error that names it, never a hang."""
+
+    def test_argument(self, copying: ColocatedGroup) -> None:
+        """An argument that can't be sent: SerializationError names it and the path inside, before anything is sent."""
+        with pytest.raises(SerializationError) as caught:
+            copying.role("echo", Echo).echo({"fine": 1, "bad": [0, Stubborn()]})
+        error = caught.value
+        assert isinstance(error, TypeError)
+        assert (error.argument, error.path) == ("value", "value['bad'][1].lock")
+        assert "echo.echo" in str(error)
+        assert "lock" in str(error)
+        assert copying.role("echo", Echo).first(1) == 1
+
+    def test_result(self, copying: ColocatedGroup) -> None:
+        """A result that can't be sent: SerializationError names the method, the path, and the rank."""
+        faulty = copying.role("faulty", Faulty)
+        with pytest.raises(SerializationError) as caught:
+            faulty.return_lock(nested=True)
+        error = caught.value
+        assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
+        assert (error.group, error.role, error.method) == (copying.name, "faulty", "return_lock")
+        assert error.rank in (0, 1)
+        with pytest.raises(SerializationError, match="lock"):
+            faulty.return_lock.submit().result()
+        assert faulty.fine() == [0, 1]
+
+    def test_what_cannot_be_rebuilt(self, copying: ColocatedGroup) -> None:
+        """An argument there, a result here: told is which call it was of; the cause is what its class has raised."""
+        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
+        words = "can't be rebuilt on the driver: ValueError: it can't be read"
+        with faulty.return_unreadable.keep() as kept:
+            for use in (faulty.return_unreadable, faulty.return_unreadable.submit().result, kept.fetch):
+                with pytest.raises(SerializationError, match=words) as caught:
+                    use()
+                error = caught.value
+                assert isinstance(error.__cause__, ValueError)
+                assert (error.group, error.role, error.method) == (copying.name, "faulty", "return_unreadable")
+                assert (error.rank, error.argument) == (0, "result")
+        words = r"echo\.first could not begin on rank \d .*: an argument can't be rebuilt there: ValueError"
+        with pytest.raises(RoleError, match=words) as refused:
+            echo.first(Unreadable())
+        assert isinstance(refused.value.__cause__, ValueError)
+        assert faulty.fine() == [0, 1]
+
+    @pytest.mark.parametrize(("kind", "path"), [("list", "[0]"), ("tuple", "[0]"), ("dict", "['a']")])
+    def test_values_without_an_end(self, pair: ColocatedGroup, kind: str, path: str) -> None:
+        """What contains itself, or is nested too deeply, is told by name and path, not as a RecursionError."""
+        echo, rows, faulty = pair.role("echo", Echo), pair.role("rows", Rows), pair.role("faulty", Faulty)
+        deep = nested(kind, 5000)
+        uses: list[Callable[[], object]] = [
+            lambda: echo.first({"x": [deep]}),
+            lambda: pair.run(lambda ctx, value: None, {"x": [deep]}),
+            lambda: rows.seen((["a", "b"], [deep, 1])),
+        ]
+        for use in uses:
+            with pytest.raises(SerializationError, match=r"nested 500\d levels deep. Give it flat") as caught:
+                use()
+            assert caught.value.path is not None
+            assert "…" in caught.value.path
+            assert len(caught.value.path) < 100
+        for call in (faulty.nest.submit(kind, 5000), faulty.nest.keep(kind, 5000)):
+            with pytest.raises(SerializationError, match="nested 5000 levels deep") as caught:
+                call.result(PATIENCE_S) if isinstance(call, Call) else call.fetch()
+            assert (caught.value.argument, caught.value.method) == ("result", "nest")
+            assert str(caught.value.path).startswith(f"result{path}{path}")
+        if kind != "tuple":
+            endless = nested(kind, 0)
+            with pytest.raises(SerializationError, match=r"it is value.'x'. itself, so there is no end") as caught:
+                echo.first({"x": endless})
+            assert caught.value.path == f"value['x']{path}"
+            with pytest.raises(SerializationError, match="it is result itself"):
+                faulty.nest(kind, 0)
+        assert echo.first(1) == 1
+
+    def test_residents_where_none_is_looked_for(self, pair: ColocatedGroup) -> None:
+        """Inside a set, a dict's key or an object nothing would take the place of a resident: it is refused."""
+        echo = pair.role("echo", Echo)
+        with echo.first.keep("text") as kept:
+            ref: Any = kept.ref
+            for value, path in (
+                ({ref}, "value['x'][0][0]"),
+                (frozenset({(1, ref)}), "value['x'][0][0][1]"),
+                ({ref: 1}, "value['x'][0].keys()[0]"),
+                ({(ref, 1): 1}, "value['x'][0].keys()[0][0]"),
+                (Boxed([1, {"a": ref}]), "value['x'][0].inside[1]['a']"),
+                (Boxed(kept), "value['x'][0].inside"),
+                (Frozen(ref), "value['x'][0].inside"),
+                (Ordinary(ref), "value['x'][0].inside"),
+                (Ordinary([1, {"a": kept}]), "value['x'][0].inside[1]['a']"),
+                (Ordinary(Boxed({1: Slotted((1, ref))})), "value['x'][0].inside.inside[1].inside[1]"),
+            ):
+                with pytest.raises(SerializationError, match=r"inside a .*pass it so, or as an argument") as caught:
+                    echo.first({"x": [value]})
+                assert (caught.value.argument, caught.value.path) == ("value", path)
+            for other in (pair, echo, echo.first, echo.first.submit(1)):
+                with pytest.raises(SerializationError, match="inside a Ordinary, and lives on the driver") as caught:
+                    echo.first([Ordinary(other)])
+                assert caught.value.path == "value[0].inside"
+            for fine in ({1, 2}, {(1, 2): ref}, Boxed([1]), Ordinary([1]), Slotted(2), Without(ref)):
+                echo.first({"x": [fine]})
+        assert echo.first(1) == 1
+
+    def test_what_cannot_go_with_a_definition(self, copying: ColocatedGroup) -> None:
+        """A class or function that can't go with what it holds: that is named, and said as its author would say it."""
+        echo, lock = copying.role("echo", Echo), threading.Lock()
+
+        class Held:
+            things: ClassVar[dict[str, Any]] = {"a": [1, lock]}
+
+        class Closes:
+            @property
+            def it(self) -> Any:
+                return lock
+
+        def closes() -> Any:
+            return [lock]
+
+        def calls() -> Any:
+            return copying
+
+        driver = "it is given as an argument: a value, or a resident; a role finds the others"
+        for value, words in (
+            (Held(), "Held.things['a'][1] is a _thread.lock"),
+            (Closes(), "the variable lock of it is a _thread.lock"),
+            ([closes], "echo.first: the variable lock of closes can't be sent: it is a _thread.lock"),
+            (calls, "echo.first: the variable copying of calls can't be sent: it is a colocate.ColocatedGroup"),
+            (calls, driver),
+        ):
+            with pytest.raises(SerializationError) as caught:
+                echo.first(value)
+            assert words in str(caught.value)
+            assert (driver in str(caught.value)) == (value is calls)
+
+        def run_it(ctx: colocate.Context) -> None:
+            closes()
+
+        with pytest.raises(SerializationError, match="function run_it: the variable lock of closes can't be sent"):
+            copying.run(run_it)
+        assert echo.first(1) == 1
+
+    def test_kept_result(self, copying: ColocatedGroup) -> None:
+        """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
+        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
+        keep = faulty.return_lock.options(ranks=[0]).keep
+        with keep(nested=True) as kept, pytest.raises(SerializationError) as caught:
+            kept.fetch()
+        error = caught.value
+        assert error.message.startswith("the result of faulty.return_lock: result['bad'][1].lock can't be sent")
+        assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
+        assert (error.group, error.role, error.method, error.rank) == (copying.name, "faulty", "return_lock", 0)
+        assert echo.first(1) == 1
+
+    def test_constructor_argument(self, copying: ColocatedGroup) -> None:
+        """A constructor argument that can't be sent is named, and nothing is left running."""
+        with copying.owner.owner.reserve(1, cpus=0) as pool:
+            with pytest.raises(SerializationError) as caught:
+                pool.spawn({"echo": colocate.role(Echo, "fine", extra={"deep": Stubborn()})})
+            assert pool.groups == {}
+        assert (caught.value.argument, caught.value.path) == ("extra", "extra['deep'].lock")
+        assert "role 'echo'" in str(caught.value)
+
+    def test_constructor_argument_that_lives_on_the_driver(self, runtime: Runtime, pair: ColocatedGroup) -> None:
+        """A constructor gets no resident, nor what else is the driver's: it is refused by name, wherever it lies."""
+        echo = pair.role("echo", Echo)
+        endless: list[Any] = []
+        endless.append(endless)
+        call = echo.first.submit(1)
+        with runtime.reserve(1, cpus=0) as pool, echo.first.keep("text") as kept:
+            ref: Any = kept.ref
+            for value, path, words in (
+                (ref, "extra", "Give the constructor the value"),
+                (kept, "extra", "Give the constructor the value"),
+                ([1, {"a": (ref,)}], "extra[1]['a'][0]", "Give the constructor the value"),
+                (Boxed(kept), "extra.inside", "Give the constructor the value"),
+                ({Frozen(ref): 1}, "extra.keys()[0].inside", "Give the constructor the value"),
+                ({kept}, "extra[0]", "Give the constructor the value"),
+                (call, "extra", r"its result\(\)"),
+                (echo, "extra", r"ctx\.sibling"),
+                ([pair], "extra[0]", r"ctx\.sibling"),
+                (endless, "extra[0]", "it is extra itself"),
+            ):
+                with pytest.raises(SerializationError, match=f"the constructor of role 'echo': .*{words}") as caught:
+                    pool.spawn({"echo": colocate.role(Echo, "fine", extra=value)})
+                assert (caught.value.argument, caught.value.path) == ("extra", path)
+            assert pool.groups == {}
+            assert (
+                pool.spawn({"echo": colocate.role(Echo, "fine", extra=kept.fetch())}).role("echo", Echo).first(1) == 1
+            )
+
+    def test_value_semantics(self, copying: ColocatedGroup) -> None:
+        """What is sent is what it was when it was sent; what comes back is the caller's own."""
+        echo = copying.role("echo", Echo)
+        value = [1, 2]
+        call = echo.echo.submit(value)
+        value.append(3)
+        first, second = call.result()
+        assert first == second == [1, 2]
+        assert first is not second
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            None,
+            True,
+            2**100,
+            float("inf"),
+            "text \u2713",
+            b"\x00\xff",
+            bytearray(b"x" * 100_000),
+            {1, 2},
+            frozenset({"a"}),
+            (1, (2, [3, {"four": None}])),
+            {("a", 1): {"b": ...}},
+            range(3),
+            ValueError("as a value"),
+        ],
+        ids=repr,
+    )
+    @of_executor
+    def test_values(self, pair: ColocatedGroup, value: Any) -> None:
+        """Everything that Python pickles travels."""
+        back = pair.role("echo", Echo).first(value)
+        assert repr(back) == repr(value)
+        assert type(back) is type(value)
+
+    @smoke
+    def test_large(self, pair: ColocatedGroup) -> None:
+        """Size doesn't matter, with calls and results of many megabytes under way at once."""
+        echo = pair.role("echo", Echo)
+        blocks = [bytes([index]) * 5_000_000 for index in range(4)]
+        calls = [echo.first.submit(block) for block in blocks]
+        assert [call.result() for call in calls] == blocks

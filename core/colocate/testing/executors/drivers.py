@@ -1,4 +1,4 @@
-"""Whole drivers, as scripts in processes of their own: how they start, and what is left when they end."""
+"""Whole drivers, as scripts in processes of their own: how they start, are interrupted, and end; nothing is left."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ import attrs
 import psutil
 import pytest
 
+import colocate
+from colocate import ColocatedGroup
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.gate import Gate
+from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 _FOLLOWS_WITHIN_S = 20.0  # a killed driver's output is closed: what it has started ends with it, or soon after
@@ -223,42 +226,6 @@ class Drivers(Scripted):
         workers.wait()
         workers.close()
 
-    def test_uncaught_error(self, scripts: Scripts) -> None:
-        """A driver that ends by an error closes on its way out, and the error is what is shown."""
-        driver = scripts.start("""
-            with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
-                group = pool.spawn(ROLES)
-                say([group.role("echo").place()[0][0], os.getpid()])
-                wait()
-                group.role("faulty").fail()
-            """)
-        workers = Processes(_others(driver.hear()))
-        code, errors = driver.end()
-        assert code == 1
-        assert "RoleError: faulty.fail raised ValueError on rank 0" in errors
-        assert "in deep_inside" in errors
-        workers.wait()
-        workers.close()
-
-    def test_exit_with_a_hung_role(self, scripts: Scripts) -> None:
-        """A role that hangs doesn't keep a driver from its exit."""
-        with Gate() as gate:
-            driver = scripts.start(f"""
-                runtime = CONNECT
-                group = runtime.reserve(1, cpus=0).spawn(ROLES)
-                say([group.role("echo").place()[0][0], os.getpid()])
-                call = group.role("faulty").wait.submit({gate.address!r})
-                threading.Thread(target=call.exception, daemon=True).start()
-                wait()
-                """)
-            workers = Processes(_others(driver.hear()))
-            gate.wait_for()
-            code, errors = driver.end()
-        assert code == 0
-        assert "did not end within" in errors
-        workers.wait()
-        workers.close()
-
     @of_executor
     def test_interrupted(self, scripts: Scripts) -> None:
         """Ctrl-C in a blocking call raises KeyboardInterrupt there; the way out closes everything."""
@@ -371,3 +338,225 @@ def _others(pids: Sequence[int]) -> list[int]:
     """The workers among (worker, driver): none where they are one process."""
     worker, driver = pids
     return [worker] if worker != driver else []
+
+
+CONNECTED = "runtime = CONNECT\n"
+RESERVED = f"{CONNECTED}pool = runtime.reserve(2, cpus=0)\n"
+SPAWNED = f"{RESERVED}group = pool.spawn(ROLES)\n"
+HUNG = "group.role('faulty').wait.submit(GATE)\n"
+# In slices: Python notices a signal that has come just before it began to wait for a lock only when that wait ends.
+FOREVER = "while True:\n    threading.Event().wait(1)\n"
+
+# What the driver does; at the last line it waits, or works on, until its end.
+STAGES = {
+    "connected": f"{CONNECTED}say(0)\n",
+    "reserved": f"{RESERVED}say(0)\n",
+    "spawning": (
+        f"{RESERVED}from colocate.testing.probes.faulty import HangsAtStart\n"
+        "roles = {'slow': colocate.role(HangsAtStart, GATE)}\n"
+        "threading.Thread(target=lambda: pool.spawn(roles), daemon=True).start()\n"
+    ),
+    "calling": f"{SPAWNED}{HUNG}",
+    "transferring": (
+        f"{SPAWNED}kept = group.role('echo').first.keep(bytes(64 << 20))\n"
+        "def transfer():\n    while True:\n        group.role('echo').first(kept.ref)\n"
+        "threading.Thread(target=transfer, daemon=True).start()\nsay(0)\n"
+    ),
+    "closing": f"{SPAWNED}{HUNG}wait()\nthreading.Thread(target=group.close, daemon=True).start()\nsay(0)\n",
+}
+BY_GATE = ("spawning", "calling", "closing")
+
+
+class Endings(Scripted):
+    """A driver that ends at whatever moment; another one on the same engine notices nothing."""
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_killed_while(self, scripts: Scripts, pair: ColocatedGroup, stage: str) -> None:
+        """By SIGKILL, at each stage."""
+        self._end(scripts, pair, stage, signal.SIGKILL)
+
+    @needs(OwnProcess)
+    @pytest.mark.long
+    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
+    def test_ended_while(self, scripts: Scripts, pair: ColocatedGroup, number: signal.Signals, stage: str) -> None:
+        """By SIGTERM, which ends a Python program on the spot, and by an exception that nobody catches."""
+        self._end(scripts, pair, stage, number)
+
+    @staticmethod
+    def _end(scripts: Scripts, pair: ColocatedGroup, stage: str, number: signal.Signals) -> None:
+        echo = pair.role("echo", Echo)
+        with Gate() as gate:
+            text = STAGES[stage].replace("GATE", repr(gate.address))
+            driver = scripts.start(text + FOREVER)
+            if stage in BY_GATE:
+                gate.wait_for()
+            if stage == "closing":  # what runs by now is what the close waits for
+                driver.go_on()
+            if stage not in ("spawning", "calling"):
+                driver.hear()
+            tenants: Any = [worker.pid for worker in pair._node.workforce.workers]
+            left = Processes(child.pid for child in psutil.Process(driver.process.pid).children(recursive=True))
+            driver.process.send_signal(number)
+            assert echo.echo(1) == [1, 1]
+            left.wait()
+            left.close()
+        with pair.owner.owner.reserve(2, cpus=0) as pool:
+            assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(2) == [2, 2]
+        assert [worker.pid for worker in pair._node.workforce.workers] == tenants
+
+
+BEGIN = """
+import time
+from colocate.testing.probes.faulty import HangsAtStart
+
+def interrupted(function):
+    try:
+        function()
+    except KeyboardInterrupt:
+        return "interrupted"
+    except BaseException as error:
+        return repr(error)
+    return "not interrupted"
+
+"""
+
+
+class Signals(Scripted):
+    """Signals, which Python handles on the main thread, between any two lines of whatever runs there."""
+
+    def test_handler_that_calls(self, scripts: Scripts) -> None:
+        """Calls and closes work in a handler, also when it has interrupted the wait for another call."""
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                {_indented(BEGIN)}
+                def handle(number, frame):
+                    kept = echo.first.options(ranks=[0]).keep("kept")
+                    say([echo.first.options(ranks=[0])("called"), kept.fetch(),
+                         echo.first.options(ranks=[0]).submit("submitted").result()])
+                    other.close()
+                    say(other.state)
+
+                with CONNECT as runtime:
+                    pool = runtime.reserve(3, cpus=0)
+                    group, other = pool[:2].spawn(ROLES), pool[2].spawn(ROLES)
+                    echo = group.role("echo", Echo)
+                    signal.signal(signal.SIGUSR1, handle)
+                    waiting = group.role("faulty").wait.options(ranks=[1]).submit({gate.address!r})
+                    say("waiting")
+                    say(waiting.result())
+                    say(echo.first("afterwards"))
+                """)
+            assert driver.hear() == "waiting"
+            gate.wait_for()
+            for _ in range(3):
+                driver.process.send_signal(signal.SIGUSR1)
+                assert driver.hear() == ["called", "kept", "submitted"]
+                assert driver.hear() == "closed"
+            gate.open()
+            assert driver.hear() == [1]
+            assert driver.hear() == "afterwards"
+            code, errors = driver.end()
+        assert (code, errors) == (0, "")
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_interrupted_spawn(self, scripts: Scripts) -> None:
+        """Ctrl-C in a start gives it up: nothing of it is left, and its slots are as good as before."""
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                {_indented(BEGIN)}
+                with CONNECT as runtime:
+                    pool = runtime.reserve(2, cpus=0)
+                    hangs = {{"hangs": colocate.role(HangsAtStart, {gate.address!r})}}
+                    say(interrupted(lambda: pool.spawn(hangs)))
+                    say([[group.name for group in runtime.groups.values()], str(runtime.audit())])
+                    group = pool.spawn(ROLES)
+                    say(group.role("echo", Echo).first("works"))
+                """)
+            gate.wait_for()
+            driver.process.send_signal(signal.SIGINT)
+            assert driver.hear() == "interrupted"
+            assert driver.hear() == [[], "clean: nothing is leaked, nothing is missing"]
+            assert driver.hear() == "works"
+            code, errors = driver.end()
+        assert (code, errors) == (0, "")
+
+    @needs(OwnProcess)
+    def test_interrupted_close(self, scripts: Scripts) -> None:
+        """Ctrl-C while a close waits: what runs has no grace any more. It is raised once all of it is closed."""
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                {_indented(BEGIN)}
+                runtime = CONNECT
+                group = runtime.reserve(2, cpus=0).spawn(ROLES)
+                say([pid for pid, _, _ in group.role("echo", Echo).place()])
+                call = group.role("faulty").wait.submit({gate.address!r})
+
+                def tell():
+                    while runtime.state == "ready":
+                        time.sleep(0.01)
+                    say("closing")
+
+                wait()
+                threading.Thread(target=tell).start()
+                say(interrupted(lambda: runtime.close(grace=1000)))
+                say([runtime.state, group.state, type(call.exception()).__name__])
+                runtime.close()
+                """)
+            workers = Processes(driver.hear())
+            gate.wait_for()
+            driver.go_on()
+            assert driver.hear() == "closing"
+            driver.process.send_signal(signal.SIGINT)
+            assert driver.hear() == "interrupted"
+            assert driver.hear() == ["closed", "closed", "ClosedError"]
+            workers.wait()
+            workers.close()
+            code, errors = driver.end()
+        assert (code, errors) == (0, "")
+
+    @of_executor
+    def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
+        """Whatever the main thread asks for: a signal's handler finds no lock of the executor taken by it.
+
+        But for `numbered`, which takes none: the main thread makes frames that it posts itself.
+        """
+        driver = scripts.start("""
+            from colocate.executor import Executor
+            called = []
+
+            def watched(name, method):
+                def call(self, *args, **options):
+                    called.append((name, threading.current_thread() is threading.main_thread()))
+                    return method(self, *args, **options)
+                return call
+
+            with CONNECT as runtime:
+                kind = type(runtime._node.services.executor)
+                for name, method in vars(Executor).items():
+                    if not name.startswith("_") and callable(method):  # not the class's own methods
+                        setattr(kind, name, watched(name, getattr(kind, name)))
+                pool = runtime.reserve(2, cpus=0)
+                group = pool.spawn(ROLES)
+                echo = group.role("echo", Echo)
+                with group.scope(), group.pipeline():
+                    kept = echo.first.keep("kept")
+                    sent = echo.first.submit(kept.ref)
+                say([echo.first("called"), sent.result(), group.run(lambda ctx: ctx.rank), str(runtime.audit())])
+                group.close()
+                pool.close()
+            say(sorted({name for name, on_main in called if on_main} - {"numbered", "post"}))
+            say(sorted({"reserve", "launch", "frame", "running", "release", "close"} - {name for name, _ in called}))
+            """)
+        assert driver.hear() == ["called", "kept", [0, 1], "clean: nothing is leaked, nothing is missing"]
+        assert driver.hear() == []
+        assert driver.hear() == []
+        code, errors = driver.end()
+        assert (code, errors) == (0, "")
+
+
+def _indented(text: str) -> str:
+    """To stand in a script that is indented."""
+    return text.replace("\n", "\n" + " " * 16)

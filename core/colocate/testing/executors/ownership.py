@@ -1,9 +1,8 @@
-"""Ownership: who owns what, what is shown of it, names, and what dropping a variable doesn't do."""
+"""Ownership: who owns what, what is shown of it, names, and what borrows refuse or lose."""
 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,14 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._api.pool import Slots
-from colocate.errors import ColocateError, ConfigError
-from colocate.testing.executors._base import ExecutorCase
+from colocate._values.leaving import Watch
+from colocate.errors import ClosedError, ColocateError, ConfigError, RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
+from colocate.testing.probes.tensors import WRITES, Writer
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -85,17 +86,6 @@ class Ownership(ExecutorCase):
         call.result(PATIENCE_S)
         assert [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"] == []
 
-    def test_graph_formats(self, pair: ColocatedGroup) -> None:
-        """Every format shows the same nodes."""
-        graph = pair.owner.owner.graph
-        count = len(list(nodes(graph.data())))
-        assert len(graph.render("tree").splitlines()) == count
-        assert sum("[" in line for line in graph.render("mermaid").splitlines()) == count
-        assert sum("label=" in line for line in graph.render("dot").splitlines()) == count
-        assert len(list(nodes(json.loads(graph.render("json"))))) == count
-        with pytest.raises(ConfigError, match="tree, mermaid, dot, json"):
-            graph.render("svg")
-
     def test_dropping_closes_nothing(self, runtime: Runtime) -> None:
         """Dropping every variable leaves pools and groups alive; their owner has them still."""
         pool_name = runtime.reserve(1, cpus=0, name="kept by its owner").name
@@ -107,16 +97,6 @@ class Ownership(ExecutorCase):
         assert {("pool", pool_name), ("group", "still there")} <= shown(runtime)
         assert pool.groups["still there"].role("echo", Echo).noop() == [None]
         pool.close()
-
-    def test_names(self, runtime: Runtime) -> None:
-        """A group's name is taken until it is closed; the error says where the other one was made."""
-        with runtime.reserve(2, cpus=0) as pool:
-            first = pool[0:1].spawn({"echo": colocate.role(Echo)}, name="taken")
-            with pytest.raises(ConfigError, match=r"there is a group 'taken' already, made at .*ownership\.py:\d+"):
-                pool[1:2].spawn({"echo": colocate.role(Echo)}, name="taken")
-            first.close()
-            second = pool[1:2].spawn({"echo": colocate.role(Echo)}, name="taken")
-            assert second.role("echo", Echo).who()[0]["group"] == "taken"
 
     def test_slots(self, runtime: Runtime) -> None:
         """A slot takes one group at a time; parts of a pool take one each."""
@@ -134,3 +114,85 @@ class Ownership(ExecutorCase):
             assert [slot.state for slot in pool.slots] == ["free", "free", "back"]
             with pytest.raises(ConfigError, match="picks none"):
                 pool[3:]
+
+
+class Borrows(ExecutorCase):
+    """A close is refused while another group uses a resident; what is forced breaks the use, with a clear error."""
+
+    @of_executor
+    def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """`force=True` breaks borrows: each borrower gets a clear error, and its group goes on."""
+        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
+        kept = owner.role("rows", Rows).produce.keep(2)
+        kept.fetch()
+        with Gate() as gate:
+            waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
+            use = pair.role("echo", Echo).first.submit(kept.ref)
+            owner.close(force=True)
+        waiting.result(PATIENCE_S)
+        error = use.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert "owner" in str(error)
+        assert pair.role("echo", Echo).first(1) == 1
+
+    def test_leaving_a_block_is_forced(self, runtime: Runtime, pair: ColocatedGroup) -> None:
+        """Leaving a with block breaks borrows, of the group or of its pool."""
+        for leave_pool in (False, True):
+            with Gate() as gate:
+                waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
+                with runtime.reserve(1, cpus=0) as pool:
+                    owner = pool.spawn({"rows": colocate.role(Rows)})
+                    kept = owner.role("rows", Rows).produce.keep(2)
+                    use = pair.role("echo", Echo).first.submit(kept.ref)
+                    if not leave_pool:
+                        with owner:
+                            pass
+                        assert isinstance(use.exception(PATIENCE_S), ClosedError)
+                error = use.exception(PATIENCE_S)
+                assert isinstance(error, ClosedError)
+                assert "leaving its with block" in str(error)
+            waiting.result(PATIENCE_S)
+
+    def test_writes_are_found(self) -> None:
+        """With `strict=True` every write into a resident is found, and the method that wrote is named."""
+        pytest.importorskip("torch")
+        of_maker = r"changed in place a value that maker\.nested had returned"
+        with self.connect(strict=True) as runtime, runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn({"maker": colocate.role(Writer), "user": colocate.role(Writer)})
+            maker, user = group.role("maker", Writer), group.role("user", Writer)
+            for how in WRITES:
+                with maker.nested.keep() as kept:
+                    user.hold(kept.ref)  # reading is nobody's fault
+                    with pytest.raises(RoleError, match=rf"user\.write {of_maker}"):
+                        user.write(kept.ref, how)
+                    with pytest.raises(RoleError, match="changed in place"):
+                        user.hold(kept.ref)
+                with maker.nested.keep() as kept:
+                    user.hold(kept.ref)
+                    with pytest.raises(RoleError, match=rf"user\.write_held {of_maker}"):
+                        user.write_held(how)
+                with maker.nested.keep(), pytest.raises(RoleError, match=rf"maker\.write_returned {of_maker}"):
+                    maker.write_returned(how)
+            assert user.untouched() == [1.0]
+
+    def test_writes_into_plain_arguments_are_found(self) -> None:
+        """With `strict=True` every one is, with method and argument; neither the driver's value nor others change."""
+        torch = pytest.importorskip("torch")
+        numpy = pytest.importorskip("numpy")
+        with self.connect(strict=True) as runtime, runtime.reserve(2, cpus=0) as pool, Gate() as gate:
+            user = pool.spawn({"user": colocate.role(Writer)}).role("user", Writer)
+            value = {
+                "x": torch.arange(3.0),
+                "pair": (torch.arange(2, 4), numpy.arange(4).reshape(2, 2)),
+                "deep": {"name": "as it was", "list": [1, (torch.ones(2),)]},
+            }
+            driver = Watch(value, contents=True)
+            for how in WRITES:
+                with pytest.raises(RoleError, match=r"user\.write changed its argument 'value' in place") as caught:
+                    user.write(value, how)
+                assert (caught.value.role, caught.value.method) == ("user", "write")
+            late = user.write_later.submit(value, "operators", [gate.address] * 2)
+            gate.open()
+            assert "user.write_later changed its argument 'value' in place" in str(late.exception(PATIENCE_S))
+            assert user.untouched() == [1.0, 1.0]
+            assert not driver.written()

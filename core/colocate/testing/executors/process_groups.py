@@ -1,7 +1,8 @@
-"""torch.distributed groups of a role's ranks."""
+"""torch.distributed groups of a role's ranks, and what becomes of who waits in them when a call fails."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,13 +11,19 @@ import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate.errors import (
     CapabilityError,
+    ColocateError,
     ConfigError,
+    RenewalError,
     RoleError,
+    WorkerDied,
 )
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
-from colocate.testing.probes.collectives import Collective, Launched, Meeting, Together
+from colocate.testing.gate import Gate
+from colocate.testing.probes.collectives import Careless, Collective, Launched, Meeting, Together
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.waiting import PATIENCE_S
 
 
 class ProcessGroups(ExecutorCase):
@@ -134,12 +141,149 @@ class ProcessGroups(ExecutorCase):
         assert solo.sum(3.0) == [3.0]
         assert solo.facts() == solo.facts("tp") == [(0, 1)]
 
-    def test_several_ranks_in_one_process(self, runtime: Runtime, ring: ColocatedGroup) -> None:
-        """Several ranks need a process each; where they share one, the error says what to use."""
+
+class CutProcessGroups(ExecutorCase):
+    """Who waits in a collective for one that has failed is freed: the group is cut, and made anew."""
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_hold_in_a_collective(self, ring: ColocatedGroup) -> None:
+        """Rank 1 raises before a collective in which rank 0 waits: its error comes at once, and rank 0 is freed."""
         pair = ring.role("pair", Collective)
-        if isinstance(runtime._node.services.executor, OwnProcess):
-            assert pair.facts() == [(0, 2), (1, 2)]
-            return
-        with pytest.raises(CapabilityError, match="processes=True") as caught:
-            pair.facts()
-        assert caught.value.capability == "OwnProcess"
+        pair.sum(1.0)
+        with Gate() as trigger:
+            call = pair.sum_at.submit([None, trigger.address], 1.0, failing=1)  # type: ignore[arg-type]
+            trigger.wait_for()
+            trigger.open()
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert error.rank == 1
+        assert isinstance(error.__cause__, ValueError)
+        assert "left before the collective" in str(error)
+        assert pair.sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
+
+    @needs(OwnProcess)
+    def test_hold_while_groups_are_made(self, ring: ColocatedGroup) -> None:
+        """A rank that waits for its peers to make the group is freed too."""
+        pair = ring.role("pair", Collective)
+        with pytest.raises(RoleError):
+            pair.sum_unless(1.0, 0)  # what there was is gone
+        with Gate() as trigger:
+            call = pair.fail_before_group.submit([None, trigger.address], failing=1)  # type: ignore[arg-type]
+            trigger.wait_for()
+            trigger.open()
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert error.rank == 1
+        assert pair.sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
+    def test_hold_where_it_failed(self, ring: ColocatedGroup) -> None:
+        """The rank that fails is held too: an async call that waits there for its peers is freed."""
+        pair = ring.role("pair", Collective)
+        with pytest.raises(RoleError):
+            pair.sum_unless(1.0, 0)  # what there was is gone
+        with Gate() as fails, Gate() as late, pair.sum.keep(1.0) as kept:
+            kept.fetch()
+            failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
+            beside = pair.sum_soon.submit([late.address, None])  # type: ignore[arg-type]
+            fails.wait_for()
+            late.wait_for()
+            fails.open()
+            root = failing.exception(PATIENCE_S)
+            kept.fetch()  # an answer of each rank to what was sent after the news of the failure
+            late.open()
+        error = beside.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert error.__cause__ == root
+        assert pair.sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize(("method", "given"), [("sum", [1.0]), ("sum_in_default", [])])
+    def test_a_peer_that_never_comes(self, no_leaks: None, method: str, given: list[float]) -> None:
+        """Torch gives up who waits for one that isn't called, after the runtime's `collective_timeout`."""
+        pytest.importorskip("torch")
+        with self.connect(collective_timeout=2.25) as runtime, runtime.reserve(2, cpus=0) as pool:
+            group = pool.spawn({"ring": colocate.role(Collective).on(default_group=True)})
+            ring = group.role("ring", Collective)
+            total = getattr(ring, method)
+            total(*given)
+            began = time.monotonic()
+            error = total.options(ranks=[0]).submit(*given).exception(PATIENCE_S)
+            assert time.monotonic() - began >= 2.25
+            assert isinstance(error, RoleError)
+            assert error.rank == 0
+            assert "Timed out waiting 2250ms" in str(error)
+            assert ring.sum(1.0) == [2.0, 2.0]
+
+    @needs(OwnProcess)
+    def test_what_a_cut_group_has_given(self, spawn: Spawn) -> None:
+        """It is no result, also where a collective on a cut group doesn't raise: who made it failed with its peers."""
+        pytest.importorskip("torch")
+        careless = spawn({"careless": colocate.role(Careless)}).role("careless", Careless)
+        assert careless.total() == [2.0] * 2
+        with Gate() as failing, Gate() as beginning:
+            root = careless.fail.submit(1, failing.address)
+            later = careless.total.submit(beginning.address)
+            beginning.wait_for(1)  # rank 0 is in it, for which rank 1 will never come
+            beginning.open()
+            failing.open()
+            assert isinstance(root.exception(PATIENCE_S), RoleError)
+            error = later.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert "process groups were cut while careless.total used them" in str(error)
+        assert careless.total() == [2.0] * 2
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize(("method", "name"), [("sum_kept", "'sinner/*'"), ("sum_in_own", "'0'")])
+    def test_kept_group_that_is_cut(self, spawn: Spawn, method: str, name: str) -> None:
+        """A role that keeps one on which ranks have waited in vain fails the whole group, and is told what to do.
+
+        That is so as well of one that it has made by itself.
+        """
+        pytest.importorskip("torch")
+        group = spawn({"sinner": colocate.role(Collective).on(default_group=True)})
+        sinner = group.role("sinner", Collective)
+        sinner.keep_group() if method == "sum_kept" else sinner.sum_in_own()
+        with Gate() as gate:
+            failing = getattr(sinner, method).submit(failing=1, gate=gate.address)
+            queued = sinner.sum.submit(1.0)
+            gate.wait_for(2)
+            gate.open()
+            root = failing.exception(PATIENCE_S)
+        assert isinstance(root, RoleError)
+        assert root.rank == 1
+        error = queued.exception(PATIENCE_S)
+        assert isinstance(error, RenewalError)
+        assert f"still holds the process group {name}" in str(error)
+        assert "renew(self)" in str(error)
+        assert error.role == ("sinner" if method == "sum_kept" else None)
+        assert error.__cause__ == root
+
+    @needs(OwnProcess)
+    def test_transfers(self, spawn: Spawn) -> None:
+        """Who waits for a send or a receive in vain is freed; those that have ended are no reason to cut anything."""
+        pytest.importorskip("torch")
+        group = spawn({"pair": colocate.role(Collective), "faulty": colocate.role(Faulty)})
+        pair = group.role("pair", Collective)
+        assert pair.keep_group() == [2.0] * 2
+        assert pair.pass_on() == [0.0, 0.0]
+        assert isinstance(group.role("faulty", Faulty).fail.submit(ranks=(1,)).exception(PATIENCE_S), RoleError)
+        assert pair.sum_kept() == [2.0] * 2
+        pair.forget_group()
+        assert isinstance(pair.pass_on.submit(0).exception(PATIENCE_S), RoleError)
+        assert pair.sum(1.0) == [2.0] * 2
+        assert pair.pass_on() == [0.0, 0.0]
+
+    @needs(OwnProcess)
+    def test_death_in_a_collective(self, ring: ColocatedGroup) -> None:
+        """When a rank dies, those that wait for it in a collective aren't the story: its death is."""
+        pair = ring.role("pair", Collective)  # the last test of these groups: it ends them
+        pair.sum(1.0)
+        with Gate() as trigger:
+            call = pair.sum_or_die.submit([None, trigger.address], 1.0)  # type: ignore[arg-type]
+            trigger.wait_for()
+            trigger.open()
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert (error.rank, error.signal) == (2, "SIGKILL")

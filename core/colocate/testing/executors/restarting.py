@@ -1,39 +1,32 @@
-"""Groups that are restarted: together, from their last checkpoint, a bounded number of times."""
+"""Groups that are restarted from their last checkpoint; what is in checkpoints, and what they may replace."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
+from colocate import ColocatedGroup, RoleSpec
+from colocate.errors import ClosedError, ConfigError, GroupRestarted, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
-from colocate.testing.probes.lasting import Drawing, Lasting, Passing
-from colocate.testing.probes.rows import Rows
+from colocate.testing.probes.lasting import (
+    Called,
+    Distributed,
+    Drawing,
+    Exporting,
+    HalfSaved,
+    Lasting,
+    Passing,
+    Resizable,
+)
 from colocate.testing.waiting import PATIENCE_S, wait_until
-
-
-class States:
-    """An observer that notes a group's states."""
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-        self.seen: list[str] = []
-        self.causes: list[ColocateError] = []
-
-    def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
-        """Note one."""
-        if name != self.group:
-            return
-        self.seen.append(state)
-        if cause is not None:
-            self.causes.append(cause)
 
 
 def killed(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
@@ -121,19 +114,6 @@ class Restarting(ExecutorCase):
         assert role.add() == [1, 1]
 
     @needs(OwnProcess)
-    def test_states(self, runtime: Runtime, spawn: Spawn) -> None:
-        """Observers hear of each state, and of what made the group fail."""
-        states = States("observed")
-        runtime.observe(states)
-        group = spawn({"lasting": colocate.role(Lasting)}, name="observed", on_failure="restart")
-        killed(group)
-        group.wait_ready(PATIENCE_S)
-        group.close()
-        wait_until(lambda: states.seen[-1:] == ["closed"], "the last state was told")
-        assert states.seen == ["starting", "ready", "failed", "restarting", "ready", "closing", "closed"]
-        assert [type(cause) for cause in states.causes] == [WorkerDied]
-
-    @needs(OwnProcess)
     def test_it_is_tried_a_bounded_number_of_times(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """A group that doesn't come back fails for good with the first cause; the reason is with it."""
         group = lasting(restarts=2, breaks=9)
@@ -148,18 +128,6 @@ class Restarting(ExecutorCase):
             group.role("lasting", Lasting).add()
         assert again.value == caught.value
         group.close()
-
-    @needs(OwnProcess)
-    def test_a_checkpoint_begins_the_count_anew(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """What is bounded is the number of restarts without progress."""
-        group = lasting(slots=1, restarts=1)
-        for number in range(3):
-            group.checkpoint(tmp_path / "same", tag=number)
-            killed(group)
-            assert group.wait_ready(PATIENCE_S) == number
-        killed_for_good = group.role("lasting", Lasting).kill.submit().exception(PATIENCE_S)
-        assert isinstance(killed_for_good, WorkerDied)
-        assert not isinstance(killed_for_good, GroupRestarted)
 
     @needs(OwnProcess)
     def test_a_hung_rank(self, lasting: Callable[..., ColocatedGroup]) -> None:
@@ -190,21 +158,6 @@ class Restarting(ExecutorCase):
         assert group.state == "closed"
 
     @needs(OwnProcess)
-    def test_residents_of_others(self, lasting: Callable[..., ColocatedGroup], spawn: Spawn) -> None:
-        """A group that outlives the restart uses what the new generation has kept, not what the old one had."""
-        group, other = lasting(), spawn({"rows": colocate.role(Rows)})
-        role, rows = group.role("lasting", Lasting), other.role("rows", Rows)
-        old = role.counted.keep([1, 2])
-        assert [part for part, _ in rows.seen(old.ref)] == [[1], [2]]
-        role.add()
-        killed(group)
-        group.wait_ready(PATIENCE_S)
-        with pytest.raises(GroupRestarted):
-            rows.seen(old.ref)
-        role.add(10)
-        assert [part for part, _ in rows.seen(role.counted.keep([1, 2]).ref)] == [[11], [12]]
-
-    @needs(OwnProcess)
     def test_random_numbers_go_on(self, spawn: Spawn, tmp_path: Path) -> None:
         """A checkpoint keeps the states of generators."""
         pytest.importorskip("torch")
@@ -218,3 +171,146 @@ class Restarting(ExecutorCase):
         group.wait_ready(PATIENCE_S)
         assert first != second
         assert drawing.draw() == second
+
+
+class Checkpoints(ExecutorCase):
+    """`group.checkpoint`, `group.restore`, and `restore=`."""
+
+    def test_a_checkpoint_is_whole_or_not_there(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A `save` that raises leaves what was there."""
+        folder = tmp_path / "checkpoints" / "one"
+        spawn({"lasting": colocate.role(Lasting)}).checkpoint(folder, tag="before")
+        group = spawn({"lasting": colocate.role(Lasting, unsaved=True)})
+        with pytest.raises(RoleError, match="the disk is full") as caught:
+            group.checkpoint(folder)
+        assert caught.value.rank == 1
+        assert [path.name for path in folder.parent.iterdir()] == ["one"]
+        assert '"before"' in (folder / "checkpoint.json").read_text()
+
+    def test_what_a_checkpoint_never_replaces(
+        self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Everything else is refused before anything is touched, with what lies there and what to do."""
+        group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
+        group.checkpoint(tmp_path / "mine")
+        (tmp_path / "mine" / "notes.txt").write_text("kept")
+        spawn({"other": colocate.role(Lasting)}, slots=1).checkpoint(tmp_path / "theirs")
+        (tmp_path / "full" / "deep").mkdir(parents=True)
+        (tmp_path / "full" / "work.py").write_text("print()")
+        (tmp_path / "here" / "deeper").mkdir(parents=True)
+        (tmp_path / "damaged").mkdir()
+        (tmp_path / "damaged" / "checkpoint.json").write_text("{")
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "file").write_text("kept")
+        (tmp_path / "link").symlink_to(tmp_path / "empty")
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.chdir(tmp_path / "here" / "deeper")
+        cases = {
+            "mine": r"other files beside a checkpoint \(notes.txt\)",
+            "theirs": "other roles: it has other, this one saves lasting",
+            "full": r"other files \(deep, work.py\)",
+            "here/deeper": "working directory",
+            "here": "working directory",
+            "damaged": r"isn't what group.checkpoint\(...\) writes",
+            "file": "a file",
+            "file/inside": "file, in which it would lie, is no folder",
+            "link": "a symbolic link .to .*empty",
+            "dangling": "a symbolic link .to .*nowhere",
+            "/proc": "a file system is mounted there",
+        }
+        for name, words in cases.items():
+            with pytest.raises(ConfigError, match=words) as caught:
+                group.checkpoint(tmp_path / name)
+            assert "nothing was touched. Name a folder of its own" in str(caught.value)
+        for name in (".", "..", "", "/", os.path.join("..", "..", "full")):
+            with pytest.raises(ConfigError, match="can't be written to"):
+                group.checkpoint(name)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
+
+    def test_several_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
+        """They are written one after the other, in whatever order; all succeed, and the last one is there."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
+        group = spawn(roles)
+        role = group.role("lasting", Lasting)
+
+        def save() -> None:
+            for _ in range(5):
+                role.add()
+                group.checkpoint(tmp_path / "one")
+
+        with ThreadPoolExecutor() as pool:
+            for saving in [pool.submit(save) for _ in range(3)]:
+                saving.result(PATIENCE_S)
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+        assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [16, 16]
+
+    def test_roles_that_can_not_be_saved(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A role with half of the two methods, or a group without any that has them."""
+        group = spawn({"half": colocate.role(HalfSaved), "lasting": colocate.role(Lasting)}, slots=1)
+        with pytest.raises(ConfigError, match=r"HalfSaved has save\(\) but no restore\(\)"):
+            group.checkpoint(tmp_path / "one")
+        group = spawn({"passing": colocate.role(Passing)}, slots=1)
+        with pytest.raises(ConfigError, match="none has save"):
+            group.checkpoint(tmp_path / "one")
+        group = spawn({"exporting": colocate.role(Exporting)}, slots=1)
+        with pytest.raises(ConfigError, match=r"Exporting.save is a @method with OnRank\(0\)") as caught:
+            group.checkpoint(tmp_path / "one")
+        assert "Exporting.restore is a @method with (step, directory)" in str(caught.value)
+        assert not list(tmp_path.iterdir())
+
+    def test_of_another_number_of_ranks(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Refused, unless the role can go on from that: it says so, or its files do."""
+        roles: dict[str, RoleSpec[Any]] = {
+            "resizable": colocate.role(Resizable),
+            "distributed": colocate.role(Distributed),
+            "lasting": colocate.role(Lasting),
+        }
+        group = spawn(roles)
+        group.role("resizable", Resizable).add(3)
+        group.role("distributed", Distributed).add(5)
+        group.checkpoint(tmp_path / "one")
+        with pytest.raises(ConfigError, match="is of 2 ranks of role 'lasting', which has 1 here: restore it with 2"):
+            spawn(roles, slots=1, restore=tmp_path / "one")
+        group = spawn({**roles, "lasting": roles["lasting"].on(slots=[0, 2])}, slots=3, restore=tmp_path / "one")
+        assert group.role("resizable", Resizable).add(0) == [6, 6, 6]
+        assert group.role("distributed", Distributed).add(0) == [5, 5, 5]
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0"])
+    def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
+        """One that can't be read, or that something else has written."""
+        (tmp_path / "checkpoint.json").write_text(text)
+        with pytest.raises(ConfigError, match="damaged, or something else's"):
+            spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
+
+    def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It is found where it is, by who only reads, and replaced by who writes."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
+        group = spawn(roles)
+        group.role("lasting", Lasting).add()
+        group.checkpoint(tmp_path / "one")
+        (tmp_path / "one").rename(tmp_path / ".old-one")
+        assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [2, 2]
+        group.restore(tmp_path / "one")
+        assert [path.name for path in tmp_path.iterdir()] == [".old-one"]
+        group.checkpoint(tmp_path / "one")
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+    @pytest.mark.parametrize("cls", [Lasting, Called])
+    def test_a_group_goes_on_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path, cls: type[Lasting]) -> None:
+        """In the order of its calls; whatever it did before, and whether or not its callers may call `save` too."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(cls), "passing": colocate.role(Passing)}
+        group = spawn(roles)
+        role, passing = group.role("lasting", Lasting), group.role("passing", Passing)
+        role.add(3)
+        passing.add()
+        group.checkpoint(tmp_path / "one", tag=7)
+        assert role.add.submit(2).result(PATIENCE_S) == [5, 5]
+        assert group.restore(tmp_path / "one") == 7
+        assert (group.wait_ready(), role.add(), passing.add()) == (7, [4, 4], [2, 2])
+        with pytest.raises(ConfigError, match="no checkpoint in"):
+            group.restore(tmp_path)
+        assert role.add() == [5, 5]
+        with pytest.raises(colocate.errors.PipelineError), group.pipeline():
+            group.restore(tmp_path / "one")

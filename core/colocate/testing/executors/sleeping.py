@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,22 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
+from colocate._role.method import Tag
 from colocate.errors import (
     ConfigError,
     MemoryBudgetError,
+    PipelineError,
     RoleError,
     SleepingError,
 )
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors.renewals import alone
+from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Sharing, digest_of
+from colocate.testing.probes.trainers import Renewing
+from colocate.testing.probes.unfinished import Accumulating, Hooked, Unfinished
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
 _MIBS = 8
@@ -210,23 +218,6 @@ class Sleeping(Dozers):
         assert dozing.sleep("other") >= _MOST * weights
         assert actor.look() == looked
 
-    def test_sleep_without_room(self, spawn: Spawn) -> None:
-        """One rank has none: nothing has changed on any, and the error says which and why."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
-        actor = group.role("actor", Dozing)
-        before = actor.digest()
-        actor.fail_hook(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        with pytest.raises(
-            MemoryBudgetError, match=r"'actor' .* could not be put to sleep.*rank 1 \(node .*No space"
-        ) as raised:
-            group.sleep("actor")
-        assert "in _sleep" in (raised.value.remote_traceback or "")
-        assert actor.asleep() == [[]] * 2
-        actor.fail_hook(1, None)
-        assert group.sleep("actor")
-        assert actor.digest() == before
-
     def test_wake_without_room(self, dozing: ColocatedGroup) -> None:
         """It sleeps on, on all ranks, and so do calls that need it; they say why."""
         actor = dozing.role("actor", Dozing)
@@ -265,26 +256,6 @@ class Sleeping(Dozers):
         ]
         assert actor.asleep() == [[]] * 2
 
-    def test_a_hook_of_wake_that_fails(self, spawn: Spawn) -> None:
-        """What the role has put away isn't back: it is told again, and no call runs without it."""
-        pytest.importorskip("torch")
-        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
-        actor = group.role("actor", Dozing)
-        before = actor.look()
-        group.sleep("actor", ("weights",))
-        actor.fail_hook(1, RuntimeError("its engine has no room"), "wake")
-        with pytest.raises(RoleError, match="its engine has no room") as raised:
-            group.wake("actor")
-        assert "in _wake" in (raised.value.remote_traceback or "")
-        assert actor.asleep() == [[], ["weights"]]
-        with pytest.raises(
-            SleepingError, match=r"actor\.look needs .*not be woken: RuntimeError: its engine has no room"
-        ):
-            actor.look()
-        actor.fail_hook(1, None)
-        assert actor.look() == before
-        assert actor.told() == [["sleep weights", "wake weights"]] * 2
-
     def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
         """Roles and tags that there aren't."""
         with pytest.raises(
@@ -306,3 +277,160 @@ class Sleeping(Dozers):
 def _lost(group: ColocatedGroup) -> set[str]:
     """What of a role can be discarded there."""
     return set() if group._node.services.executor.in_process else {"grads", "cache"}
+
+
+def _reach(ctx: colocate.Context) -> int:
+    nbytes: int = ctx.sibling("actor", Dozing).net.weight.nbytes
+    return nbytes
+
+
+class SleepingBeside(Dozers):
+    """A role that sleeps, or wakes, while other things go on."""
+
+    def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
+        """Its calls wake, too; sleep and wake themselves wait for what they do."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        with dozing.pipeline():
+            first, second = actor.look.submit(), actor.digest.submit()
+            with pytest.raises(PipelineError, match=r"the sleep of actor would wait .*: call it before or after the"):
+                dozing.sleep("actor")
+            with pytest.raises(PipelineError, match=r"the wake of actor would wait .*: call it before or after the"):
+                dozing.wake("actor")
+        assert second.result(PATIENCE_S) == before
+        assert first.result(PATIENCE_S)
+
+    def test_residents_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
+        """They can be used, by value and by reference."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        kept = actor.make.keep(_MIB)
+        kept.wait()
+        dozing.sleep("actor")
+        assert other.total(kept.ref) == [2.0 * _MIB] * 2
+        assert len(kept.fetch()) == 2
+        assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
+
+    def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
+        """It isn't reached by accident: who wants it, a role or a function, is told what to do."""
+        other = dozing.role("other", Sharing)
+        dozing.sleep("actor")
+        for reach in (lambda: other.share("actor"), lambda: dozing.run(_reach)):
+            with pytest.raises(RoleError, match=r"memory of role 'actor' sleeps.*group\.wake\('actor'\)") as caught:
+                reach()
+            assert isinstance(caught.value.__cause__, SleepingError)
+        dozing.wake("actor")
+        other.share("actor")
+        assert dozing.run(_reach) == [_MIBS * _MIB] * 2
+
+    def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
+        """It is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
+        actor = dozing.role("actor", Dozing)
+        dozing.sleep("actor", ["optimizer", "cache"])
+        actor.refill(_MIBS)
+
+        def look() -> tuple[list[list[str]], list[list[int]]]:
+            roles = [slot.roles for slot in dozing.memory().slots]
+            return actor.asleep(), [[role.asleep, role.total] for each in roles for role in each]
+
+        before = look()
+        dozing.checkpoint(tmp_path / "c")  # `Dozing.save` asserts that it is awake
+        assert look() == before
+        digest = actor.digest()
+        dozing.sleep("actor")
+        dozing.checkpoint(tmp_path / "c")
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        assert actor.digest() == digest
+
+    @needs(OwnProcess)
+    def test_sleep_of_a_model_in_shards(self, spawn: Spawn) -> None:
+        """By FSDP2: each rank's shards are its own, and count so; training goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, "fsdp2")})
+        trainer = group.role("trainer", Renewing)
+        expected, weights = alone()
+        size = sum(value.nbytes for value in weights.values())
+        parts = [slot.roles[0].device["parameters"] for slot in group.memory().slots]
+        assert size <= sum(parts) <= 1.25 * size  # torch pads what can't be cut evenly
+        losses = []
+        for number, _ in enumerate(expected):
+            group.sleep("trainer", discard=("grads", "cache") if number % 2 else ())
+            losses.append(sum(trainer.step(number)) / 2)
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+    @pytest.mark.parametrize("what", ["sleep", "wake", "call"])
+    def test_while_an_earlier_call_fails(self, dozing: ColocatedGroup, what: str) -> None:
+        """A rank waits for the others to sleep or wake, of which one has failed: all do it after that."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        before = actor.digest()
+        if what != "sleep":
+            dozing.sleep("actor")
+        with Gate() as gate, ThreadPoolExecutor(1) as pool:
+            failed = other.fail_at.options(ranks=[1]).submit(gate.address)
+            gate.wait_for(1)
+            doing: dict[str, Callable[[], Any]] = {
+                "sleep": partial(dozing.sleep, "actor"),
+                "wake": partial(dozing.wake, "actor"),
+                "call": actor.digest,
+            }
+            done = pool.submit(doing[what])
+            wait_until(lambda: dozing._node.questions._meetings, "rank 0 waits for rank 1")
+            gate.open()
+            with pytest.raises(RoleError, match="a bad batch"):
+                failed.result(PATIENCE_S)
+            assert done.result(PATIENCE_S)
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"] if what == "sleep" else []] * 2
+        assert actor.digest() == before
+
+
+_SUMMED_MIBS = 64
+
+
+class SleepingAmidSteps(ExecutorCase):
+    """What a call leaves for the next one is what it finds, whatever has slept in between."""
+
+    @needs(OwnProcess)
+    def test_gradients_that_are_not_reduced_yet(self, spawn: Spawn) -> None:
+        """FSDP2 has them in objects of its own: they are gradients, and not lost with a cache."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Accumulating), "other": colocate.role(Accumulating)})
+        one, other = group.role("one", Accumulating), group.role("other", Accumulating)
+        for number in range(3):
+            for trainer in (one, other):
+                trainer.accumulate(number, number == 2)
+            kinds = {row["role"]: row["gradients"] for row in group.memory().rows() if row["role"] in ("one", "other")}
+            assert all(kinds.values()), kinds
+            group.sleep("one", discard=["cache"])
+        for mine, its in zip(one.update(), other.update(), strict=True):
+            assert torch.equal(mine, its)
+
+    def test_a_graph_and_hooks(self, spawn: Spawn) -> None:
+        """A loss whose graph has saved weights; what is called back as a model computes and learns, in that order."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Hooked), "other": colocate.role(Hooked)})
+        one, other = group.role("one", Hooked), group.role("other", Hooked)
+        orders: list[Sequence[Tag] | None] = [None, ["weights"], ["optimizer", "grads"], None]
+        for number, tags in enumerate(orders):
+            assert one.begin(number) == other.begin(number)
+            assert group.sleep("one", tags) > 0
+            for (mine, heard), (its, expected) in zip(one.end(), other.end(), strict=True):
+                assert all(torch.equal(*each) for each in zip(mine, its, strict=True))
+                assert heard == expected
+                assert {*heard} >= {"forward ends", "backward ends", "gradient", "update", "step"}
+            group.sleep("one")
+
+    @needs(OwnProcess)
+    def test_operations_under_way(self, spawn: Spawn) -> None:
+        """A sleep waits for what is written yet, also by a rank that comes to it later."""
+        pytest.importorskip("torch")
+        group = spawn({"role": colocate.role(Unfinished, _SUMMED_MIBS)})
+        role = group.role("role", Unfinished)
+        for _ in range(2):
+            with Gate() as gate:
+                role.begin_sum.submit(gate.address)
+                gate.wait_for()
+                with ThreadPoolExecutor(1) as pool:
+                    sleeping = pool.submit(group.sleep, "role")
+                    gate.open()
+                    assert sleeping.result() > 0
+            assert role.end() == [(3.0, 3.0)] * 2

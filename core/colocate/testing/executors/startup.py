@@ -1,12 +1,18 @@
-"""Start-up: how roles get to the workers, and what happens when they can't be constructed."""
+"""Start-up: how roles and the processes of workers begin, what is said meanwhile, and what happens when they can't."""
 
 from __future__ import annotations
 
+import io
+import logging
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 
 import colocate
@@ -24,11 +30,13 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
 from colocate.testing.gate import Gate
+from colocate.testing.probes.born import Born
 from colocate.testing.probes.early import Early
-from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart
-from colocate.testing.probes.plain import Echo, Plain
+from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, Faulty, HangsAtStart
+from colocate.testing.probes.plain import Echo, Plain, Talker
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, starter_of, wait_until
+from colocate.worker.birth.template import MODE
 
 
 class Startup(ExecutorCase):
@@ -126,25 +134,6 @@ class Startup(ExecutorCase):
             assert "did not end within 0 s" not in note
             assert "running slow.__init__" in note
 
-    def test_hanging_constructor_is_told(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Without a timeout it is told once, with the stacks of the ranks that hang."""
-        monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._calls.stacks.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
-        with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, ThreadPoolExecutor(1) as other:
-            with Gate() as gate:
-                roles = {"slow": colocate.role(HangsAtStart, gate.address, (1,))}
-                started = other.submit(pool.spawn, roles, "slowly")
-                gate.wait_for()
-                monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
-                wait_until(lambda: "pass_gate" in caplog.text, "the warning has been given")
-            group = started.result(PATIENCE_S)
-            assert group.role("slow", HangsAtStart).noop() == [None, None]
-        assert "the roles of group 'slowly' have been under construction for 0 s\nslot " in caplog.text
-        assert "slot 1: running slow.__init__" in caplog.text  # slot 0 may still have been importing the role
-        assert caplog.text.count("under construction") == 1
-
     def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
         """`wait_ready` of a group that another thread is still starting waits for it."""
         with ThreadPoolExecutor(1) as other, Gate() as gate:
@@ -231,3 +220,98 @@ class Startup(ExecutorCase):
             roles = {"early": colocate.role(Early)}
             assert pool.spawn(roles).role("early", Early).at_import() == ["set"]
             assert other.spawn(roles).role("early", Early).at_import() == [None]
+
+
+BORN = {"born": colocate.role(Born)}
+
+
+def _templates(group: ColocatedGroup) -> set[psutil.Process]:
+    """The templates of those who have started a group's workers."""
+    starters = {starter_of(facts["pid"]) for facts in group.role("born").process()}
+    children = [child for starter in starters for child in psutil.Process(starter).children()]
+    return {child for child in children if child.cmdline()[2:5] == ["-m", "colocate.worker", MODE]}
+
+
+class Templates(ExecutorCase):
+    """A worker that was forked is as one that was started by itself."""
+
+    @needs(OwnProcess)
+    def test_what_it_draws(self, spawn: Spawn) -> None:
+        """No two workers draw the same from generators that nobody has seeded, nor does a later group."""
+        drawn = [draws for _ in range(2) for draws in spawn(BORN).role("born", Born).drawn()]
+        assert len({each[0] for each in drawn}) == len({each[1] for each in drawn}) == 4
+
+    @needs(OwnProcess)
+    def test_threads_of_a_fork(self, runtime: Runtime) -> None:
+        """Torch has as many threads as the slot has CPUs, where it was found imported too, and they work."""
+        with runtime.reserve(1, cpus=1) as pool:
+            for _ in range(2):
+                with pool.spawn(BORN) as group:
+                    assert group.role("born", Born).threads() == [(1, float(1 << 22))]
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_environment_of_a_fork(self, runtime: Runtime) -> None:
+        """It has the pool's, and the kernel shows it; what is read before any import starts another interpreter."""
+        for env, hashes in (({"COLOCATE_PROBE": "set"}, None), ({"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "7"})):
+            with runtime.reserve(1, cpus=0, env=env) as pool, pool.spawn(BORN) as group:
+                ((name, value),) = env.items()
+                ((found, shown, digest),) = group.role("born", Born).shown(name)
+                assert (found, shown) == (value, True)
+                if hashes is not None:
+                    command = [sys.executable, "-c", "print(hash('colocate'))"]
+                    same = subprocess.run(command, env={**os.environ, **hashes}, stdout=subprocess.PIPE, check=True)
+                    assert same.stdout.decode().strip() == digest
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_the_template_is_killed(self, spawn: Spawn) -> None:
+        """That ends no worker; the next group has another template, and its workers end as ever."""
+        group = spawn(BORN)
+        found = _templates(group)
+        ended = Processes(template.pid for template in found)
+        for template in found:
+            template.kill()
+        ended.wait()
+        ended.close()
+        assert len(group.role("born", Born).drawn()) == 2
+        other = spawn({**BORN, "faulty": colocate.role(Faulty)})
+        assert found
+        assert _templates(other)
+        assert not _templates(other) & found
+        error = other.role("faulty", Faulty).exit.submit(3, "by os._exit").exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert error.exitcode == 3
+        assert group.alive
+
+
+class Printing(ExecutorCase):
+    """Nobody waits for the end of a method to read what it says."""
+
+    @needs(OwnProcess)
+    def test_a_progress_bar(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+        """It is shown while it goes on; its end is shown once, as its last state."""
+        monkeypatch.setattr(sys, "stderr", read := io.StringIO())
+        talker = spawn({"talker": colocate.role(Talker).on(slots=[0])}, name="bars").role("talker", Talker)
+        call = talker.count_to_two.submit(gate.address)
+        gate.wait_for()
+        wait_until(lambda: "[bars/talker 0] 1 of 2\n" in read.getvalue(), "the bar is shown")
+        gate.open()
+        call.result()
+        wait_until(lambda: "after it" in read.getvalue(), "all is shown")
+        assert read.getvalue().endswith("[bars/talker 0] 2 of 2\n[bars/talker 0] after it\n")
+
+    @needs(OwnProcess)
+    def test_logs(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the driver shows logs, workers log what its levels let through."""
+        monkeypatch.setattr(sys, "stderr", read := io.StringIO())
+        root, mine = logging.getLogger(), logging.getLogger("colocate_mine")
+        monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+        monkeypatch.setattr(root, "level", logging.INFO)
+        monkeypatch.setattr(mine, "level", logging.DEBUG)
+        talker = spawn({"talker": colocate.role(Talker).on(slots=[0])}, name="logs").role("talker", Talker)
+        talker.log(["colocate_mine", "colocate_other"])
+        wait_until(lambda: "INFO:colocate_other" in read.getvalue(), "the last line is shown")
+        lines = [line for line in read.getvalue().splitlines() if "colocate_" in line]
+        shown = ["DEBUG:colocate_mine:said", "INFO:colocate_mine:said", "INFO:colocate_other:said"]
+        assert lines == [f"[logs/talker 0] {each}" for each in shown]

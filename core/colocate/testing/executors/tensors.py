@@ -1,20 +1,21 @@
-"""Tensors: how they travel, what staying in the workers means for them, and that nobody writes where others read."""
+"""Tensors: how they travel and who is told of it, what staying in the workers means for them, and who may write."""
 
 from __future__ import annotations
 
 import functools
-import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 
 import colocate
-from colocate import ColocatedGroup
-from colocate.errors import DispatchError, RoleError, SerializationError
+from colocate import CallRecord, ColocatedGroup, FetchRecord, MoveRecord, Runtime, TransferRecord, role
+from colocate.errors import DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.probes.rows import Rows
+from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.probes.tensors import Tensors, Trainer, takes_a_step
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -138,57 +139,8 @@ class TensorResidents(TensorCase):
             assert tensors.train_on(kept.ref) == [4.0, 4.0]
 
 
-_SCRIPT = """
-import torch
-from colocate import First, Role, method
-from colocate.testing.probes.tensors import takes_a_step
-
-net = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-later = lambda: optimizer
-
-class User(Role):
-    def __init__(self, *given):
-        pass
-
-    @method(collect=First())
-    def step(self, optimizer):
-        return takes_a_step(net, optimizer)
-
-class Owner(Role):
-    net = net
-
-    @method(collect=First())
-    def step(self, optimizer):
-        return takes_a_step(self.net, optimizer)
-
-def look(ctx):
-    return net.weight.tolist()
-
-def load(ctx, state):
-    return str(net.load_state_dict(state))
-
-def step(ctx):
-    return takes_a_step(net, optimizer)
-
-def step_with(ctx, optimizer):
-    return takes_a_step(net, torch.optim.SGD(optimizer, lr=1.0))
-
-def step_of(ctx, model):
-    return takes_a_step(model, optimizer)
-"""
-
-
 class Optimizers(TensorCase):
     """A model and its optimizer that travel together have the same parameters where they arrive."""
-
-    @pytest.fixture
-    def trains(self, torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """The names of a script, in place of the one that runs the tests."""
-        module = ModuleType("__main__")
-        monkeypatch.setitem(sys.modules, "__main__", module)
-        exec(_SCRIPT, module.__dict__)
-        return module
 
     @of_executor
     def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
@@ -218,35 +170,6 @@ class Optimizers(TensorCase):
         with trainer.make.keep() as kept:
             assert takes_a_step(*kept.fetch())
             assert trainer.step_with_both(kept.ref)
-
-    def test_one_of_them_is_a_global(self, torch: Any, trains: Any) -> None:
-        """One as an argument and the other with the code is refused, wherever that has it, and whatever was sent."""
-        net, optimizer = trains.net, trains.optimizer
-        weight, of = r"\.weight", r"\.param_groups\[0\]\['params'\]\[0\]"
-        mine = f"optimizer{of}"
-        with self.connect(strict=True) as runtime, runtime.reserve(2, cpus=0) as pool:
-            roles = {"user": colocate.role(trains.User), "owner": colocate.role(trains.Owner)}
-            group = pool[0].spawn({**roles, "trainer": colocate.role(Trainer)}, name="training")
-            trainer, step_of = group.role("trainer", Trainer), trains.step_of
-            for call, argument, other in (
-                (lambda: group["user"].step(optimizer), f"optimizer{of}", f"net{weight}, of the global 'net'"),
-                (lambda: group["owner"].step.keep(optimizer), f"optimizer{of}", rf"Owner\.net{weight}, of Owner of"),
-                (lambda: trainer.step_with(net, trains.later), f"model{weight}", f"{mine}, of the global 'optimizer'"),
-                (lambda: group.run(step_of, net), rf"args\[0\]{weight}", f"{mine}, of the global 'optimizer'"),
-                (lambda: group.run(trains.step_with, [*net.parameters()]), r"args\[0\]\[0\]", f"net{weight}"),
-                (
-                    lambda: pool[1].spawn({"user": colocate.role(trains.User, net)}),
-                    f"argument 0{weight}",
-                    f"net{weight}",
-                ),
-            ):
-                told = f"{argument}, an argument's, is the same parameter as {other}"
-                with pytest.raises(SerializationError, match=told):
-                    call()
-            assert group.run(trains.step) == [True]
-            with pytest.raises(SerializationError, match="Give both as arguments, or neither"):
-                group.run(step_of, net)
-            assert group.run(trains.load, net.state_dict()) == ["<All keys matched successfully>"]
 
 
 def _told(group: ColocatedGroup) -> AbstractContextManager[object]:
@@ -340,3 +263,134 @@ DTYPES = (
     "float64",
     "float8_e4m3fn",
 )
+
+
+_ROWS = 1 << 16
+_BYTES = 4 * _ROWS
+_MORE = 4096
+"""A value's bytes are those of its tensors, and so many more at most."""
+
+
+@attrs.define(eq=False)
+class _Told:
+    """An observer that keeps what it is told."""
+
+    runtime: Runtime
+    calls: list[CallRecord] = attrs.field(factory=list)
+    fetches: list[FetchRecord] = attrs.field(factory=list)
+    moves: list[MoveRecord] = attrs.field(factory=list)
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """A call has ended."""
+        self.calls.append(record)
+
+    def colocate_result_fetched(self, record: FetchRecord) -> None:
+        """A kept result has been fetched."""
+        self.fetches.append(record)
+
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        """A role sleeps, or is awake."""
+        self.moves.append(record)
+
+    def settle(self) -> None:
+        """Wait until what has ended has been told."""
+        self.runtime._node.services.settle()
+
+    def last(self, method: str) -> CallRecord:
+        """The call of a method that ended last: who has made a value may say so after who has used it."""
+        self.settle()
+        return next(each for each in reversed(self.calls) if each.method == method)
+
+    def transfers(self, method: str) -> list[TransferRecord]:
+        """What that call got from other workers, by rank; none between threads."""
+        record = self.last(method)
+        spans = {rank: (start, end) for rank, start, end in record.spans}
+        for each in record.transfers:
+            start, end = spans[each.rank]
+            assert start <= each.start <= each.end <= end
+        return sorted(record.transfers, key=lambda each: each.rank)
+
+
+class Transfers(ExecutorCase):
+    """Who is told which bytes. Between threads nothing has to travel, so nothing is told."""
+
+    @pytest.fixture
+    def told(self, runtime: Runtime) -> Iterator[_Told]:
+        """An observer, as long as the test takes."""
+        pytest.importorskip("torch")
+        told = _Told(runtime)
+        runtime.observe(told)
+        yield told
+        runtime._node.services.observers.remove(told)
+
+    @pytest.fixture
+    def travels(self, runtime: Runtime) -> bool:
+        """Whether values have to."""
+        return not runtime._node.services.executor.in_process
+
+    def test_from_another_worker(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+        """The rank that lacks a value gets it from the worker that made it; the other one has it by reference."""
+        kept = pair.role("left_tensors", Tensors).make.keep(_ROWS)
+        pair.role("tensors", Tensors).whole(kept.ref)
+        assert [(each.rank, each.role, each.method, each.source) for each in told.transfers("whole")] == (
+            [(1, "left_tensors", "make", 0)] if travels else []
+        )
+        assert all(_BYTES <= each.nbytes <= _BYTES + _MORE for each in told.last("whole").transfers)
+        assert told.last("whole").handed_over == {"left_tensors": _BYTES}
+
+    def test_where_it_lies(self, pair: ColocatedGroup, told: _Told) -> None:
+        """Parts that lie where they are used go nowhere; what a role has made itself is nobody else's."""
+        tensors = pair.role("tensors", Tensors)
+        kept = tensors.make.keep(_ROWS)
+        tensors.add.keep(kept.ref).wait()
+        assert (told.transfers("add"), told.last("add").handed_over) == ([], {})
+        more = pair.role("left_tensors", Tensors).make.keep(_ROWS)
+        pair.role("left_tensors", Tensors).echo([more.ref, more.ref])
+        assert (told.transfers("echo"), told.last("echo").handed_over) == ([], {})
+
+    def test_from_and_to_the_driver(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+        """The bytes of arguments and results, for all ranks; those of a kept result when it is fetched."""
+        import torch
+
+        tensors = pair.role("tensors", Tensors)
+        tensors.echo(torch.ones(_ROWS))
+        record = told.last("echo")
+        if travels:
+            assert 2 * _BYTES <= record.sent <= 2 * (_BYTES + _MORE)
+            assert 2 * _BYTES <= record.received <= 2 * (_BYTES + _MORE)
+        else:
+            assert (record.sent, record.received) == (0, 0)
+        kept = tensors.make.keep(_ROWS)
+        kept.wait()
+        assert told.last("make").received == 0
+        assert told.last("make").sent < _MORE
+        assert told.fetches == []
+        kept.fetch()
+        told.settle()
+        assert [(each.role, each.method, each.ranks) for each in told.fetches] == (
+            [("tensors", "make", (0, 1))] if travels else []
+        )
+        assert all(2 * _BYTES <= each.nbytes <= 2 * (_BYTES + _MORE) for each in told.fetches)
+        assert all(each.start <= each.end for each in told.fetches)
+
+    def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
+        """Those that somebody asks for, too, and the wakes by a call; and whether it is all of the role."""
+        group = spawn({"one": role(Dozing, 1)})
+        one = group.role("one", Dozing)
+
+        def moves(nbytes: int, why: str = "asked for") -> list[tuple[int, str, bool]]:
+            told.settle()
+            found, told.moves = told.moves, []
+            assert all(each.role == "one" and each.start <= each.end for each in found)
+            assert all(each.why == why for each in found)
+            assert sum(each.nbytes for each in found) == nbytes
+            return sorted((each.rank, each.kind, each.asleep) for each in found)
+
+        weights = group.sleep("one", ["weights"])
+        assert moves(weights) == [(rank, "sleep", False) for rank in (0, 1)]
+        rest = group.sleep("one")
+        assert moves(rest) == [(rank, "sleep", True) for rank in (0, 1)]
+        one.digest()  # which needs all of it
+        assert moves(weights + rest, "needed by one.digest") == [(rank, "wake", False) for rank in (0, 1)]
+        group.wake("one")
+        assert moves(0) == []

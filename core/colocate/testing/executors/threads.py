@@ -1,10 +1,9 @@
-"""Nothing of a user's runs on a thread that the framework needs: callbacks, observers and types disturb nobody."""
+"""Users' code and the threads: what role code expects of its own, and that nobody's code disturbs the framework's."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import queue
 import sys
 import threading
 from typing import Any
@@ -12,12 +11,14 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import CallTimeout, ColocateError, Context
+from colocate import CallTimeout, ColocateError, Context, Runtime
 from colocate.errors import RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors.drivers import Scripted
 from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty, HeldUp
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.limited import Late, Limited, is_late
 from colocate.testing.probes.plain import Echo, Talker
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
@@ -86,25 +87,6 @@ class Undisturbed(ExecutorCase):
             over.set()
         group.close()
 
-    @needs(OwnProcess)
-    def test_an_exception_that_holds_up(self, spawn: Spawn) -> None:
-        """One that blocks where it is unpickled holds up who looks at it, and nobody else: not even its own group."""
-        group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}, slots=1)
-        faulty, echo = group.role("faulty", Faulty), group.role("echo", Echo)
-        told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        with Gate() as gate:
-            failing = faulty.fail_held_up.submit(gate.address)
-            looking = threading.Thread(target=lambda: told.put(failing.exception()))
-            looking.start()
-            gate.wait_for()
-            assert echo.first.options(timeout=PATIENCE_S)("others go on") == "others go on"
-            assert failing.done()
-            assert told.empty()
-        looking.join(PATIENCE_S)
-        error = told.get(timeout=PATIENCE_S)
-        assert isinstance(error, RoleError)
-        assert isinstance(error.__cause__, HeldUp)
-
     def test_a_thread_of_the_driver_that_fails(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
         """What no user's code can do, a mistake of the framework's can: its groups fail of it at once, none waits."""
         reported: list[Any] = []
@@ -141,3 +123,29 @@ def _break_the_transfer(ctx: Context) -> None:
         host._transfer.soon(_make_a_mistake)
     while not ctx.cancelled:
         threading.Event().wait(0.01)
+
+
+class Handlers(Scripted):
+    """What role code expects of the thread that it runs on."""
+
+    def test_a_limit_of_time(self, spawn: Spawn, runtime: Runtime) -> None:
+        """A method may limit its time by an alarm. Where its thread isn't the main one the error says what to do."""
+        group = spawn({"limited": colocate.role(Limited)}, slots=1)
+        limited = group.role("limited", Limited)
+        if isinstance(runtime._node.services.executor, OwnProcess):
+            assert limited.score()
+            assert limited.score_step()
+            assert group.run(lambda ctx: is_late()) == [True]
+            return
+        with pytest.raises(RoleError, match=r"signal only works in main thread(.|\n)*processes=True"):
+            limited.score()
+
+    @needs(OwnProcess)
+    def test_an_error_of_the_call(self, spawn: Spawn) -> None:
+        """What a handler raises is the error of the call, wherever the signal comes, and of no other."""
+        limited = spawn({"limited": colocate.role(Limited)}, slots=1).role("limited", Limited)
+        for call in (limited.overruns, limited.awaits, limited.returns_slowly):
+            with pytest.raises(RoleError, match="too late") as caught:
+                call()
+            assert isinstance(caught.value.__cause__, Late)
+        assert limited.seen() == [False]  # what was awaited has been cancelled

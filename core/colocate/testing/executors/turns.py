@@ -18,7 +18,7 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
-from colocate.testing.probes.sleepers import Dozing, Sharing, Watching
+from colocate.testing.probes.sleepers import Dozing, Watching
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
@@ -179,20 +179,6 @@ class TakingTurns(ExecutorCase):
             group.role("two", Dozing).digest()
         kept.free()
         assert group.role("two", Dozing).digest()
-
-    def test_turns_of_siblings(self, spawn: Spawn) -> None:
-        """A role that has asked for another one has that awake whenever it runs."""
-        pytest.importorskip("torch")
-        roles: dict[str, RoleSpec[Any]] = {"actor": colocate.role(Dozing, 1), "other": colocate.role(Sharing)}
-        roles["large"] = colocate.role(Dozing, 2)
-        group = spawn(roles, residency="swap", device_memory="10MiB")
-        actor, other, large = group.role("actor", Dozing), group.role("other", Sharing), group.role("large", Dozing)
-        other.share("actor")
-        before = other.digest()
-        for _ in range(3):
-            large.train.options(ranks=[0])()
-            assert other.digest() == before
-        assert actor.asleep() == [[], []]
 
     def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:
         """The error names it, and not the role that needs its room; that can run when it has some."""

@@ -15,12 +15,6 @@ from colocate import Role, method
 class Born(Role):
     """Tells what a process has of the one that has started it, or has not."""
 
-    def __init__(self) -> None:
-        """Import torch, which a fork may find imported."""
-        import torch
-
-        self._torch = torch
-
     @method
     def drawn(self) -> list[float]:
         """What the generators of the whole process draw, which nobody has seeded."""
@@ -29,7 +23,9 @@ class Born(Role):
     @method
     def threads(self) -> tuple[int, float]:
         """Torch's number of threads here, on the lane, and a sum for which it needs them."""
-        return self._torch.get_num_threads(), float(self._torch.ones(1 << 22).sum())
+        import torch
+
+        return torch.get_num_threads(), float(torch.ones(1 << 22).sum())
 
     @method
     def shown(self, name: str) -> tuple[str | None, bool, str]:
@@ -41,7 +37,6 @@ class Born(Role):
 
     @method
     def process(self) -> dict[str, Any]:
-        """What a process has from its parent."""
         mask = os.umask(0)
         os.umask(mask)
         import resource

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+from colocate import ColocateError
+
+
 class Collective(Role):
     """Uses process groups, rightly and wrongly."""
 
@@ -21,12 +24,10 @@ class Collective(Role):
 
     @method
     def sum(self, value: float, axis: str | None = None) -> float:
-        """The sum over the ranks."""
         return self._sum(value, self.ctx.process_group(axis))
 
     @method(dispatch=PerRank("value"))
     def sum_each(self, value: float, axis: str | None = None) -> float:
-        """The sum over the ranks of a number for each."""
         return self._sum(value, self.ctx.process_group(axis))
 
     @method
@@ -61,7 +62,6 @@ class Collective(Role):
 
     @method
     def pass_on(self, failing: int | None = None) -> float:
-        """Rank 0 sends to rank 1."""
         import torch
         import torch.distributed as dist
 
@@ -135,21 +135,12 @@ class Collective(Role):
         return self._sum(1.0, self.ctx.process_group())
 
     @method
-    def pass_gate_and_fail(self, gate: Address, fail: bool) -> None:
-        """Wait, then perhaps raise, without any group."""
-        pass_gate(gate)
-        if fail:
-            raise ValueError("told to raise")
-
-    @method
     def keep_group(self) -> float:
-        """Keep the group for later calls."""
         self.kept = self.ctx.process_group()
         return self._sum(1.0, self.kept)
 
     @method
     def forget_group(self) -> None:
-        """Keep it no longer."""
         self.kept = None
 
     @method
@@ -179,7 +170,6 @@ class Own(Role):
 
     @method
     def make(self) -> None:
-        """Of this process alone."""
         import torch.distributed as dist
 
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
@@ -213,12 +203,10 @@ class Meeting(Role):
 
     @method(dispatch=PerRank("text"))
     def put(self, text: str) -> None:
-        """Leave something there."""
         self._store().set(f"text of {self.ctx.rank}", text)
 
     @method
     def take(self) -> list[str]:
-        """What all ranks have left, and where."""
         store = self._store()
         return [store.get(f"text of {rank}").decode() for rank in range(self.ctx.world_size)]
 
@@ -231,3 +219,30 @@ class Meeting(Role):
 @needs("process_group")
 class Together(Collective):
     """Says that it uses process groups."""
+
+
+@needs("process_group")
+class Careless(Role):
+    """Its collectives don't raise where their group is cut."""
+
+    @method
+    def fail(self, rank: int, gate: Address) -> None:
+        """One rank raises, after the gate; the others return at once."""
+        if self.ctx.rank == rank:
+            pass_gate(gate)
+            raise ValueError("on purpose")
+
+    @method
+    def total(self, gate: Address | None = None) -> float:
+        """The sum of 1 over all ranks, or whatever a cut group has left there."""
+        import torch
+        import torch.distributed as dist
+
+        if gate is not None and self.ctx.rank == 0:
+            pass_gate(gate)
+        found = torch.ones(1)
+        try:
+            dist.all_reduce(found, group=self.ctx.process_group())
+        except (ColocateError, RuntimeError):
+            pass
+        return float(found)

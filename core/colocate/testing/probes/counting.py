@@ -23,31 +23,26 @@ class Counting(Role):
 
     @method
     def add(self, number: int = 1) -> int:
-        """Count on."""
         self.count += number
         return self.count
 
     @method
     def pid(self) -> int:
-        """Its process."""
         return os.getpid()
 
     @method
     def fail(self) -> None:
-        """Fail on one rank."""
         if self.ctx.rank == 0:
             raise ValueError("it was told to")
 
     @method
     def draw(self) -> float:
-        """The next number of the context's generator."""
         import torch
 
         return torch.rand(1, generator=self.ctx.generator).item()
 
     @method(collect=Gather())
     def made(self) -> Tracked:
-        """Something to keep."""
         import weakref
 
         found = Tracked([1])
@@ -61,7 +56,6 @@ class Counting(Role):
 
     @method
     def wait_and_add(self, gate: Address) -> int:
-        """Count on after a gate."""
         pass_gate(gate)
         self.count += 1
         return self.count
@@ -77,7 +71,6 @@ class Counting(Role):
 
     @method
     def sum(self) -> float:
-        """The sum over the ranks of one."""
         return self._sum()
 
     def _sum(self) -> float:

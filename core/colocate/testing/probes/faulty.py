@@ -95,19 +95,6 @@ def _leave_unless(pid: int) -> Leaving:
     return Leaving("it has left")
 
 
-class HeldUp(Exception):
-    """An exception that waits at a gate wherever it is taken up, but for the process that has raised it."""
-
-    def __init__(self, gate: Address) -> None:
-        super().__init__("it is held up")
-        self.raised = gate, os.getpid()
-
-    def __setstate__(self, state: Any) -> None:
-        gate, pid = state["raised"]
-        if os.getpid() != pid:
-            pass_gate(gate)
-
-
 _RAISE: dict[str, Any] = {
     "value": lambda: ValueError("a plain one", 42),
     "two": lambda: TwoArguments("it broke", "it was old"),
@@ -150,20 +137,13 @@ class Faulty(Role):
 
     @method(collect=First())
     def nest(self, kind: str, levels: int) -> Any:
-        """A value that nobody can walk to its end."""
         return nested(kind, levels)
 
     @method(collect=Gather())
     def fail(self, kind: str = "value", ranks: tuple[int, ...] | None = None) -> int:
-        """Raise on some ranks, or all."""
         if ranks is None or self.ctx.rank in ranks:
             deep_inside(kind)
         return self.ctx.rank
-
-    @method
-    def fail_held_up(self, gate: Address) -> None:
-        """Raise what is held up on the driver."""
-        raise HeldUp(gate)
 
     @method(dispatch=PerRank("gate"))
     def fail_after(self, gate: Address | None, failing: int) -> int:
@@ -176,22 +156,18 @@ class Faulty(Role):
 
     @method
     def return_lock(self, nested: bool = False) -> Any:
-        """A result that can't be sent."""
         return {"fine": 1, "bad": [0, Stubborn()]} if nested else threading.Lock()
 
     @method
     def return_unreadable(self) -> Any:
-        """A result that can't be rebuilt."""
         return {"bad": Unreadable()}
 
     @method
     def fine(self) -> int:
-        """The rank: the group still works."""
         return self.ctx.rank
 
     @method
     def kill(self, number: int = signal.SIGKILL, ranks: tuple[int, ...] = (0,)) -> int:
-        """Die by a signal."""
         if self.ctx.rank in ranks:
             os.kill(os.getpid(), number)
             threading.Event().wait()
@@ -207,7 +183,6 @@ class Faulty(Role):
 
     @method
     def wait(self, gate: Address) -> int:
-        """Wait at a gate."""
         pass_gate(gate)
         return self.ctx.rank
 
@@ -285,6 +260,5 @@ class Parent(Role):
 
     @method
     def kill(self) -> None:
-        """Die by a signal."""
         os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()

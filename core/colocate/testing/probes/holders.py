@@ -39,24 +39,20 @@ class Holding(Role):
 
     @method
     def make(self, elements: int) -> Tensor:
-        """A tensor of so many floats."""
         import torch
 
         return torch.zeros(elements, device=self.ctx.device)
 
     @method
     def weights(self) -> Tensor:
-        """The very weights."""
         return self.net.weight.detach()
 
     @method
     def share(self, other: str) -> None:
-        """Have another role's weights for its own."""
         self.net = self.ctx.sibling(other, Holding).net
 
     @method
     def wait_at(self, gate: Address) -> None:
-        """Be busy."""
         pass_gate(gate)
 
 
@@ -78,7 +74,6 @@ class Watched(Role):
 
     @method
     def train(self) -> None:
-        """The gradient is there from then on."""
         self.weight.sum().backward()
 
     @method
@@ -88,7 +83,6 @@ class Watched(Role):
         pass_gate(gate)
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """It isn't there any more."""
         self.weight.grad = None
 
     def wake(self, tags: Sequence[str]) -> None:
@@ -114,7 +108,6 @@ class Training(Role):
 
     @method
     def train(self, steps: int) -> int:
-        """So many steps; the bytes of the parameters."""
         import torch
 
         for _ in range(steps):

@@ -29,40 +29,33 @@ class Lasting(Role):
 
     @method
     def add(self, amount: int = 1) -> int:
-        """Count."""
         self.count += amount
         return self.count
 
     @method(dispatch=Scatter("rows"), collect=Concat())
     def counted(self, rows: list[int]) -> list[int]:
-        """The rows, each with the count added."""
         return [row + self.count for row in rows]
 
     @method
     def wait(self, gate: Address) -> int:
-        """Wait at a gate."""
         pass_gate(gate)
         return self.count
 
     @method(collect=Gather())
     def tell(self) -> tuple[int, int, int]:
-        """Count, generation and pid."""
         return self.count, self.ctx.generation, os.getpid()
 
     @method
     def kill(self, rank: int = 0) -> None:
-        """End a rank's worker."""
         if self.ctx.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def save(self, directory: str) -> None:
-        """Write the count, each rank its own."""
         Path(directory, str(self.ctx.rank)).write_text(str(self.count))
         if self.unsaved and self.ctx.rank == 1:
             raise OSError("the disk is full")
 
     def restore(self, directory: str) -> None:
-        """Read it."""
         self.count = int(Path(directory, str(self.ctx.rank)).read_text())
 
 
@@ -79,12 +72,10 @@ class Called(Lasting):
 
     @method
     async def save(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore
-        """Write the count, each rank its own."""
         super().save(directory)
 
     @method
     def restore(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore
-        """Read it."""
         super().restore(directory)
         if self.gate is not None:
             pass_gate(self.gate)
@@ -110,16 +101,13 @@ class Resizable(Role):
 
     @method
     def add(self, amount: int = 1) -> int:
-        """Count."""
         self.count += amount
         return self.count
 
     def save(self, directory: str) -> None:
-        """Write the count, each rank its own."""
         Path(directory, str(self.ctx.rank)).write_text(str(self.count))
 
     def restore(self, directory: str, ranks: int) -> None:
-        """Read all counts."""
         self.count = sum(int(Path(directory, str(rank)).read_text()) for rank in range(ranks))
 
 
@@ -127,11 +115,9 @@ class Distributed(Resizable):
     """Its files are like those of torch.distributed.checkpoint, by their names."""
 
     def restore(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Read the first count."""
         self.count = int(Path(directory, "0").read_text())
 
     def save(self, directory: str) -> None:
-        """Write the count, each rank its own."""
         super().save(directory)
         Path(directory, ".metadata").touch()
 
@@ -144,7 +130,6 @@ class Passing(Role):
 
     @method
     def add(self) -> int:
-        """Count."""
         self.count += 1
         return self.count
 
@@ -161,7 +146,6 @@ class Drawing(Role):
 
     @method
     def draw(self) -> list[int]:
-        """The next ones of its generator."""
         import torch
 
         return [int(n) for n in torch.randint(0, 1 << 30, (3,), generator=self.ctx.generator)]

@@ -1,4 +1,4 @@
-"""Roles whose time is limited by signals, and roles that ask for the event loop of their thread, as a script does."""
+"""Roles whose time is limited by signals, that ask for the event loop, and that start processes, end them, and fork."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-import colocate
 from colocate import First, Role, method
 from colocate.testing.waiting import PATIENCE_S
 
@@ -65,18 +64,15 @@ class Limited(Role):
 
     @method(collect=First())
     def score(self) -> bool:
-        """An alarm in a method."""
         return is_late()
 
     @method(collect=First())
     async def score_step(self) -> bool:
-        """An alarm in a step of an async method."""
         await asyncio.sleep(0)
         return is_late()
 
     @method(collect=First())
     def overruns(self) -> None:
-        """An alarm for which the method isn't prepared."""
         set_alarm()
         work_on()
 
@@ -99,54 +95,4 @@ class Limited(Role):
 
     @method(collect=First())
     def seen(self) -> list[bool]:
-        """What has been noted."""
         return self.in_time
-
-
-class Looped(Role):
-    """What is made for a loop in a constructor, and used in async methods."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_event_loop()
-        self.done = loop.create_future()
-        self.task = loop.create_task(self.finish())
-
-    async def finish(self) -> None:
-        """Tell those who wait."""
-        await asyncio.sleep(0)
-        self.done.set_result("done")
-
-    @method(collect=First())
-    async def waits(self) -> str:
-        """In an async method."""
-        return str(await self.done)
-
-    @method(collect=First())
-    def asks(self) -> int:
-        """In one that isn't."""
-        return asyncio.get_event_loop().run_until_complete(_answer())
-
-    @method(collect=First())
-    def runs(self) -> int:
-        """With a loop of its own, which leaves the thread without one."""
-        return asyncio.run(_answer())
-
-    @method(collect=First())
-    def closes(self) -> None:
-        """As scripts do at their end."""
-        asyncio.get_event_loop().close()
-
-    @method(collect=First())
-    async def awaits(self) -> int:
-        """Anything."""
-        return await _answer()
-
-
-async def _answer() -> int:
-    await asyncio.sleep(0)
-    return 42
-
-
-async def answer(ctx: colocate.Context) -> int:
-    """A function of a group."""
-    return await _answer()

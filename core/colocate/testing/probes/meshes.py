@@ -18,7 +18,6 @@ class Meshes(Role):
 
     @method
     def places(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """(rank, size) along each axis of each mesh."""
         return {
             name: {axis: (mesh.rank(axis), mesh.size(axis)) for axis in ("pp", "dp", "tp")}
             for name, mesh in self.ctx.meshes.items()
@@ -26,27 +25,22 @@ class Meshes(Role):
 
     @method
     def only_mesh(self) -> dict[str, int]:
-        """What `ctx.mesh` is."""
         return dict(self.ctx.mesh.shape)
 
     @method(dispatch=Scatter("batch", mesh="train"), collect=Gather())
     def train_seen(self, batch: list[Any]) -> list[Any]:
-        """What each rank gets for training."""
         return batch
 
     @method(dispatch=Scatter("batch", mesh="infer"), collect=Gather())
     def infer_seen(self, batch: list[Any]) -> list[Any]:
-        """What each rank gets for inference."""
         return batch
 
     @method(dispatch=Scatter("batch", mesh="train", empty="run"), collect=Concat(mesh="train"))
     def train(self, batch: list[int]) -> list[int]:
-        """One more."""
         return [row + 1 for row in batch]
 
     @method(dispatch=Scatter("batch", mesh="infer", empty="run"), collect=Concat(mesh="infer"))
     def infer(self, batch: list[int]) -> list[int]:
-        """Twice as much."""
         return [2 * row for row in batch]
 
     @method(dispatch=Scatter("batch", mesh="train"), collect=Concat(mesh="train"))
@@ -67,32 +61,26 @@ class Meshes(Role):
 
     @method(dispatch=Scatter("batch", mesh="train", pad=True), collect=Concat(mesh="train"))
     def padded(self, batch: list[int]) -> list[int]:
-        """The rows, padded on the way."""
         return batch
 
     @method(collect=First(mesh="train"))
     def first_of_train(self) -> int:
-        """The first rank of the last stage."""
         return self.ctx.rank
 
     @method(collect=First(mesh="infer"))
     def first_of_infer(self) -> int:
-        """The first rank: there are no stages."""
         return self.ctx.rank
 
     @method(dispatch=Scatter("batch", mesh="train"), collect=Reduce("mean", mesh="train"))
     def mean(self, batch: list[float]) -> float:
-        """The mean of all rows, each counted once."""
         return sum(batch) / len(batch)
 
     @method(collect=Reduce("sum", axis="pp", mesh="train"))
     def stages(self) -> int:
-        """One of each stage."""
         return 1 + self.ctx.meshes["train"].rank("pp")
 
     @method(dispatch=Scatter("batch"), collect=Gather())
     def which(self, batch: list[int]) -> list[int]:
-        """Doesn't say which mesh it means."""
         return batch
 
 

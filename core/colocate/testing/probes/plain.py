@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import colocate
-from colocate import First, Gather, OnRank, PerRank, Role, Scatter, method
+from colocate import First, Gather, OnRank, PerRank, Role, method
 from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 
 
@@ -39,7 +39,6 @@ class Talker(Role):
 
     @method
     def log(self, names: list[str]) -> None:
-        """Log at two levels by some loggers."""
         for name in names:
             logging.getLogger(name).debug("said")
             logging.getLogger(name).info("said")
@@ -60,17 +59,14 @@ class Echo(Role):
 
     @method
     def echo(self, value: Any) -> Any:
-        """Give back what it gets."""
         return value
 
     @method(collect=First())
     def first(self, value: Any) -> Any:
-        """Give back what it gets, from one rank."""
         return value
 
     @method
     def who(self) -> dict[str, Any]:
-        """The plain facts of the context."""
         ctx = self.ctx
         return {
             "rank": ctx.rank,
@@ -91,7 +87,6 @@ class Echo(Role):
 
     @method
     def env(self, name: str) -> str | None:
-        """An environment variable."""
         return os.environ.get(name)
 
     @method
@@ -102,7 +97,6 @@ class Echo(Role):
 
     @method
     def tag_and_rank(self) -> tuple[str, int]:
-        """The tag and the rank."""
         return self.tag, self.ctx.rank
 
     @method
@@ -143,7 +137,6 @@ class Echo(Role):
 
     @method
     def progress_at(self, gate: Address, done: int, total: int) -> None:
-        """Say how far it is, and wait."""
         self.ctx.progress(done, total)
         pass_gate(gate)
 
@@ -157,23 +150,19 @@ class Log(Role):
 
     @method
     def add(self, entry: Any) -> None:
-        """Remember something."""
         self.entries.append(entry)
 
     @method
     def read(self) -> list[Any]:
-        """What has been remembered."""
         return list(self.entries)
 
     @method
     def clear(self) -> None:
-        """Forget it."""
         self.entries.clear()
         self.event = None
 
     @method
     def add_at(self, gate: Address, entry: Any) -> None:
-        """Wait, then remember."""
         pass_gate(gate)
         self.entries.append(entry)
 
@@ -196,7 +185,6 @@ class Log(Role):
 
     @method
     async def async_add(self, entry: Any, gate: Address | None = None) -> None:
-        """Begin, wait, end; one at a time."""
         self.entries.append(f"begin {entry}")
         if gate is not None:
             await pass_gate_async(gate)
@@ -216,7 +204,6 @@ class Log(Role):
 
     @method(concurrency=2)
     async def peak(self, gate: Address) -> None:
-        """Counts how many overlap."""
         self.entries.append("in")
         await pass_gate_async(gate)
         self.entries.append("out")
@@ -232,21 +219,6 @@ class Log(Role):
         if self.ctx.rank == failing:
             raise ValueError(f"rank {failing} was told to raise")
         self.entries.append("waited")
-
-    @method(dispatch=Scatter("batch"), concurrency=2)
-    async def async_rows(self, batch: list[int]) -> tuple[list[int], int | None, int]:
-        """What an async method sees of its context after waiting."""
-        await asyncio.sleep(0)
-        return batch, self.ctx.valid_rows, colocate.context().rank
-
-    @method(dispatch=PerRank("gate"))
-    def cancelled_at(self, gate: Address, failing: int | None) -> bool:
-        """Wait; one rank raises then; whether somebody still wants the others' results."""
-        pass_gate(gate)
-        if self.ctx.rank == failing:
-            raise ValueError(f"rank {failing} was told to raise")
-        self.entries.append(("cancelled", self.ctx.cancelled))
-        return self.ctx.cancelled
 
     @method
     def look_until_cancelled(self, gate: Address) -> str:
@@ -266,5 +238,4 @@ class Plain:
 
     @method(collect=Gather())
     def value(self) -> int:
-        """Start plus rank."""
         return self.start

@@ -17,14 +17,12 @@ class Sets(Role):
 
     @method(dispatch=Scatter("prompts"), collect=Concat())
     def sample(self, prompts: list[int], times: int = 4) -> list[int]:
-        """Each prompt several times."""
         return [prompt for prompt in prompts for _ in range(times)]
 
     @method(dispatch=Scatter("samples", "scores", rows_of=4))
     def seen(
         self, samples: list[int], scores: list[int] | None = None
     ) -> tuple[list[int], list[int] | None, int | None]:
-        """What each rank gets."""
         return samples, scores, self.ctx.valid_rows
 
 
@@ -33,22 +31,18 @@ class Rows(Role):
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def double(self, batch: list[int]) -> list[int]:
-        """Twice each row."""
         return [2 * row for row in batch]
 
     @method(dispatch=Scatter("batch"), collect=Gather())
     def seen(self, batch: Any, factor: int = 1) -> Any:
-        """What each rank gets."""
         return batch, factor
 
     @method(dispatch=Scatter("left", "right"), collect=Concat())
     def zipped(self, left: list[int], right: list[int]) -> list[tuple[int, int]]:
-        """Rows that go together."""
         return list(zip(left, right, strict=True))
 
     @method(dispatch=Scatter("batch", pad=True), collect=Concat())
     def padded(self, batch: list[int]) -> list[tuple[int, int]]:
-        """Each row, and how many rows this rank got."""
         return [(row, len(batch)) for row in batch]
 
     @method(dispatch=Scatter("batch", pad="masked"), collect=Gather())
@@ -58,22 +52,18 @@ class Rows(Role):
 
     @method(dispatch=Scatter("batch", empty="run"), collect=Gather())
     def maybe_empty(self, batch: list[int]) -> tuple[list[int], int | None]:
-        """Runs on ranks without rows too."""
         return batch, self.ctx.valid_rows
 
     @method(dispatch=Scatter("batch", empty="run"), collect=Concat())
     def keep_rows(self, batch: list[int]) -> list[int]:
-        """The rows, on ranks without any too."""
         return list(batch)
 
     @method(dispatch=PerRank("item"), collect=Gather())
     def each(self, item: Any, shared: Any = None) -> tuple[int, Any, Any]:
-        """Item i on rank i."""
         return self.ctx.rank, item, shared
 
     @method(dispatch=OnRank(1))
     def on_one(self, value: Any) -> tuple[int, Any]:
-        """On one rank alone."""
         return self.ctx.rank, value
 
     @method(dispatch=Scatter("batch", empty="run"), collect=Reduce("mean"))
@@ -83,37 +73,30 @@ class Rows(Role):
 
     @method(dispatch=Scatter("batch"), collect=Reduce("mean", weight=None))
     def unweighted(self, batch: list[float]) -> float:
-        """The mean of the ranks' means."""
         return sum(batch) / len(batch)
 
     @method(dispatch=Scatter("batch"), collect=Reduce("sum"))
     def total(self, batch: list[int]) -> dict[str, int]:
-        """The sum, leaf by leaf."""
         return {"sum": sum(batch), "count": len(batch)}
 
     @method(collect=Reduce("max"))
     def highest(self) -> int:
-        """The highest rank."""
         return self.ctx.rank
 
     @method(collect=Reduce("min"))
     def lowest(self) -> int:
-        """The lowest rank."""
         return self.ctx.rank
 
     @method(dispatch=Broadcast(), collect=Concat())
     def produce(self, count: int) -> list[int]:
-        """So many rows on each rank, all different."""
         return [100 * self.ctx.rank + index for index in range(count)]
 
     @method(dispatch=PerRank("count"), collect=Concat())
     def produce_each(self, count: int) -> list[int]:
-        """As `produce`, with a number for each rank."""
         return [100 * self.ctx.rank + index for index in range(count)]
 
     @method(collect=Concat())
     def no_rows(self) -> int:
-        """Something that Concat can't join."""
         return self.ctx.rank
 
 
@@ -122,7 +105,6 @@ class Axes(Role):
 
     @method
     def coordinates(self, *axes: str) -> list[tuple[int, int]]:
-        """(rank, size) along each axis."""
         return [(self.ctx.mesh.rank(axis), self.ctx.mesh.size(axis)) for axis in axes]
 
     @method(dispatch=Scatter("batch"), collect=Gather())
@@ -130,34 +112,24 @@ class Axes(Role):
         """What each rank gets of a batch spread over dp."""
         return batch
 
-    @method(dispatch=Scatter("batch", axis="tp"), collect=Gather())
-    def seen_along_tp(self, batch: list[int]) -> list[int]:
-        """What each rank gets of a batch spread over tp."""
-        return batch
-
     @method(dispatch=Scatter("batch"), collect=Concat())
     def tagged(self, batch: list[int]) -> list[tuple[int, int]]:
-        """The rows with the rank whose copy was taken."""
         return [(row, self.ctx.rank) for row in batch]
 
     @method
     def echo(self, value: Any) -> Any:
-        """Give back what it gets."""
         return value
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def doubled(self, batch: list[int]) -> list[int]:
-        """Twice each row."""
         return [2 * row for row in batch]
 
     @method(dispatch=Scatter("batch"), collect=Reduce("sum"))
     def count(self, batch: list[int]) -> int:
-        """Rows, each counted once."""
         return len(batch)
 
     @method(dispatch=Scatter("batch"), collect=First())
     def first_rank(self, batch: list[int]) -> int:
-        """The rank whose result counts."""
         return self.ctx.rank
 
 
@@ -166,7 +138,6 @@ class Swap(colocate.Dispatch):
     """A dispatch of a user's own: rank i gets the arguments with `to` set to the rank counted from the end."""
 
     def split(self, arguments: Any, ranks: colocate.Ranks) -> list[dict[str, Any]]:
-        """One mapping per rank."""
         return [{**arguments, "to": ranks.world_size - 1 - rank} for rank in range(ranks.world_size)]
 
 
@@ -175,7 +146,6 @@ class ByRank(colocate.Collect):
     """A collect of a user's own: a dict by rank."""
 
     def join(self, results: Any, ranks: colocate.Ranks) -> dict[int, Any]:
-        """The results by rank."""
         return dict(enumerate(results))
 
 
@@ -184,7 +154,6 @@ class Counts(colocate.Collect):
     """Another one: how many rows each rank worked on, as the framework tells it."""
 
     def join(self, results: Any, ranks: colocate.Ranks) -> Any:
-        """That of the ranks."""
         return ranks.rows
 
 
@@ -213,7 +182,6 @@ class Own(Role):
 
     @method(dispatch=Swap(), collect=ByRank())
     def swapped(self, to: int = -1) -> tuple[int, int]:
-        """Rank and what it was given."""
         return self.ctx.rank, to
 
     @method(dispatch=Scatter("batch"), collect=Counts())
@@ -222,10 +190,8 @@ class Own(Role):
 
     @method(dispatch=Scatter("block", pad=True), collect=Concat())
     def tripled(self, block: Block) -> Block:
-        """Rows of a type of a user's own."""
         return Block([3 * row for row in block.rows], f"{block.name} tripled")
 
     @method(collect=First())
     def signature(self, a: int, /, b: int = 2, *rest: int, c: int, **others: int) -> Any:
-        """Every kind of parameter."""
         return a, b, rest, c, others

@@ -1,12 +1,17 @@
-"""Roles that change what torch has set for their thread or process. Needs torch."""
+"""Roles that change what torch has set, or say where their arguments' tensors are. Needs torch."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colocate import Context, First, Role, method
+import attrs
+
+from colocate import Concat, Context, Gather, PerRank, Role, Scatter, method
+
+if TYPE_CHECKING:
+    import torch
 
 
 def told() -> dict[str, Any]:
@@ -51,24 +56,20 @@ class Changing(Role):
 
     @method
     def told(self) -> dict[str, Any]:
-        """What is set."""
         return told()
 
     @method
     def change(self) -> dict[str, Any]:
-        """Set it, and what is set then."""
         self._blocks += change(self._dtype)
         return told()
 
     @method
     def change_and_fail(self) -> None:
-        """Set it, and raise."""
         self._blocks += change(self._dtype)
         raise ValueError("on purpose")
 
     @method(concurrency=2)
     async def soon(self) -> dict[str, Any]:
-        """What is set, beside others."""
         return told()
 
     @method(concurrency=3)
@@ -94,54 +95,75 @@ class Changing(Role):
         return found
 
     def save(self, directory: str) -> None:
-        """A hook, which runs on the lane as well."""
         self.saved = told()
 
     def restore(self, directory: str) -> None:
         """Nothing is needed."""
 
+
+@attrs.frozen
+class Batch:
+    """A record of a user's."""
+
+    tokens: Any
+    texts: tuple[str, ...] = ()
+
+
+def places(value: Any) -> Any:
+    """The devices of the tensors in a value, in its structure."""
+    if isinstance(value, dict):
+        return {key: places(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [places(item) for item in value]
+    if isinstance(value, Batch):
+        return places(value.tokens)
+    if hasattr(value, "parameters"):
+        return [str(parameter.device) for parameter in value.parameters()]
+    return str(value.device) if hasattr(value, "device") else value
+
+
+def places_in(ctx: Context, value: Any) -> Any:
+    """The same, as a plain function on a worker."""
+    return places(value)
+
+
+class Placed(Role):
+    """Looks at its arguments, and nothing else."""
+
+    def __init__(self, given: Any = None) -> None:
+        self.given = places(given)
+
     @method
-    def when_saved(self) -> dict[str, Any]:
-        """What was set in `save`."""
-        return self.saved
+    def constructed(self) -> Any:
+        return self.given
 
+    @method
+    def broadcast(self, x: Any) -> Any:
+        return places(x)
 
-class Casting(Role):
-    """Computes in 16 bits for good, as its constructor has said."""
+    @method(dispatch=Scatter("x"), collect=Gather())
+    def scattered(self, x: Any) -> Any:
+        return places(x)
 
-    def __init__(self) -> None:
+    @method(dispatch=PerRank("x"))
+    def each(self, x: Any) -> Any:
+        return places(x)
+
+    @method(dispatch=Scatter("x", "lengths"), collect=Gather(), host=("lengths", "more"))
+    def mixed(self, x: Any, lengths: Any, *, more: Any = None) -> Any:
+        return places([x, lengths, more])
+
+    @method(concurrency=2)
+    async def soon(self, x: Any) -> Any:
+        return places(x)
+
+    @method(collect=Concat())
+    def make(self, rows: int) -> torch.Tensor:
+        """A tensor on the host, whatever the slot's device."""
         import torch
 
-        self._blocks: list[Any] = [torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)]
-        for block in self._blocks:
-            block.__enter__()
+        return torch.ones(rows, 2)
 
-    @method(collect=First())
-    def dtype(self) -> str:
-        """Of what a layer computes."""
-        import torch
-
-        return str(torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)
-
-
-class Learning(Role):
-    """Fits a weight, in blocks of autocast if wanted."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._weight = torch.nn.Parameter(torch.zeros(1, 1))
-
-    @method(collect=First())
-    def step(self, casts: bool) -> float:
-        """Take a step; what the layer has computed before."""
-        import torch
-
-        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-            loss = torch.nn.functional.linear(torch.ones(1, 1), self._weight).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            assert self._weight.grad is not None
-            self._weight.add_(self._weight.grad)
-            self._weight.grad = None
-        return loss.item()
+    @method
+    def make_record(self) -> Any:
+        return Batch(self.make(1))

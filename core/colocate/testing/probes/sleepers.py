@@ -52,12 +52,10 @@ class Dozing(Role):
 
     @method(awake=())
     def told(self) -> list[str]:
-        """What its hooks were told."""
         return self._told
 
     @method(awake=())
     def fail_hook(self, rank: int, error: BaseException | None, hook: str = "sleep") -> None:
-        """Have a rank's hook raise from now on."""
         if self.ctx.rank == rank:
             self._failing = {hook: error} if error else {}
 
@@ -75,13 +73,11 @@ class Dozing(Role):
 
     @method
     def train_at(self, gate: Address) -> str:
-        """A step, when a gate is open."""
         pass_gate(gate)
         return self._train()
 
     @method(awake=("weights",))
     def look(self) -> str:
-        """A digest of the weights."""
         return self._weights()
 
     @method(awake=("weights",))
@@ -93,7 +89,6 @@ class Dozing(Role):
 
     @method
     def remember(self, *values: Any) -> None:
-        """Have them for a cache."""
         self.cache[:] = values
 
     @method
@@ -114,7 +109,6 @@ class Dozing(Role):
 
     @method
     def objects(self) -> list[int]:
-        """Which objects its tensors are."""
         tensors = [self.net.weight, self.tied.weight, self.net.weight.grad, *self.cache]
         return [id(each) for each in tensors if each is not None]
 
@@ -127,7 +121,6 @@ class Dozing(Role):
 
     @method(awake=())
     def is_on_gpu(self) -> bool:
-        """Whether its slot has one."""
         return self.ctx.device.type != "cpu"
 
     @method
@@ -137,31 +130,26 @@ class Dozing(Role):
 
     @method
     def weights(self) -> Tensor:
-        """The very weights."""
         return self.net.weight.detach()
 
     @method
     def gradient(self) -> Tensor:
-        """The very gradient."""
         assert self.net.weight.grad is not None
         return self.net.weight.grad
 
     @method
     def caches(self) -> Tensor:
-        """The very cache."""
         cache: Tensor = self.cache[0]
         return cache
 
     @method
     def make(self, elements: int) -> Tensor:
-        """So many ones."""
         import torch
 
         return torch.ones(elements, device=self.ctx.device)
 
     @method
     def fail(self, rank: int) -> None:
-        """Raise on a rank."""
         if self.ctx.rank == rank:
             raise ValueError("a bad batch")
 
@@ -174,7 +162,6 @@ class Dozing(Role):
 
     @method(awake=())
     def asleep(self) -> list[str]:
-        """What of its memory sleeps."""
         return asleep(self.ctx)
 
     @method(awake=())
@@ -186,7 +173,6 @@ class Dozing(Role):
         return digest_of(self.net.weight, self.tied.weight, *self.seen.values())
 
     def save(self, directory: str) -> None:
-        """Note that it is awake."""
         assert not asleep(self.ctx)
         if "save" in self._failing:
             raise self._failing["save"]
@@ -205,13 +191,11 @@ class Watching(Dozing):
 
     @method
     def train(self) -> str:
-        """A step."""
         self._seen.append(self._look())
         return self._train()
 
     @method(awake=())
     def has_seen(self) -> list[list[str]]:
-        """What it has seen."""
         return self._seen
 
     def _look(self) -> list[str]:
@@ -225,23 +209,19 @@ class Sharing(Role):
 
     @method
     def share(self, role: str) -> None:
-        """Have its model for its own from now on."""
         self.net = self.ctx.sibling(role, Dozing).net
 
     @method
     def digest(self) -> str:
-        """One of that model's weights."""
         return digest_of(self.net.weight)
 
     @method
     def fail_at(self, gate: Address) -> None:
-        """Raise when the gate is open."""
         pass_gate(gate)
         raise ValueError("a bad batch")
 
     @method
     def total(self, values: list[Tensor]) -> float:
-        """The sum of all that is in some tensors."""
         return float(sum(value.sum().item() for value in values))
 
 

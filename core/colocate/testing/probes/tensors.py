@@ -1,4 +1,4 @@
-"""Roles on tensors: memory, autograd, writes in place, random numbers, collectives. Each needs torch."""
+"""Roles on tensors: memory, autograd, writes in place, random numbers. Each needs torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from colocate import Concat, First, Gather, Reduce, Role, Scatter, method
 
 if TYPE_CHECKING:
     import torch
+
+
+from collections.abc import Callable, Mapping
+
+from colocate import PerRank
+from colocate.testing.gate import pass_gate_async
 
 
 class Tensors(Role):
@@ -50,39 +56,32 @@ class Tensors(Role):
 
     @method(dispatch=Scatter("x"), collect=Concat())
     def add(self, x: torch.Tensor, y: float = 1.0) -> torch.Tensor:
-        """Row by row."""
         return x + y
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def seen(self, x: torch.Tensor) -> list[float]:
-        """What each rank gets of a scattered tensor."""
         return [float(item) for item in x]
 
     @method(collect=Gather())
     def whole(self, x: torch.Tensor) -> list[float]:
-        """What each rank gets of a tensor for all."""
         return [float(item) for item in x]
 
     @method(dispatch=Scatter("x", pad=True), collect=Concat())
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Each row beside how many rows this rank got."""
         import torch
 
         return torch.stack([x, torch.full_like(x, float(len(x)))], dim=1)
 
     @method(dispatch=Scatter("x"), collect=Reduce("mean"))
     def mean(self, x: torch.Tensor) -> dict[str, float]:
-        """The mean of the rows."""
         return {"mean": float(x.mean())}
 
     @method(collect=First())
     def echo(self, value: Any) -> Any:
-        """Give back what it gets."""
         return value
 
     @method(collect=Gather())
     def facts(self, x: torch.Tensor) -> dict[str, Any]:
-        """What a tensor is like here."""
         return {
             "requires_grad": x.requires_grad,
             "inference": x.is_inference(),
@@ -92,7 +91,6 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def under_inference_mode(self, rows: int) -> torch.Tensor:
-        """An inference tensor, as it leaves the method."""
         import torch
 
         with torch.inference_mode():
@@ -108,7 +106,6 @@ class Tensors(Role):
 
     @method(collect=Gather())
     def train_on(self, x: torch.Tensor) -> float:
-        """Use a tensor where gradients flow."""
         import torch
 
         scale = torch.ones((), requires_grad=True, device=x.device)
@@ -123,12 +120,10 @@ class Tensors(Role):
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def hold_on_to(self, x: torch.Tensor) -> None:
-        """Remember an argument."""
         self.given = x
 
     @method
     def write_into_what_it_returned(self) -> None:
-        """What no method may do either."""
         self.returned.add_(1.0)
 
     @method
@@ -138,22 +133,18 @@ class Tensors(Role):
 
     @method
     def write_into_what_was_given(self) -> None:
-        """What no method may do, a call later."""
         self.given.add_(1.0)
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def address_of_rows(self, x: torch.Tensor) -> int:
-        """Where each rank's rows lie in memory."""
         return x.untyped_storage().data_ptr()
 
     @method
     def require_grad(self, tensors: dict[str, torch.Tensor]) -> list[bool]:
-        """Which of some tensors require gradients."""
         return [tensor.requires_grad for tensor in tensors.values()]
 
     @method
     def own_address(self) -> int:
-        """Where the tensor lies that it returned last."""
         address: int = self.returned.untyped_storage().data_ptr()
         return address
 
@@ -167,17 +158,14 @@ class Tensors(Role):
 
     @method
     def still_has(self) -> list[float]:
-        """The argument that it was given before."""
         return [float(item) for item in self.given]
 
     @method(readonly=("x",))
     def sum_readonly(self, x: torch.Tensor) -> float:
-        """Only reads its argument."""
         return float(x.sum())
 
     @method(collect=Concat())
     def random(self, rows: int) -> torch.Tensor:
-        """Drawn from the context's generator."""
         import torch
 
         return torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
@@ -194,7 +182,6 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def random_from_start(self, rows: int) -> torch.Tensor:
-        """What the context's generator draws first."""
         import torch
 
         generator = torch.Generator(device=self.ctx.device).manual_seed(self.ctx.generator.initial_seed())
@@ -202,14 +189,12 @@ class Tensors(Role):
 
     @method
     def device(self) -> tuple[str, int]:
-        """The device, and torch's number of threads."""
         import torch
 
         return str(self.ctx.device), torch.get_num_threads()
 
     @method
     def fail(self, given: object = None) -> None:
-        """Raise."""
         raise ValueError("no tensor today")
 
 
@@ -232,7 +217,6 @@ class Trainer(Role):
 
     @method(collect=First())
     def step(self) -> bool:
-        """With what the constructor got."""
         return takes_a_step(self.model, self.optimizer)
 
     @method(collect=First())
@@ -242,7 +226,6 @@ class Trainer(Role):
 
     @method(collect=First())
     def step_with_both(self, both: Any) -> bool:
-        """With one argument that has both."""
         return takes_a_step(*both)
 
     @method(collect=First())
@@ -252,3 +235,114 @@ class Trainer(Role):
 
         model = torch.nn.Linear(2, 2)
         return model, list(model.parameters()) if listed else torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _through_operators(value: Any) -> None:
+    value["x"].add_(1.0)
+
+
+def _through_data(value: Any) -> None:
+    value["x"].data[0] = 7.0
+
+
+def _other_data(value: Any) -> None:
+    import torch
+
+    value["x"].data = torch.full((3,), 7.0)
+
+
+def _through_numpy(value: Any) -> None:
+    value["x"].numpy()[...] = 7.0
+
+
+def _through_a_view(value: Any) -> None:
+    value["x"].detach().view(3, 1).numpy()[1, 0] = 7.0
+
+
+def _into_an_integer_tensor(value: Any) -> None:
+    value["pair"][0].data.zero_()
+
+
+def _into_an_array(value: Any) -> None:
+    value["pair"][1][...] = 7
+
+
+def _into_a_view_of_an_array(value: Any) -> None:
+    value["pair"][1].reshape(4)[3] = 7
+
+
+def _deep_inside(value: Any) -> None:
+    value["deep"]["list"][1][0].numpy()[0] = 7.0
+
+
+def _other_item(value: Any) -> None:
+    value["deep"]["list"].append(1)
+
+
+def _other_key(value: Any) -> None:
+    value["deep"]["name"] = "changed"
+
+
+WRITES: Mapping[str, Callable[[Any], None]] = {
+    "operators": _through_operators,
+    "data": _through_data,
+    "other data": _other_data,
+    "numpy": _through_numpy,
+    "a view": _through_a_view,
+    "an integer tensor": _into_an_integer_tensor,
+    "an array": _into_an_array,
+    "a view of an array": _into_a_view_of_an_array,
+    "deep inside": _deep_inside,
+    "another item": _other_item,
+    "another key": _other_key,
+}
+
+
+class Writer(Role):
+    """Makes a nested value, and changes it."""
+
+    def __init__(self) -> None:
+        self.returned: Any = None
+        self.held: Any = None
+
+    @method(collect=First())
+    def nested(self) -> dict[str, Any]:
+        """Tensors and arrays in dicts, tuples and lists."""
+        import numpy
+        import torch
+
+        self.returned = {
+            "x": torch.arange(3.0),
+            "pair": (torch.arange(2, 4), numpy.arange(4).reshape(2, 2)),
+            "deep": {"name": "as it was", "list": [1, (torch.ones(2),)]},
+        }
+        made: dict[str, Any] = self.returned
+        return made
+
+    @method
+    def hold(self, value: Any) -> None:
+        self.held = value
+
+    @method
+    def write(self, value: Any, how: str) -> None:
+        WRITES[how](value)
+
+    @method(dispatch=PerRank("gate"), concurrency=2)
+    async def write_later(self, value: Any, how: str | None, gate: Any) -> None:
+        """A rank with a gate writes when that is open, if it is told how; another call may run beside this one."""
+        if gate is not None:
+            await pass_gate_async(gate)
+            if how is not None:
+                WRITES[how](value)
+
+    @method
+    def write_held(self, how: str) -> None:
+        WRITES[how](self.held)
+
+    @method
+    def write_returned(self, how: str) -> None:
+        WRITES[how](self.returned)
+
+    @method
+    def untouched(self) -> float:
+        return 1.0

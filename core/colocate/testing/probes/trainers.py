@@ -117,7 +117,6 @@ class Trainer(Role):
     def step(
         self, number: int, failing: int | None = None, where: Where = "before", gate: Address | None = None
     ) -> float:
-        """One update, after the gate; this rank's loss."""
         if gate is not None:
             pass_gate(gate)
         fails = failing in (self.ctx.rank, EVERYWHERE)
@@ -143,7 +142,6 @@ class Trainer(Role):
 
     @method
     def pause(self, gate: Address) -> None:
-        """Keep this rank's lane until the gate is open."""
         pass_gate(gate)
 
     def _fail_within(self, x: torch.Tensor, backward: bool) -> None:
@@ -156,14 +154,12 @@ class Trainer(Role):
         handle = net[1].register_full_backward_hook(fail) if backward else net[1].register_forward_hook(fail)
 
     def save(self, folder: str) -> None:
-        """Rank 0's, of a model that each rank has."""
         import torch
 
         if self.ctx.rank == 0:
             torch.save([self.net.state_dict(), self.optimizer.state_dict()], Path(folder, "trainer.pt"))
 
     def restore(self, folder: str) -> None:
-        """The same for all ranks."""
         import torch
 
         net, optimizer = torch.load(Path(folder, "trainer.pt"))
@@ -172,7 +168,6 @@ class Trainer(Role):
 
     @method
     def weights(self) -> dict[str, Any]:
-        """The whole parameters, as arrays."""
         found = {}
         for name, value in self.net.named_parameters():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -181,25 +176,13 @@ class Trainer(Role):
 
     @method
     def parts(self) -> dict[str, Any]:
-        """The parameters as they are."""
         found: dict[str, Any] = self.net.state_dict()
         return found
 
     @method
     def groups(self) -> list[str]:
-        """The groups that its parameters lie on."""
         meshes = [value.device_mesh for value in self.net.parameters() if hasattr(value, "device_mesh")]
         return sorted({str(mesh.get_group(0).group_name) for mesh in meshes})
-
-    @method
-    def distance(self, other: str) -> float:
-        """How far its parameters are from another role's, on this rank."""
-        import torch
-
-        pairs = zip(self.net.parameters(), self.ctx.sibling(other, Trainer).net.parameters(), strict=True)
-        with torch.no_grad():
-            apart = [one - two for one, two in pairs]
-        return sum(float((each.to_local() if hasattr(each, "to_local") else each).abs().sum()) for each in apart)
 
     @method
     def updates(self) -> tuple[int, set[int]]:
@@ -208,7 +191,6 @@ class Trainer(Role):
 
     @method
     def identities(self) -> list[int]:
-        """Which objects the parameters are."""
         return [id(value) for value in self.net.parameters()]
 
 
@@ -217,7 +199,6 @@ class Renewing(Trainer):
     """Goes on after a failed step."""
 
     def renew(self) -> None:
-        """Have the model go on."""
         from colocate.torch import renew
 
         self.renewals += 1
@@ -240,7 +221,6 @@ class Rebuilding(Renewing):
         super().__init__(kind)
 
     def renew(self) -> None:
-        """Have the model, or one like it, go on."""
         import pytest
         from torch.distributed.device_mesh import DeviceMesh
         from torch.nn.parallel import DistributedDataParallel
@@ -262,7 +242,6 @@ class Rebuilding(Renewing):
 
     @method
     def made_anew(self) -> int:
-        """How often."""
         return self.rebuilt
 
 
@@ -270,5 +249,4 @@ class Broken(Trainer):
     """Can't."""
 
     def renew(self) -> None:
-        """Raise."""
         raise colocate.ColocateError("this model can't go on")

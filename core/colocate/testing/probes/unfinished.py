@@ -78,7 +78,6 @@ class Hooked(Role):
 
     @method
     def begin(self, number: int) -> float:
-        """Compute a loss, which stays with its graph."""
         import torch
 
         generator = torch.Generator().manual_seed(2 * number + self.ctx.rank)
@@ -139,5 +138,4 @@ class Unfinished(Role):
         return float(self.values.min()), float(self.values.max())
 
     def renew(self) -> None:
-        """It keeps nothing of the groups that were cut."""
         self.works.clear()
