@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,6 +22,7 @@ from colocate._role.torch_meetings import all_have, all_make, can_not, withdraw
 from colocate.errors import ColocateError
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
+from colocate.worker.torch_groups import making as group_making
 from colocate.worker.torch_groups.making import DefaultGroup, Making, Together
 
 RANKS = 3
@@ -211,12 +212,33 @@ class Asking:
         return self.refuses
 
 
-class Group(Together):
+class Group:
     """It is made by all, and at once, unless something else is said."""
 
-    def __init__(self, make: Callable[[], object] = lambda: None, board: str = "board 1", **how: Any) -> None:
-        super().__init__("actor/*", SimpleNamespace(name="policy/actor/*", board=board), ("127.0.0.1", 1), {})  # type: ignore[arg-type]
-        vars(self).update({"leave": lambda: True, "join": lambda: True, "can_not": lambda: None, "make": make, **how})
+    by_board: ClassVar[dict[str, Group]] = {}
+
+    def __init__(
+        self,
+        make: Callable[[], object] = lambda: None,
+        board: str = "board 1",
+        join: Callable[[], bool] = lambda: True,
+        leave: Callable[[], bool] = lambda: True,
+        can_not: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.join, self.leave, self.can_not = join, leave, can_not
+        plan: Any = SimpleNamespace(name="policy/actor/*", board=board, index=0, slots=(0, 1), timeout_s=60.0)
+        plan.make = lambda store: make()
+        self.together = Together("actor/*", plan, ("127.0.0.1", 1), {})
+        self.by_board[board] = self
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No store: how a group's ranks meet is what the group says."""
+    monkeypatch.setattr(torch_groups, "connect_store", lambda *_: "store")
+    monkeypatch.setattr(group_making, "all_make", lambda store, board, *_: Group.by_board[board].join())
+    monkeypatch.setattr(group_making, "withdraw", lambda store, board: Group.by_board[board].leave())
+    monkeypatch.setattr(group_making, "can_not", lambda store, board: Group.by_board[board].can_not())
 
 
 class Lane(threading.Thread):
@@ -230,7 +252,7 @@ class Lane(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.making.have(self.group)
+            self.making.have(self.group.together)
         except Exception as error:
             self.error = error
 
@@ -241,6 +263,7 @@ def back(making: Making) -> threading.Thread:
     return thread
 
 
+@pytest.mark.usefixtures("meeting")
 @pytest.mark.parametrize("ends", [False, True], ids=["all are there", "a peer is gone, and the worker ends"])
 def test_back_when_it_is_made(ends: bool) -> None:
     """A rank that all have waited for makes the group with them, though it is called back; until then it isn't back."""
@@ -266,6 +289,7 @@ def test_back_when_it_is_made(ends: bool) -> None:
     wait_until(lambda: made == [{"policy/actor/*"}] and not making.unfinished(), "it is made")
 
 
+@pytest.mark.usefixtures("meeting")
 def test_back_when_it_is_never_made() -> None:
     """What waits for peers that don't come is left to itself, and has nothing to do with what is made next."""
     making, end = Making(Asking()), threading.Event()
@@ -295,9 +319,10 @@ def test_back_when_it_is_never_made() -> None:
     ends.set()
     following.join(PATIENCE_S)
     assert following.error is None
-    assert not making.has_failed()
+    assert making.failed_in == -1
 
 
+@pytest.mark.usefixtures("meeting")
 def test_it_can_not_be_made() -> None:
     """Who waits is told why, before any other rank is: those fail with it, and have this one called back."""
     making, told = Making(Asking()), threading.Event()
@@ -313,11 +338,12 @@ def test_it_can_not_be_made() -> None:
     lane.join(PATIENCE_S)
     assert str(lane.error) == "no sockets any more"
     assert told.wait(PATIENCE_S)
-    assert not making.has_failed()  # it is its own failure
+    assert making.failed_in == -1  # it is its own failure
     assert not making.unfinished()
     making.back()
 
 
+@pytest.mark.usefixtures("meeting")
 def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may have no more: whoever asks is told, and a rank that is called back is back."""
     making, end = Making(Asking()), threading.Event()
@@ -331,7 +357,7 @@ def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            making.have(Group(board="board 2"))
+            making.have(Group(board="board 2").together)
         making.end_waits(SEQ, "a call has failed")
     waiting.join(PATIENCE_S)
     assert str(waiting.error) == "a call has failed"
@@ -376,6 +402,7 @@ def test_a_default_group_begun_for_an_earlier_call(monkeypatch: pytest.MonkeyPat
     assert len(worker.asked) == 2
 
 
+@pytest.mark.usefixtures("meeting")
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_same_one_twice(fails: bool) -> None:
     """Threads of a role that ask for the same group make one."""

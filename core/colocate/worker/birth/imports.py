@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -124,9 +125,10 @@ class DriversModules:
 
 
 def _spec(name: str, source: Source) -> ModuleSpec | None:
-    if source.file is not None and _is_here(source):
-        return importlib.util.spec_from_file_location(name, source.file)
     path = source.file
+    with contextlib.suppress(OSError):
+        if path is not None and Path(path).read_bytes() == source.text:  # the driver's file lies on this machine, too
+            return importlib.util.spec_from_file_location(name, path)
     if path is not None:
         if os.path.exists(path):  # another one
             path = f"driver:{path}"
@@ -159,15 +161,6 @@ def hint_for(error: BaseException) -> str | None:
         "The driver's modules came here as source, without the files beside them: install the package where the "
         "workers run, or read the file in the driver and pass its content"
     )
-
-
-def _is_here(source: Source) -> bool:
-    """Whether the driver's file lies on this machine, too."""
-    assert source.file is not None
-    try:
-        return Path(source.file).read_bytes() == source.text
-    except OSError:
-        return False
 
 
 def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:

@@ -130,7 +130,13 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
     """Set the process up as the boot says, and make the host. On the hub's thread."""
     os.environ.update(boot.env)
-    if (interface := _interface(boot.host)) is not None:
+    interface: str | None = "lo"
+    if boot.host != wire.LOOPBACK:  # left to itself torch may choose one that others don't reach
+        import psutil
+
+        addresses = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
+        interface = next((name for name, address in addresses if address == boot.host), None)
+    if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if boot.host != wire.LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -161,16 +167,6 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     if service.door is not None:
         host.recent = RecentSpans()
     return host
-
-
-def _interface(host: str) -> str | None:
-    """The network interface that has an address; left to itself torch may choose one that others don't reach."""
-    if host == wire.LOOPBACK:
-        return "lo"
-    import psutil
-
-    found = (name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == host)
-    return next(found, None)
 
 
 _OPENBLAS = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_", "_64")]

@@ -58,28 +58,24 @@ class Shipped:
         if self.data is not None:
             return wire.unpack(self.data)
         if self.distribution is not None:
-            self._compare_versions(self.distribution)
+            # It takes a while, and only roles from distributions need it.
+            from colocate._system.installed import version_of
+
+            here = version_of(self.distribution)
+            if here != self.version:
+                has = "doesn't have it" if here is None else f"has {here}"
+                raise PluginError(
+                    f"{self.name} comes from {self.distribution} {self.version} on the driver, but the worker "
+                    f"({sys.executable}) {has}: install the same version in both",
+                    name=self.name,
+                    distribution=self.distribution,
+                    hint=version_line(self.distribution, self.version),
+                )
         module, _, path = self.name.partition(":")
         value: Any = importlib.import_module(module)
         for part in path.split("."):
             value = getattr(value, part)
         return value
-
-    def _compare_versions(self, distribution: str) -> None:
-        from colocate._system.installed import (
-            version_of,  # takes a while, and only roles from distributions need it
-        )
-
-        here = version_of(distribution)
-        if here != self.version:
-            has = "doesn't have it" if here is None else f"has {here}"
-            raise PluginError(
-                f"{self.name} comes from {distribution} {self.version} on the driver, but the worker "
-                f"({sys.executable}) {has}: install the same version in both",
-                name=self.name,
-                distribution=distribution,
-                hint=version_line(distribution, self.version),
-            )
 
 
 @attrs.frozen

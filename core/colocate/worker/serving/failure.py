@@ -57,7 +57,10 @@ def failed(
     unmade = None
     if isinstance(error, NotRebuilt):
         unmade, error = error.what, error.why
-    ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not _raised_by_role(error))
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # An error of colocate's that role code has raised itself is the role's failure.
+    by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
+    ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not by_role)
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
@@ -93,17 +96,6 @@ def note(error: BaseException, text: str) -> None:
     """Have an exception say something besides, if its class lets it."""
     with suppress(Exception):
         error.add_note(text)
-
-
-def _raised_by_role(error: BaseException) -> bool:
-    """Whether role code raised one of colocate's own errors itself: then it is the role's failure."""
-    trace = error.__traceback__
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__", "")
-        if not module.startswith("colocate.") or module.startswith("colocate.testing."):
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def stack_of_role_code(thread: threading.Thread) -> list[str]:

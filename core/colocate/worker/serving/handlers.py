@@ -92,9 +92,10 @@ class _Guarded:
     handler: Handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _lane is None or _is_called_by_role_code(frame):
+        is_called, goes_on = _role_code_at(frame)
+        if _lane is None or is_called:
             self.handler(number, frame)
-        elif not (_is_within_role_code(frame) and _comes_again(number)):
+        elif not (goes_on and _comes_again(number)):
             put_off.append((self.handler, number))
             _lane.do(_settle)
 
@@ -137,22 +138,17 @@ def _bare(handler: Any) -> Any:
     return handler.handler if isinstance(handler, _Guarded) else handler
 
 
-def _is_called_by_role_code(frame: FrameType | None) -> bool:
-    """Whether code that a signal has interrupted is a role's, or of what that has called, but not colocate's own."""
+def _role_code_at(frame: FrameType | None) -> tuple[bool, bool]:
+    """Whether a signal has interrupted role code, or what that has called; and whether role code goes on afterwards."""
     inner = None
-    while frame is not None and not _is_own(frame.f_code):
-        frame, inner = frame.f_back, frame
-    return frame is not None and inner is not None and frame.f_code in _calls_role_code
-
-
-def _is_within_role_code(frame: FrameType | None) -> bool:
-    """Whether role code goes on when what a signal has interrupted returns."""
-    inner = None
+    is_called = True  # while no code of colocate's own is between
     while frame is not None:
-        if frame.f_code in _calls_role_code and inner is not None and not _is_own(inner.f_code):
-            return True
+        if _is_own(frame.f_code):
+            if frame.f_code in _calls_role_code and inner is not None and not _is_own(inner.f_code):
+                return is_called, True
+            is_called = False
         frame, inner = frame.f_back, frame
-    return False
+    return False, False
 
 
 def _is_own(code: CodeType) -> bool:

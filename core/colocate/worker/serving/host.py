@@ -87,20 +87,31 @@ class WorkerHost(Site):
         """Take a message."""
         match read(head):
             case to_worker.Call() as call:
-                if (work := self._work_of(call, body)) is not None:
-                    self.lane.put(work)
+                if (called := self._work_of(call, body)) is not None:
+                    self.lane.put(called)
             case to_worker.Batch() as batch:
                 if batch.frees:
                     self.store.free(batch.frees)
                 for call, its_body in take_apart(batch.calls, body):
-                    if (work := self._work_of(call, its_body)) is not None:
-                        self.lane.put(work)
+                    if (called := self._work_of(call, its_body)) is not None:
+                        self.lane.put(called)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
             case to_worker.Define() as message:
                 self.definitions.arrived(message, body)
             case to_worker.Build() as message:
-                self._build(message, body)
+                # Not on the lane: another slot's may be faster, and have this one join in making the default group.
+                default = self.groups.default
+                default.slots, default.generation = message.slots, message.generation
+                default.timeout_s = message.collective_timeout
+                self.spill_dir = message.spill_dir
+                self.accounts.budgets = message.budgets
+                if any(not limit.device for limit in message.budgets.limits):
+                    self.store.copies_bytes = 0  # what the host may have is for what roles make of it
+                self.residency.begin()
+                work = Work(0, self._runner.build, "build", message, body)
+                work.lots = self.definitions.count
+                self.lane.put(work)
             case to_worker.Hold() as hold:
                 self.say(from_worker.Alive(hold.number))
                 self.lane.hold(hold.number, hold.failed)
@@ -154,20 +165,6 @@ class WorkerHost(Site):
                 self.close(message.reason)
             case unknown:
                 raise AssertionError(unknown)
-
-    def _build(self, message: to_worker.Build, body: Any) -> None:
-        # Not on the lane: another slot's may be faster, and have this one join in making the default group.
-        default = self.groups.default
-        default.slots, default.generation = message.slots, message.generation
-        default.timeout_s = message.collective_timeout
-        self.spill_dir = message.spill_dir
-        self.accounts.budgets = message.budgets
-        if any(not limit.device for limit in message.budgets.limits):
-            self.store.copies_bytes = 0  # what the host may have is for what roles make of it
-        self.residency.begin()
-        work = Work(0, self._runner.build, "build", message, body)
-        work.lots = self.definitions.count
-        self.lane.put(work)
 
     def _works_of(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Sequence[Work]:
         """Return what the lane has to do for calls."""
@@ -226,10 +223,6 @@ class WorkerHost(Site):
         self.definitions.renew()
         self.store.renew()
         self.lane.renew()
-
-    def cut_short(self, base: int) -> None:
-        """What a former driver had begun has had its time to end by itself: what still runs of it waits no longer."""
-        self.groups.cut(lambda: any(0 < seq <= base for seq in list(self.lane.running)))
 
     def adopt(self, boot: Boot) -> None:
         """Another driver commands it from now on, with a secret of its own for what workers tell each other."""

@@ -142,8 +142,13 @@ class Service:
 
     def _renew(self, host: WorkerHost, epoch: int) -> None:
         """The driver before this epoch has let go."""
-        host.renew(base_of(epoch))
-        self.hub.later(STEP_ENDS_WITHIN_S, partial(host.cut_short, base_of(epoch)))
+        base = base_of(epoch)
+        host.renew(base)
+        # By then what it had begun has had its time to end by itself: what still runs of it waits no longer.
+        self.hub.later(
+            STEP_ENDS_WITHIN_S,
+            partial(host.groups.cut, lambda: any(0 < seq <= base for seq in list(host.lane.running))),
+        )
 
     def _at_the_door(self) -> None:
         assert self.door is not None

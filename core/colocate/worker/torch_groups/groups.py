@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocate._protocol.to_worker import Operations
 from colocate._role import torch_books, torch_groups, torch_works
-from colocate._role.context import Context, MeshPlace
+from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate._system.nearest import did_you_mean
@@ -110,7 +110,14 @@ class ProcessGroups:
 
         if self._in_process and ctx.world_size > 1:
             raise _needs_processes(f"ctx.device_mesh() of {ctx.world_size} ranks", ctx)
-        which, place = _mesh_of(ctx, name)
+        if name is None and len(ctx.meshes) == 1:
+            (name,) = ctx.meshes
+        if name is None or name not in ctx.meshes:
+            known = " or ".join(repr(each) for each in ctx.meshes if each) or "none that has a name"
+            asked = "" if name is None else repr(name)
+            meant = did_you_mean(name, ctx.meshes) if name else ""
+            raise ConfigError(f"ctx.device_mesh({asked}): role {ctx.role!r} has {known}; say which{meant}")
+        which, place = name, ctx.meshes[name]
         found = self._meshes.get((ctx.role, which))
         if found is None:
             self.have_default()
@@ -191,7 +198,8 @@ class ProcessGroups:
 
         All were there to make a group that couldn't be made; or the other end of a connection is gone.
         """
-        return self._making.has_failed() or bool(self._cut) or torch_books.lost_a_peer(self.operations())
+        fails = self._making.failed_in == self._worker.asking() or bool(self._cut)
+        return fails or torch_books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
         """Return how many operations this rank has begun on each of its groups, whoever has made them."""
@@ -378,17 +386,3 @@ def _members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
     ranks = place.mesh.line(ctx.rank, axis)
     others = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
     return [ctx.slots[rank] for rank in ranks], place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(others)}"
-
-
-def _mesh_of(ctx: Context, name: str | None) -> tuple[str, MeshPlace]:
-    """Return a mesh of the role by its name, or its only one."""
-    if name is None and len(ctx.meshes) == 1:
-        return next(iter(ctx.meshes.items()))
-    if name is None or name not in ctx.meshes:
-        known = " or ".join(repr(each) for each in ctx.meshes if each) or "none that has a name"
-        asked = "" if name is None else repr(name)
-        raise ConfigError(
-            f"ctx.device_mesh({asked}): role {ctx.role!r} has {known}; say which"
-            f"{did_you_mean(name, ctx.meshes) if name else ''}"
-        )
-    return name, ctx.meshes[name]

@@ -55,7 +55,7 @@ class Made:
     asked: int | None = None
 
 
-@attrs.define(eq=False)
+@attrs.frozen
 class Together:
     """A role's group that its ranks make together: all of them, or none.
 
@@ -70,27 +70,6 @@ class Together:
     plan: Plan
     address: tuple[str, int]
     kept: dict[str, Made]
-    _store: Any = None
-
-    def join(self) -> bool:
-        """Wait for the other ranks, on a thread of its own; whether all of them make it."""
-        self._store = torch_groups.connect_store(self.address, self.plan.timeout_s)
-        return all_make(self._store, self.plan.board, self.plan.index, len(self.plan.slots))
-
-    def make(self) -> None:
-        """Make it with them, on the same thread, and keep it."""
-        self.kept[self.key] = Made(self.plan.make(self._store))  # nothing else may refer to it
-        self._store = None
-
-    def can_not(self) -> None:
-        """Say that this rank couldn't make it, on the same thread."""
-        if self._store is not None:
-            can_not(self._store, self.plan.board)
-            self._store = None
-
-    def leave(self) -> bool:
-        """Say, on another thread, that this rank doesn't make it, unless all of them do; whether they have."""
-        return withdraw(torch_groups.connect_store(self.address, GROUPS_CONNECT_WITHIN_S), self.plan.board)
 
 
 @attrs.define(eq=False)
@@ -111,7 +90,11 @@ class _Wait:
 
 
 class Making:
-    """What is made by threads of its own, as torch waits for all ranks: the lane waits here, and can leave."""
+    """What is made by threads of its own, as torch waits for all ranks: the lane waits here, and can leave.
+
+    Attributes:
+        failed_in: The last call in which a group couldn't be made, as another rank had left, or died; -1 for none.
+    """
 
     def __init__(self, worker: Worker) -> None:
         """Nothing is made yet. Args: worker: Whose lane waits."""
@@ -123,7 +106,7 @@ class Making:
         self._left: list[Future[None]] = []
         self._gives_up: Future[None] = Future()
         self._failed: dict[str, str] = {}  # why, by board, on which no other rank makes one any more either
-        self._failed_in: int | None = None  # the last call in which one couldn't be made
+        self.failed_in = -1
 
     @contextlib.contextmanager
     def half_made(self, name: str) -> Iterator[None]:
@@ -140,10 +123,6 @@ class Making:
         """Return the names of the groups that are half made."""
         with self._lock:
             return set(self._unfinished)
-
-    def has_failed(self) -> bool:
-        """Whether the call that asks couldn't have a group made, as another rank has left, or died."""
-        return self._failed_in is not None and self._failed_in == self._worker.asking()
 
     def have(self, group: Together) -> None:
         """Have a group made, unless it is there, and wait for it. On the lane, or a thread of a role's.
@@ -200,20 +179,26 @@ class Making:
             self._is_over(group, over, error)
 
     def _make(self, group: Together, over: Future[None]) -> None:
+        plan, store = group.plan, None
         try:
-            if not group.join():
-                raise Unmade(f"another rank doesn't make the process group {group.plan.name!r}")
-            with self.half_made(group.plan.name):
-                group.make()
+            store = torch_groups.connect_store(group.address, plan.timeout_s)
+            if not all_make(store, plan.board, plan.index, len(plan.slots)):
+                raise Unmade(f"another rank doesn't make the process group {plan.name!r}")
+            with self.half_made(plan.name):
+                group.kept[group.key] = Made(plan.make(store))  # nothing else may refer to it
         except Exception as error:
             self._is_over(group, over, error)
-            group.can_not()  # not before: a peer that is told fails, and with that this rank would be called back
+            if store is not None:  # not before: a peer that is told fails, and would have this rank called back
+                can_not(store, plan.board)
         else:
             self._is_over(group, over, None)
+        finally:
+            del store  # which an error's traceback would keep
 
     def _withdraw(self, group: Together, over: Future[None]) -> None:
         try:
-            made = group.leave()
+            store = torch_groups.connect_store(group.address, GROUPS_CONNECT_WITHIN_S)
+            made = withdraw(store, group.plan.board)
         except RuntimeError as error:  # the store is gone, and so is who waits there
             self._is_over(group, over, error)
         else:
@@ -237,7 +222,7 @@ class Making:
                 return
             wait.left.set_exception(error)
             if isinstance(error, _OF_PEERS):
-                self._failed_in = wait.asked
+                self.failed_in = wait.asked
 
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""

@@ -125,7 +125,12 @@ class Setting:
         if others:
             _pop_modes(torch)  # first: they are a part of what a guard gives back
         if changes:
-            _change_inference(torch, wanted.inference)
+            guard, _guards.guard = getattr(_guards, "guard", None), None
+            if guard is not None:  # which gives back what there was before
+                guard.__exit__(None, None, None)
+            if torch.is_inference_mode_enabled() is not wanted.inference:
+                _guards.guard = torch.inference_mode(wanted.inference)
+                _guards.guard.__enter__()
         if self._casts or torch._C._is_any_autocast_enabled():
             _set_autocast(torch, self._autocast(torch), wanted.autocast or self._no_autocast)
         if torch.is_grad_enabled() is not wanted.grad:
@@ -205,15 +210,6 @@ class OwnSettings:
     def __exit__(self, *_: object) -> None:
         self._now = self._setting.now()
         self._setting.have(self._setting.base)
-
-
-def _change_inference(torch: Any, wanted: bool) -> None:
-    guard, _guards.guard = getattr(_guards, "guard", None), None
-    if guard is not None:  # which gives back what there was before
-        guard.__exit__(None, None, None)
-    if torch.is_inference_mode_enabled() is not wanted:
-        _guards.guard = torch.inference_mode(wanted)
-        _guards.guard.__enter__()
 
 
 def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
