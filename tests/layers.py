@@ -1,7 +1,10 @@
-"""The layers of core, and the imports between them: `python -m tests.layers` prints the table of docs/architecture.md.
+"""The layers of core, and the imports between them: `python -m tests.layers` prints the tables of docs/architecture.md.
 
 A package imports only from those above it. Imports for type checkers and inside functions count, relative ones and
 those by `import_module` too. What the package itself offers is imported from its home. `testing` is below all.
+
+The packages around core have layers of modules: one imports only from the layers before its own, and of colocate's
+packages no other but core.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import NamedTuple
 
 import colocate
 
-CORE = Path(__file__).parents[1] / "core" / "colocate"
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "core" / "colocate"
 
 # From the top of the house to its ground: each package or module of core, and what it is.
 LAYERS = {
@@ -59,6 +63,40 @@ BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "col
 
 # Who finds what is below, on first use of a public name, and imports nothing of it otherwise.
 ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
+
+# Around core: the modules of each package, from its ground up.
+AROUND = {
+    "executors/colocate_local": ["machine", "threads processes", "local", "plugin"],
+    "executors/colocate_ray": [
+        "terms nodes",
+        "private listing holder",
+        "envoy joining names holders",
+        "executor leftovers placing",
+        "owner",
+        "owners",
+        "plugin service",
+    ],
+    "executors/colocate_dask": [
+        "loop offers scratch undocumented",
+        "far private",
+        "reservations",
+        "connection",
+        "executor",
+        "plugin",
+    ],
+    "plugins/colocate_ppo": [
+        "maths spread task tokenizer",
+        "learner model parallel recovery rollout",
+        "checkpoint forward",
+        "generation reward",
+        "actor",
+        "critic reference",
+        "team",
+        "job",
+        "plugin",
+    ],
+    "plugins/colocate_observers": ["mlflow opentelemetry prometheus tensorboard wandb"],
+}
 
 
 class Arrow(NamedTuple):
@@ -172,10 +210,38 @@ def against(core: Path = CORE) -> list[Arrow]:
     ]
 
 
-def circles() -> list[set[str]]:
-    """Modules that import each other, directly or not (Tarjan)."""
-    ways: dict[str, list[str]] = {name: [] for name in modules()}
-    for arrow in arrows():
+def modules_around(folder: Path) -> dict[str, Path]:
+    """The modules of a package around core by name, but for the package itself."""
+    paths = (path for path in folder.rglob("*.py") if path.name != "__init__.py")
+    return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in paths}
+
+
+def arrows_around(folder: Path) -> list[Arrow]:
+    """Every import of one module of a package around core in another one; of another such package by its whole name."""
+    packages = {Path(each).name for each in AROUND} | {folder.name}
+    known = modules_around(folder)
+    found = []
+    for importer, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for name in _full_names(node, folder.name):
+                top, _, rest = name.partition(".")
+                if top in packages:
+                    ends = [rest.rsplit(".", count)[0] for count in range(rest.count(".") + 1)]
+                    inside = next((end for end in ends if end in known), None) if top == folder.name else name
+                    found += [Arrow(importer, inside)] if inside not in (None, importer) else []
+    return list(dict.fromkeys(found))
+
+
+def against_around(folder: Path, layers: list[str]) -> list[Arrow]:
+    """The arrows of a package around core that lead to no layer before the importer's own."""
+    at = {name: number for number, layer in enumerate(layers) for name in layer.split()}
+    return [arrow for arrow in arrows_around(folder) if at.get(arrow.imported, len(layers)) >= at[arrow.importer]]
+
+
+def circles(around: Path | None = None) -> list[set[str]]:
+    """Modules of core, or of a package around it, that import each other, directly or not (Tarjan)."""
+    ways: dict[str, list[str]] = {name: [] for name in (modules_around(around) if around else modules())}
+    for arrow in arrows_around(around) if around else arrows():
         assert arrow.imported in ways, arrow
         ways[arrow.importer].append(arrow.imported)
     number: dict[str, int] = {}
@@ -219,6 +285,11 @@ def main() -> None:
     print(
         f"{'':12} {sum(count.values()):7} {sum(upwards.values()):9} {sum(wrong.values()):7}  circles: {len(circles())}"
     )
+    for package, layers in AROUND.items():
+        folder = ROOT / package
+        arrows_in, down = arrows_around(folder), against_around(folder, layers)
+        print(f"\n{package}: {len(arrows_in)} arrows, {len(down)} against, {len(circles(folder))} circles")
+        print("  " + " < ".join(layer.replace(" ", ", ") for layer in layers))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from colocate._api.connection import Connection
 from colocate._api.pool import Slots
 from colocate._calls.failures import hung_error
 from colocate._calls.stacks import NO_ANSWER
-from colocate._crew.attachment import Attachment
-from colocate._crew.crew import Crew
+from colocate._crew.crew import Attachment, Crew
 from colocate._crew.saved import Checkpoint, Tag
 from colocate._crew.spawn import Declared
 from colocate._definitions.bundles import pack_whole, unpack_whole

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from colocate._api.audit import audit_strays
 from colocate._api.glance import Recent, glance
 from colocate._calls.records import CALL_FINISHED, OF_RUNS, check_observer
-from colocate._crew.restart import Restarts
+from colocate._crew.crew import Restarts
 from colocate._crew.saved import found_in
 from colocate._protocol.commands import Seen
 from colocate._protocol.message import read

@@ -464,7 +464,7 @@ class Adopted:
 class Detachable(abc.ABC):
     """Capability: a pool can outlive its driver, and be commanded by others after it, one at a time.
 
-    What `colocate.keeper` has for it (`PoolKeepers`, `AdoptedSlot`) does all of this but for two things, which are the
+    What `colocate.keeper` has for it (`DetachableByKeepers`) does all of this but for two things, which are the
     engine's: a registry of names, and that what a pool holds is freed when its lead keeper ends by itself.
     """
 

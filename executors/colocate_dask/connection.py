@@ -9,7 +9,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from distributed import Client, Security
 from colocate.errors import ConfigError, EngineError
 from colocate.wire import Tls, track
 from colocate_dask import far, reservations, undocumented
-from colocate_dask.certificates import tls_of
 from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
 
@@ -84,7 +83,7 @@ class Connection:
     @property
     def tls(self) -> Tls | None:
         """What this side proves itself with where Dask encrypts."""
-        return tls_of(self._client.security, "client") if self.address.startswith("tls://") else None
+        return far.tls_of(self._client.security, "client") if self.address.startswith("tls://") else None
 
     def ask(self, method: str, *args: Any, within_s: float | None = None, **kwargs: Any) -> Any:
         """Call one of the client's methods, for a bounded time.
@@ -198,6 +197,22 @@ class Connection:
                 "and leave distributed.scheduler.pickle on"
             ) from error
         check_versions(self.version, there, f"the Dask scheduler at {self.address}")
+
+
+def security_of(value: Any) -> Security | None:
+    """A `Security`, also from the options of one, as a config gives them.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if value is None or isinstance(value, Security):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"connect('dask', security=...) takes a distributed.Security or its options, not {value!r}")
+    try:
+        return Security(**value)  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"connect('dask', security=...): {error}") from error
 
 
 def check_versions(here: Facts, there: Facts, who: str) -> None:

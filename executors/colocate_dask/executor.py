@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,29 +17,39 @@ import psutil
 from colocate import wire
 from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import (
+    Adopted,
     Boot,
     Executor,
     Host,
     HostEvents,
+    Lease,
     MultiNode,
     Node,
     OwnProcess,
     Place,
+    Reach,
     Request,
     Reservation,
     Running,
+    Watchable,
+    Window,
 )
 from colocate.gpus import VARIABLE, count_gpus, indices, names, torch_device
-from colocate.keeper import Keepers, KeptSlot, PoolKeepers
+from colocate.keeper import (
+    Adoption,
+    DetachableByKeepers,
+    Keepers,
+    KeptSlot,
+    PoolKeepers,
+    Registration,
+    adopt_pool,
+)
 from colocate.placement import Ledger, words
 from colocate_dask import far, reservations
-from colocate_dask.certificates import security_of
-from colocate_dask.connection import Connection
+from colocate_dask.connection import Connection, security_of
 from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Grant, Held, Refusal, Wanted, host_key
 from colocate_dask.private import PrivateCluster
-
-__all__ = ["DaskExecutor"]
 
 _START_S = 60.0  # for the first keeper in a worker, which imports colocate
 ANSWER_S = 30.0
@@ -103,10 +113,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         if address is None:
             count = count_gpus() if gpus is None else gpus
             memory = psutil.virtual_memory().total
-            own = Node(platform.node(), _count_cpus() if cpus is None else cpus, count, memory)
+            own = Node(platform.node(), len(os.sched_getaffinity(0)) if cpus is None else cpus, count, memory)
             return cls(None, None, own, share, timeout)
-        from colocate_dask.joined import JoinedDaskExecutor
-
         return JoinedDaskExecutor(address, security_of(security), None, share, timeout)
 
     @classmethod
@@ -350,6 +358,87 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             slot.lost(event["words"])
 
 
+class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable):
+    """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
+
+    def publish(self, reservation: Reservation, lease: Lease) -> None:
+        """Register the name; then have the keepers go on."""
+        held: Lot = reservation.handle
+        assert held.keepers is not None
+        rows = [
+            (worker, slot.address, attrs.evolve(place, handle=None))
+            for (worker, slot), place in zip(held.slots.items(), reservation.places, strict=True)
+        ]
+        scheduler, lead = self._connection.on_scheduler, rows[0][0]
+
+        def register(registration: Registration) -> bool:
+            other = scheduler(reservations.publish, held.id, lead, registration, within_s=ANSWER_S)
+            return other is None
+
+        def withdraw() -> None:
+            scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
+
+        held.keepers.publish(lease, (held.id, rows), register, withdraw, self.published)
+
+    def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
+        """Adopt the lead, and by its leave the others."""
+        registration = self.registration(name)
+        id, rows = registration.facts
+        held = Lot(id)
+        slots = [(address, partial(self._kill, held, worker)) for worker, address, _ in rows]
+        lead, held.keepers = adopt_pool(self._keepers, registration, Adoption(who, own, fenced), slots)
+        self._held[id] = held
+        held.slots = {worker: slot for (worker, *_), slot in zip(rows, held.keepers.slots, strict=True)}
+        places = tuple(attrs.evolve(place, handle=held.slots[worker]) for worker, _, place in rows)
+        return Adopted(Reservation(places, held), lead.epoch, lead.record)
+
+    def end(self, name: str) -> None:
+        """Have the scheduler free it."""
+        id, _ = self.registration(name).facts
+        self._connection.on_scheduler(reservations.release, id, within_s=ANSWER_S)
+
+    def let_go(self, reservation: Reservation) -> None:
+        """Close the connections to its keepers, once they know."""
+        held: Lot = reservation.handle
+        if self._held.get(held.id) is held:
+            del self._held[held.id]
+        if held.keepers is not None:
+            held.keepers.give_up()
+
+    def reach(self) -> Reach:
+        """By the address from which this driver talks to the scheduler."""
+        return Reach(self._connection.host, self._keepers.tls)
+
+    def announce(self, window: Window) -> None:
+        """In the scheduler's plugin."""
+        self._connection.on_scheduler(reservations.announce, window, self._connection.id, within_s=ANSWER_S)
+
+    def retract(self, window: Window) -> None:
+        """In the scheduler's plugin."""
+        with contextlib.suppress(EngineError):  # it is gone, or this driver has left it
+            self._connection.on_scheduler(reservations.retract, window, within_s=ANSWER_S)
+
+    def windows(self) -> Sequence[Window]:
+        """By the scheduler's plugin."""
+        found: list[Window] = self._connection.on_scheduler(reservations.windows, within_s=ANSWER_S)
+        return found
+
+    def registrations(self) -> Sequence[Registration]:
+        """By the scheduler's plugin."""
+        found: list[Registration] = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
+        return found
+
+    def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
+        """As it was reserved, or adopted."""
+        held: Lot = reservation.handle
+        return held.keepers
+
+    def slot_of(self, place: Place) -> KeptSlot:
+        """The place's handle."""
+        slot: KeptSlot = place.handle
+        return slot
+
+
 def _running(held: Held) -> Running:
     detail = f"{len(held.workers)} Dask workers held for client {held.client}: {', '.join(held.workers)}"
     if held.stuck:
@@ -369,8 +458,3 @@ def _is_loopback(grant: Grant) -> bool:
 
 def _reached(grant: Grant) -> str:
     return "127.0.0.1" if _is_loopback(grant) else grant.host
-
-
-def _count_cpus() -> int:
-
-    return len(os.sched_getaffinity(0))

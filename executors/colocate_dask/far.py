@@ -13,14 +13,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 import colocate
 from colocate import gpus
+from colocate.errors import ConfigError
 from colocate.keeper import Keeper
-from colocate_dask.certificates import tls_of
+from colocate.wire import Tls
 from colocate_dask.offers import Facts
 
 TOPIC = (
@@ -139,3 +141,23 @@ def kill(dask_worker: Any) -> None:
     """End the process of a worker that doesn't answer. Runs in its nanny, which Dask gives as `dask_worker`."""
     if dask_worker.pid:
         os.kill(dask_worker.pid, signal.SIGKILL)
+
+
+def tls_of(security: Any, side: str) -> Tls:
+    """What one side, "client" or "worker", proves itself with.
+
+    Raises:
+        ConfigError: It lacks something. (It must not go on in clear text.)
+        OSError: A file can't be read.
+    """
+    names = ["tls_ca_file", f"tls_{side}_cert", f"tls_{side}_key"]
+    parts = [getattr(security, name) for name in names]
+    missing = [name for name, part in zip(names, parts, strict=True) if part is None]
+    if missing:
+        raise ConfigError(f"the Dask cluster uses tls://, but the {side}'s security lacks {', '.join(missing)}")
+    return Tls(*map(_text, parts))
+
+
+def _text(part: str) -> str:
+    """PEM text, which Dask takes as it is or as the path of a file."""
+    return part if "\n" in part else Path(part).read_text()

@@ -11,10 +11,10 @@ from colocate import wire
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
 from colocate.gpus import shown, torch_device
 from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, first_message, forks, left_by
-from colocate_local.local import Local
+from colocate_local.machine import Machine
 
 
-class LocalProcesses(Local, OwnProcess):
+class LocalProcesses(Machine, OwnProcess):
     """One process per slot. They end with the driver, even when it is killed."""
 
     def __init__(self, node: Node) -> None:

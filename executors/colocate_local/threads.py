@@ -13,12 +13,12 @@ from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents
 from colocate.worker.residents.peers import LocalPeers
 from colocate.worker.serving.host import LANE, WorkerHost, takes
 from colocate.worker.serving.service import hello
-from colocate_local.local import Local
+from colocate_local.machine import Machine
 
 _GIVEN_UP = "a thread, which can't be killed: it was given up, and still runs"
 
 
-class LocalThreads(Local):
+class LocalThreads(Machine):
     """One thread per slot. A hung one can't be ended: it is freed logically and its thread never used again."""
 
     in_process = True

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from colocate.errors import ConfigError, EngineError, PlacementTimeout
+import attrs
+
+from colocate import wire
+from colocate.errors import ColocateError, ConfigError, EngineError, PlacementTimeout
 from colocate.executor import (
+    Adopted,
     Boot,
     Executor,
     Host,
     HostEvents,
+    Lease,
     MultiNode,
     Node,
     OwnProcess,
     Place,
+    Reach,
     Request,
     Reservation,
     Running,
+    Watchable,
+    Window,
 )
 from colocate.gpus import count_gpus, listed, names, torch_device
-from colocate.keeper import Asked, Keepers, KeptSlot
+from colocate.keeper import (
+    Adoption,
+    Asked,
+    DetachableByKeepers,
+    Keepers,
+    KeptSlot,
+    PoolKeepers,
+    Registration,
+    adopt_pool,
+)
 from colocate.placement import words
-from colocate_ray.certificates import tls_of_environment
 from colocate_ray.envoy import Envoy
-from colocate_ray.terms import Cluster, Slot
+from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
@@ -74,8 +91,6 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         cluster = Cluster(_of_this_process(address), cpus, own, token_file, runtime_env)
         if cluster.private:
             return cls(cluster)
-        from colocate_ray.joined import JoinedRayExecutor
-
         return JoinedRayExecutor(cluster)
 
     @classmethod
@@ -200,6 +215,145 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         """Leave the cluster, or end the private one."""
         self._keepers.close()
         self._envoy.close()
+
+
+@attrs.define(eq=False)
+class _Owned:
+    """A reservation that an owner holds."""
+
+    name: str
+    request: str  # the reservation's id
+    keepers: PoolKeepers
+
+
+class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable):
+    """A cluster that others use too. Ray's store has the names; an owner has the lead keeper, and owns the slots."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Use `RayExecutor.connect`."""
+        super().__init__(cluster)
+        self._owned: dict[int, _Owned] = {}
+
+    def reserve(self, request: Request) -> Reservation:
+        """By an owner, if the pool may be detached."""
+        if not request.detachable:
+            return super().reserve(request)
+        number, key = next(self._numbers), wire.new_key()
+        patience_s = request.timeout
+        name, address = self._envoy.call("open_owner", request, key, patience_s=patience_s)
+        lead = self._keepers.slot(address, key=key)
+        try:
+            if (lost := lead.wait_connected()) is not None:
+                raise EngineError(f"the Ray actor that owns pool {request.owner!r} can't be reached: {lost}")
+            slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request, patience_s=patience_s)
+            for slot in slots:
+                ends = partial(self._end_by_owner, name, slot.index)
+                self._slots[number, slot.index] = self._keepers.slot(
+                    slot.address, on_stuck=ends, key=key, gone=is_gone(slot)
+                )
+        except BaseException:  # Ctrl-C too
+            self._envoy.post("release_by_owner", name)
+            lead.close()
+            raise
+        places = tuple(place_of(slot, (number, slot.index)) for slot in slots)
+        kept = [self._slots[place.handle] for place in places]
+        self._owned[number] = _Owned(name, request.id, PoolKeepers(key, lead, kept))
+        return Reservation(places, number)
+
+    def release(self, reservation: Reservation) -> None:
+        """Have the owner give everything back."""
+        owned = self._owned.pop(reservation.handle, None)
+        if owned is None:
+            super().release(reservation)
+            return
+        try:
+            self._envoy.call("release_by_owner", owned.name, within_s=RELEASED_WITHIN_S)
+        except EngineError:  # the owner finds out that its driver has gone
+            pass
+        finally:
+            for slot in (*owned.keepers.slots, owned.keepers.lead):
+                slot.close()
+            self._forget(reservation)
+
+    def running(self) -> Sequence[Running]:
+        """What Ray's tables have for this driver, and the workers as their keepers find them."""
+        held = [owned.request for owned in self._owned.values()]
+        return [*self._keepers.running(), *self._envoy.call("list_running", held, within_s=LISTED_WITHIN_S)]
+
+    def publish(self, reservation: Reservation, lease: Lease) -> None:
+        """Register the name; then have the keepers go on."""
+        owned = self._owned[reservation.handle]
+        rows = [
+            (self._slots[place.handle].address, place.handle[1], attrs.evolve(place, handle=None))
+            for place in reservation.places
+        ]
+        owned.keepers.publish(
+            lease,
+            (owned.name, owned.request, rows),
+            partial(self._envoy.call, "publish"),
+            partial(self._envoy.call, "forget", owned.name),
+            self.published,
+        )
+
+    def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
+        """Adopt the lead, and by its leave the others."""
+        registration = self.registration(name)
+        owner, request, rows = registration.facts
+        number = next(self._numbers)
+        slots = [(address, partial(self._end_by_owner, owner, index)) for address, index, _ in rows]
+        lead, pool = adopt_pool(self._keepers, registration, Adoption(who, own, fenced), slots)
+        self._owned[number] = _Owned(owner, request, pool)
+        self._slots.update({(number, index): slot for (_, index, _), slot in zip(rows, pool.slots, strict=True)})
+        places = tuple(attrs.evolve(place, handle=(number, index)) for _, index, place in rows)
+        return Adopted(Reservation(places, number), lead.epoch, lead.record)
+
+    def end(self, name: str) -> None:
+        """End the owner; Ray frees what it has held."""
+        owner, *_ = self.registration(name).facts
+        self._envoy.call("end_owner", owner, within_s=2 * RELEASED_WITHIN_S)  # it is ended, then Ray takes things back
+
+    def let_go(self, reservation: Reservation) -> None:
+        """Close the connections to its keepers, once they know."""
+        owned = self._owned.pop(reservation.handle, None)
+        if owned is not None:
+            owned.keepers.give_up()
+            self._forget(reservation)
+
+    def reach(self) -> Reach:
+        """By the address that Ray has for this machine."""
+        return Reach(self._envoy.call("address_here"), self._keepers.tls)
+
+    def announce(self, window: Window) -> None:
+        """In Ray's store."""
+        self._envoy.call("announce", window, within_s=LISTED_WITHIN_S)
+
+    def retract(self, window: Window) -> None:
+        """In Ray's store."""
+        with contextlib.suppress(ColocateError):  # the cluster is gone, or this driver has left it
+            self._envoy.call("retract", window, within_s=LISTED_WITHIN_S)
+
+    def windows(self) -> Sequence[Window]:
+        """By Ray's store, of the drivers that Ray has."""
+        found: list[Window] = self._envoy.call("windows", within_s=LISTED_WITHIN_S)
+        return found
+
+    def registrations(self) -> Sequence[Registration]:
+        """By Ray's store, of the owners that Ray has."""
+        found: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
+        return found
+
+    def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
+        """An owner's."""
+        owned = self._owned.get(reservation.handle)
+        return None if owned is None else owned.keepers
+
+    def slot_of(self, place: Place) -> KeptSlot:
+        """By number and index."""
+        return self._slots[place.handle]
+
+    def _end_by_owner(self, owner: str, index: int) -> None:
+        with contextlib.suppress(ColocateError):  # it has gone, or the connection to Ray: so has the slot
+            self._envoy.call("end_slot_by_owner", owner, index, within_s=RELEASED_WITHIN_S)
 
 
 def place_of(slot: Slot, key: _Key) -> Place:

@@ -19,9 +19,8 @@ from colocate.executor import Request
 from colocate.gpus import SHOWING
 from colocate.keeper import Keeper, die_with, difference
 from colocate.wire import LOOPBACK
-from colocate_ray.certificates import tls_of_environment
 from colocate_ray.nodes import natural
-from colocate_ray.terms import Cluster
+from colocate_ray.terms import Cluster, tls_of_environment
 
 _BELOW_ENDS_WITHIN_S = 5.0
 _NOT_SET_BY_RAY = {f"RAY_EXPERIMENTAL_NOSET_{name}": name for name in SHOWING}

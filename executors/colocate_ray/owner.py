@@ -18,9 +18,8 @@ from colocate.errors import ColocateError
 from colocate.executor import Request
 from colocate.keeper import Failure, Keeper, die_with, difference
 from colocate_ray import names
-from colocate_ray.certificates import tls_of_environment
 from colocate_ray.placing import Placing
-from colocate_ray.terms import Cluster, Slot
+from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
 # Who has it made dials at once. If that one goes before, nothing else would end it.
 _DIALLED_WITHIN_S = 10.0

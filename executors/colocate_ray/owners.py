@@ -11,8 +11,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 import colocate
 from colocate.errors import ColocateError, EngineError
-from colocate.executor import Request, Running, Window
-from colocate.keeper import Failure, Registration
+from colocate.executor import Request, Running
+from colocate.keeper import Failure
 from colocate_ray import listing, names
 from colocate_ray.holders import kill
 from colocate_ray.owner import Owner
@@ -103,38 +103,14 @@ class OwnedPlacing(Placing):
         for group in groups:
             self._confirm(group, "a detached pool")
 
-    def publish(self, registration: Registration) -> bool:
-        """See `names.publish`."""
-        return names.publish(registration)
-
-    def withdraw(self, owner: str) -> None:
-        """The pool isn't detached after all."""
-        names.forget(owner)
-
     def address_here(self) -> str:
         """Under which others of the cluster reach this machine."""
         address: Callable[[], str] = ray.util.get_node_ip_address
         return address()
 
-    def announce(self, window: Window) -> None:
-        """See `names.announce`."""
-        names.announce(window)
-
-    def retract(self, window: Window) -> None:
-        """See `names.retract`."""
-        names.retract(window)
-
-    def windows(self) -> list[Window]:
-        """See `names.windows`."""
-        return names.windows()
-
     def _owner(self, request: Request) -> str:
         """The runtime: its holders outlive its reservations."""
         return request.id.rpartition("/")[0]
-
-    def registrations(self) -> list[Registration]:
-        """See `names.registrations`."""
-        return names.registrations()
 
     def list_running(self, held: Sequence[str] = ()) -> list[Running]:
         """What Ray has for this driver: by itself, and of owners those of the reservations that it commands."""

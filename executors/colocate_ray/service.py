@@ -23,7 +23,7 @@ _TRIES = "3"  # to join, of a second each, where Ray makes twenty
 
 
 class Service(Proxied):
-    """Does what the driver asks: what its side of Ray can do, `OwnedPlacing`."""
+    """Does what the driver asks: what its side of Ray can do, `OwnedPlacing` and `names`."""
 
     engine = "Ray"
 
@@ -52,9 +52,11 @@ class Service(Proxied):
         self._placing = OwnedPlacing(cluster, self.say)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """By name, of its side of Ray."""
+        """By name, of its side of Ray, or of the tables of names in Ray's store."""
+        from colocate_ray import names
+
         assert self._placing is not None
-        found: Callable[..., Any] = getattr(self._placing, name)
+        found: Callable[..., Any] = getattr(self._placing if hasattr(self._placing, name) else names, name)
         return found
 
     def leave(self) -> None:

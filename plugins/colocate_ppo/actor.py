@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from colocate import Concat, First, Reduce, Role, Scatter, method, needs
+from colocate import Concat, ConfigError, First, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths
-from colocate_ppo.critic import Estimates
 from colocate_ppo.forward import INFERENCE, response_log_probs, response_logits
 from colocate_ppo.generation import generate
 from colocate_ppo.learner import Learner
 from colocate_ppo.model import Weights, pretrained_model, scratch_model, small_llama
 from colocate_ppo.parallel import drawing, minibatches, per_rank, total
-from colocate_ppo.rollout import Rollout, join, widen
+from colocate_ppo.rollout import Estimates, Rollout, join, widen
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
 from colocate_ppo.task import Problems
 from colocate_ppo.tokenizer import Padded, character_tokenizer, pretrained_tokenizer
@@ -215,3 +214,15 @@ class Actor(Role):
 
     def _prompts(self, problems: Problems) -> Padded:
         return self.tokenizer.prompts(problems.questions, self.ctx.device)
+
+
+def actors_weights(roles: Mapping[str, object]) -> Weights:
+    """Those of the actor among roles.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for role in roles.values():
+        if isinstance(role, Actor):
+            return role.weights()
+    raise ConfigError("it gets its model from an actor (`use: ppo.actor`), and was given none")

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths
+from colocate_ppo.actor import actors_weights
 from colocate_ppo.forward import INFERENCE, response_values
 from colocate_ppo.learner import Learner
-from colocate_ppo.model import ValueModel, Weights, actors_weights, value_model_from
+from colocate_ppo.model import ValueModel, Weights, value_model_from
 from colocate_ppo.parallel import minibatches, per_rank, total
-from colocate_ppo.rollout import Rollout
+from colocate_ppo.rollout import Estimates, Rollout
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel, loaded
-
-
-class Estimates(TypedDict):
-    """What the actor and the critic learn from: `advantages` (whitened) and `returns`, `[B, R]` each."""
-
-    advantages: Tensor
-    returns: Tensor
 
 
 @needs("process_group")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from colocate import ConfigError
 from colocate_ppo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -98,20 +97,6 @@ def value_model_from(weights: Weights) -> ValueModel:
     backbone = {name.removeprefix(prefix): t for name, t in weights["state"].items() if name.startswith(prefix)}
     model.backbone.load_state_dict(backbone)
     return model
-
-
-def actors_weights(roles: Mapping[str, object]) -> Weights:
-    """Those of the actor among roles.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    from colocate_ppo.actor import Actor  # which imports this
-
-    for role in roles.values():
-        if isinstance(role, Actor):
-            return role.weights()
-    raise ConfigError("it gets its model from an actor (`use: ppo.actor`), and was given none")
 
 
 def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths, parallel
+from colocate_ppo.actor import actors_weights
 from colocate_ppo.forward import response_log_probs
-from colocate_ppo.model import Weights, actors_weights, config_from, empty_model
+from colocate_ppo.model import Weights, config_from, empty_model
 from colocate_ppo.rollout import Rollout
 from colocate_ppo.spread import Dtype, Layout, SpreadModel, loaded
 

@@ -32,6 +32,13 @@ class Rollout(TypedDict):
     answers: list[str]
 
 
+class Estimates(TypedDict):
+    """What the actor and the critic learn from: `advantages` (whitened) and `returns`, `[B, R]` each."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
 def widen(prompts: Padded, width: int, pad: int) -> Padded:
     """The same prompts, padded on the left to a width."""
     missing = width - prompts.tokens.shape[1]

@@ -30,9 +30,9 @@ def skipped_kill() -> None:
 
 def unfreed_reservation() -> None:
     """Slots that are given back stay taken."""
-    from colocate_local.local import Local
+    from colocate_local.machine import Machine
 
-    _replace(Local, "release", lambda self, reservation: None)
+    _replace(Machine, "release", lambda self, reservation: None)
 
 
 def swallowed_error() -> None:

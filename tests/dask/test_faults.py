@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -18,12 +17,10 @@ from tests.dask.conftest import running, script
 
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
-from colocate.errors import ColocateError, EngineError, WorkerDied
+from colocate.errors import ColocateError, WorkerDied
 from colocate.testing import leaks
-from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
-from colocate_dask import far
 
 STOPPED_IS_LONG = pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
@@ -122,34 +119,6 @@ def test_scheduler_that_goes_on(cluster: tuple[str, psutil.Process]) -> None:
         other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
 
 
-@STOPPED_IS_LONG
-def test_worker(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
-    """The Dask worker that a keeper lives in: the slot can be had again when its nanny has replaced it."""
-    address, _ = cluster
-    with colocate.connect("dask", address=address) as other, colocate.connect("dask", address=address) as runtime:
-        pool, group, workers = spawned(runtime)
-        (pid, *_), *_ = group.role("echo", Echo).place()
-        send(starter_of(pid), number)
-        ended(pool.close, grace=0.0)
-        workers.wait()
-        workers.close()
-        other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
-
-
-def test_children_of_a_worker(cluster: tuple[str, psutil.Process]) -> None:
-    """What roles have started goes with the Dask worker, whatever session it is in, before anything is closed."""
-    with colocate.connect("dask", address=cluster[0]) as runtime, runtime.reserve(1, cpus=1) as pool:
-        group = pool.spawn({"parent": colocate.role(Parent), "echo": colocate.role(Echo)})
-        ((pid, *_),) = group.role("echo", Echo).place()
-        family = Processes([pid, *group.role("parent", Parent).start_children()[0]])
-        send(starter_of(pid), signal.SIGKILL)
-        family.wait()
-        family.close()
-        wait_until(lambda: group.state == "failed", "the group has failed")
-        with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
-            group.close()
-
-
 @pytest.mark.long
 @SIGNALS
 def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
@@ -201,20 +170,3 @@ def test_nanny(cluster: tuple[str, psutil.Process], tmp_path: Path) -> None:
         workers.wait()
         workers.close()
         runtime.reserve(2, cpus=1, timeout=PATIENCE_S).close()
-
-
-def test_scheduler_that_is_lost_meanwhile(cluster: tuple[str, psutil.Process]) -> None:
-    """Whoever asks before Dask's client has noticed is told of the loss all the same, not only that nothing came."""
-    address, scheduler = cluster
-    with colocate.connect("dask", address=address) as runtime:
-        connection: Any = runtime._node.services.executor._connection
-
-        async def ask() -> Any:
-            scheduler.kill()
-            scheduler.wait()
-            with contextlib.suppress(OSError):  # of a connection that was there; for the next there is nobody
-                await connection._client.run_on_scheduler(far.describe)
-            return await connection._client.run_on_scheduler(far.describe)
-
-        with pytest.raises(EngineError, match=rf"the Dask scheduler at {address} is (lost|gone)"):
-            connection._asked(ask, 3)

@@ -21,7 +21,7 @@ from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 from colocate_dask import undocumented
 from colocate_run.cli.audit import find_strays
 from colocate_run.cli.cluster import Cluster
@@ -264,27 +264,6 @@ def test_killed_driver(cluster: str, runtime: Runtime, other: Any) -> None:
     forked.close()
 
 
-def test_killed_driver_with_a_fork_alive(cluster: str, runtime: Runtime) -> None:
-    """A forked child that lives on has no connection of its parent's: the workers are free all the same."""
-    driver = script(
-        """
-        runtime = colocate.connect("dask", address=sys.argv[1])
-        runtime.reserve(5, cpus=0)
-        child = os.fork()
-        if child:
-            print(child, flush=True)
-        threading.Event().wait()
-        """,
-        cluster,
-    )
-    with driver:
-        assert driver.stdout is not None
-        child = int(driver.stdout.readline())
-        driver.kill()
-    everything_is_free(runtime, timeout=PATIENCE_S)
-    os.kill(child, signal.SIGKILL)
-
-
 def test_killed_while_it_waits(cluster: str, runtime: Runtime) -> None:
     """A driver that is killed while its request waits gets nothing of what becomes free: others do."""
     with runtime.reserve(5, cpus=0) as everything:
@@ -356,61 +335,6 @@ def test_restart_after_a_killed_dask_worker(runtime: Runtime, other: Any) -> Non
         with pytest.raises(PlacementError):
             runtime.reserve(1, cpus=0, timeout=0)
     assert statuses(other) == ["running"] * 5
-
-
-def test_detaching_while_slots_are_reserved_anew(runtime: Runtime, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused, with the reason and what to do; done so, the pool is given away as any other."""
-    asked, may = threading.Event(), threading.Event()
-    reserve = runtime._node.services.executor.reserve
-
-    def late(request: Any) -> Any:
-        asked.set()
-        assert may.wait(PATIENCE_S)
-        return reserve(request)
-
-    with replacing(runtime), runtime.reserve(1, cpus=0, detachable=True) as pool:
-        group = pool.spawn({"lasting": colocate.role(Lasting), "echo": colocate.role(Echo)}, on_failure="restart")
-        monkeypatch.setattr(runtime._node.services.executor, "reserve", late)
-        send(starter_of(group.role("echo", Echo).place()[0][0]), signal.SIGKILL)
-        assert asked.wait(PATIENCE_S)
-        try:
-            with pytest.raises(ColocateError, match=r"can't be detached: it has lost slots .*group\.wait_ready\(\)"):
-                pool.detach("too-early", ttl=PATIENCE_S)
-        finally:
-            may.set()
-        group.wait_ready(PATIENCE_S)
-        assert group.role("lasting", Lasting).add() == [1]
-        pool.detach("in-time", ttl=PATIENCE_S)
-        with runtime.attach("in-time", own=True) as again:
-            assert again.groups[group.name].role("lasting", Lasting).add() == [2]
-
-
-def test_stopped_dask_worker(runtime: Runtime, other: Any) -> None:
-    """A Dask worker that doesn't answer is ended by its nanny, so that its slot is free again."""
-    pool = runtime.reserve(1, cpus=4)
-    group = pool.spawn({"echo": colocate.role(Echo)})
-    pids = other.run(os.getpid)
-    (held,) = (address for address, status in by_status(other).items() if status == "paused")
-    workers = Processes([group.role("echo", Echo).place()[0][0], pids[held]])
-    with replacing(runtime):
-        send(pids[held], signal.SIGSTOP)
-        pool.close(grace=1)
-        workers.wait()
-        workers.close()
-
-
-def test_other_versions(runtime: Runtime) -> None:
-    """Workers of another version don't come into question, and the table says so."""
-    from colocate_dask import reservations
-    from colocate_dask.offers import Facts, Refusal, Wanted
-
-    executor: Any = runtime._node.services.executor
-    wanted = Wanted("none", executor._connection.id, "pool", 1)
-    answer = executor._connection.on_scheduler(reservations.reserve, wanted, Facts("2.7", "0.0"))
-    assert isinstance(answer, Refusal)
-    assert answer.never
-    has = f"whose environment has colocate {colocate.__version__}, the driver 0.0"
-    assert f"{has}: install the same in both: pip install ." in answer.rows[0]["why"]
 
 
 def test_hold_of_a_client_that_is_gone(

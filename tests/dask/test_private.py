@@ -6,9 +6,6 @@ import io
 import json
 import logging
 import os
-import subprocess
-import sys
-import threading
 from typing import Any
 
 import psutil
@@ -116,29 +113,3 @@ def test_killed_driver() -> None:
         driver.kill()
         workers.wait()
         workers.close()
-
-
-def test_waiting_is_withdrawn() -> None:
-    """A reservation that is waited for holds nothing when it is given up."""
-    with colocate.connect("dask", cpus=1) as runtime:
-        with runtime.reserve(1):
-            errors: list[BaseException] = []
-
-            def wait() -> None:
-                try:
-                    runtime.reserve(1, timeout=0.05)
-                except PlacementTimeout as error:
-                    errors.append(error)
-
-            waiter = threading.Thread(target=wait)
-            waiter.start()
-            waiter.join()
-            assert len(errors) == 1
-        runtime.reserve(1, timeout=0).close()
-
-
-def test_it_is_within_this_process_whatever_dask_must_encrypt() -> None:
-    source = "import colocate\nwith colocate.connect('dask', cpus=1) as runtime, runtime.reserve(1): print('held')"
-    environment = os.environ | {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True"}
-    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr

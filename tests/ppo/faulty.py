@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from colocate import Concat, Reduce, Scatter, method
 from colocate_ppo.actor import Actor
-from colocate_ppo.critic import Estimates
-from colocate_ppo.rollout import Rollout
+from colocate_ppo.rollout import Estimates, Rollout
 from colocate_ppo.task import Problems
 
 Where = Literal["rollout", "before", "backward", "last collective", "update"]

@@ -17,11 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
-from colocate_ppo.critic import Critic, Estimates
+from colocate_ppo.critic import Critic
 from colocate_ppo.model import pretrained_model
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
-from colocate_ppo.rollout import Rollout
+from colocate_ppo.rollout import Estimates, Rollout
 from colocate_ppo.task import Problems
 from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
 

@@ -17,7 +17,7 @@ import pytest
 import colocate
 from colocate import Pool, Runtime, WorkerDied
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import send, wait_until
+from colocate.testing.waiting import wait_until
 from colocate_run.cli.audit import find_strays
 from colocate_run.cli.cluster import Cluster
 
@@ -135,25 +135,6 @@ def test_other_drivers_are_nobodys_strays(cluster: Any, runtime: Runtime) -> Non
         assert not runtime.audit()
         assert not other.audit()
         assert runtime._node.services.executor.strays() == other._node.services.executor.strays() == []
-
-
-@pytest.mark.long
-def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
-    """An audit ends all the same, and says which workers can't be asked for."""
-    with runtime.reserve(1) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        actor = _holder_of(runtime, pool)
-        send(actor, signal.SIGSTOP)
-        try:
-            audit = runtime.audit()
-        finally:
-            os.kill(actor, signal.SIGCONT)
-        assert audit.leaked == ()
-        (missing,) = audit.missing
-        assert missing.id == group._node.workforce.workers[0].boot.worker
-        assert "its keeper hasn't answered within 2 s" in missing.what
-        assert group.role("echo", Echo).noop() == [None]
-        assert not runtime.audit()
 
 
 @pytest.mark.long

@@ -20,9 +20,8 @@ from tests.ray.test_joined import everything_is_free, script
 import colocate
 from colocate import Pool, Runtime
 from colocate._detached import close_detached
-from colocate.errors import ClosedError, ConfigError, EngineError
+from colocate.errors import ConfigError, EngineError
 from colocate.keeper import Lease, PoolKeepers
-from colocate.testing.executors.placement import _free, _listening
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -117,19 +116,6 @@ def test_driver_is_killed_before_it_knows_its_owner(cluster: Any) -> None:
     driver.communicate()
 
 
-def test_owner_listens_at_a_port_of_the_range(cluster: Any) -> None:
-    """As the keepers of the slots do."""
-    first = _free(9)
-    within = range(first, first + 9)
-    with (
-        colocate.connect("ray", **cluster.options, ports=f"{within[0]}-{within[-1]}") as runtime,
-        runtime.reserve(1, cpus=0, detachable=True),
-    ):
-        (owner,) = owners(cluster)
-        (port,) = _listening([owner.pid])
-        assert port in within
-
-
 def test_owner_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
     """Without its owner a pool is over: nothing of it is left, and its name is free."""
     pids, owner = detached(runtime, cluster, name)
@@ -163,31 +149,6 @@ def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> 
     again.detach(name, ttl=300)
     with runtime.attach(name, own=True) as mine:
         assert mine.groups["counting"].role("counting", Counting).add() == [2, 2]
-    assert runtime.detached() == []
-    everything_is_free(runtime)
-
-
-def test_attached_while_detached_in_vain(
-    runtime: Runtime, cluster: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A detach that fails when another driver has got the pool already leaves it to that one, with its name."""
-    detach = PoolKeepers.detach
-    with colocate.connect("ray", **cluster.options) as other:
-
-        def fail(keepers: PoolKeepers, lease: Lease) -> None:
-            monkeypatch.undo()
-            detach(keepers, lease)
-            other.attach(name)
-            raise EngineError("it was told to")
-
-        monkeypatch.setattr(PoolKeepers, "detach", fail)
-        pool, view = new(runtime)
-        with pytest.raises(EngineError, match="it was told to"):
-            pool.detach(name, ttl=300)
-        with pytest.raises(ClosedError, match="another driver"):
-            view.add()
-    with runtime.attach(name, own=True) as mine:
-        assert mine.groups["counting"].role("counting", Counting).add() == [1, 1]
     assert runtime.detached() == []
     everything_is_free(runtime)
 

@@ -104,14 +104,6 @@ def test_stopped_envoy() -> None:
     assert not Path(envoy(runtime).folder).exists()
 
 
-@pytest.mark.long
-def test_stopped_envoy_of_a_closed_runtime() -> None:
-    runtime = colocate.connect("ray", cpus=1)
-    send(envoy(runtime)._process.pid, signal.SIGSTOP)
-    assert ended(runtime.close) == []
-    assert not Path(envoy(runtime).folder).exists()
-
-
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
 )

@@ -19,7 +19,7 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, ConfigError, EngineError, PlacementError, PlacementTimeout, WorkerDied
+from colocate.errors import ColocateError, ConfigError, EngineError
 from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.lasting import Lasting
@@ -105,12 +105,6 @@ def test_killed_by_ray(runtime: Runtime, cluster: Any) -> None:
         assert death_of(group).rank == 0
 
 
-def test_pack(runtime: Runtime) -> None:
-    """As few nodes as possible."""
-    with runtime.reserve(2, cpus=1) as pool:
-        assert len({slot.node for slot in pool.slots}) == 1
-
-
 def test_spread(runtime: Runtime) -> None:
     """As many nodes as possible; values go from one to the other, between groups too."""
     with runtime.reserve(2, cpus=1, strategy="spread") as pool:
@@ -133,54 +127,6 @@ def test_ranks_are_sorted(runtime: Runtime) -> None:
         assert [who["node"] for who in said] == [node for node, _ in places]
         visible: Any = echo.env("CUDA_VISIBLE_DEVICES")
         assert visible == [str(devices[0]) for _, devices in places]
-
-
-def test_never_fits(runtime: Runtime) -> None:
-    """There are 3 CPUs, but no node has them together."""
-    with pytest.raises(PlacementError, match="1 slots with 3 CPU each can never fit") as caught:
-        runtime.reserve(1, cpus=3, timeout=1e6)
-    rows = sorted(caught.value.nodes, key=lambda row: row["total"])
-    assert [row["total"] for row in rows] == ["1 CPU, 2 GPU", "2 CPU, 1 GPU"]
-    assert {row["wanted"] for row in rows} == {"3 CPU, 0 GPU"}
-
-
-@pytest.mark.long
-def test_two_drivers(cluster: Any, runtime: Runtime) -> None:
-    """Each has what it has reserved: the other one can't have it, and its end frees nothing of it."""
-    with runtime.reserve(2, gpus=1, cpus=0) as pool:
-        echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-        with colocate.connect("ray", **cluster.options) as other:
-            with pytest.raises(PlacementTimeout) as caught:
-                other.reserve(2, gpus=1, cpus=0, timeout=0.1)
-            assert sorted(row["free"] for row in caught.value.nodes) in (
-                ["1 CPU, 0 GPU", "2 CPU, 1 GPU"],
-                ["1 CPU, 1 GPU", "2 CPU, 0 GPU"],
-            )
-            # The request was withdrawn: it takes nothing of what becomes free.
-            with other.reserve(1, gpus=1, cpus=0, timeout=0):
-                pass
-        assert echo.echo(1) == [1, 1]
-    everything_is_free(runtime)
-
-
-@pytest.mark.long
-def test_killed_driver(cluster: Any, runtime: Runtime) -> None:
-    """What it held is free at once, and its workers are gone."""
-    driver = script(
-        """
-        runtime = colocate.connect("ray", **OPTIONS)
-        group = runtime.reserve(2, gpus=1, cpus=1).spawn({"echo": colocate.role(Echo)})
-        print(json.dumps([worker.pid for worker in group._node.workforce.workers]), flush=True)
-        sys.stdin.read()
-        """,
-        cluster,
-    )
-    with driver:
-        assert driver.stdout is not None
-        pids = json.loads(driver.stdout.readline())
-        driver.kill()
-    with runtime.reserve(3, cpus=1), runtime.reserve(3, gpus=1, cpus=0):
-        assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_killed_while_it_waits(cluster: Any, runtime: Runtime) -> None:
@@ -286,20 +232,6 @@ def test_an_environment_that_fails(cluster: Any, detachable: bool) -> None:
         assert "Traceback" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({"working_dir": "/nowhere/at_all"}, "directory /nowhere/at_all must be an existing directory"),
-        ({"py_modules": ["/nowhere/at_all"]}, "got /nowhere/at_all"),
-        ({"env_vars": {"COUNT": 1}}, "the value 1 is of type"),
-    ],
-)
-def test_an_environment_that_ray_does_not_take(cluster: Any, env: dict[str, Any], words: str) -> None:
-    """It is that which is wrong, and not the cluster."""
-    with pytest.raises(ConfigError, match=rf"^connect\('ray', runtime_env=\.\.\.\): .*{words}"):
-        colocate.connect("ray", **cluster.options, runtime_env=env)
-
-
 def test_a_setup_hook_that_fails(cluster: Any) -> None:
     """A module that it lacks isn't taken for colocate."""
     env = {"worker_process_setup_hook": "nowhere.at_all"}
@@ -381,22 +313,4 @@ def test_restart_after_a_lost_node(cluster: Any, runtime: Runtime) -> None:
         group.wait_ready(PATIENCE_S)
         assert lasting.add() == [1] * 3
         assert len({slot.node for slot in pool.slots}) == 2
-    everything_is_free(runtime)
-
-
-@pytest.mark.long
-def test_what_is_left_is_too_small(cluster: Any, runtime: Runtime) -> None:
-    """The group fails for good: the first cause, and the table of what there is."""
-    cluster.tell("add")
-    pool = runtime.reserve(4, cpus=1, timeout=5)
-    group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
-    cluster.tell("remove")
-    wait_until(
-        lambda: isinstance(group._node.failure, WorkerDied) and not group._node.life.recovers,
-        "it has failed for good",
-    )
-    with pytest.raises(WorkerDied) as caught:
-        group.wait_ready()
-    assert "could not be restarted" in caught.value.__notes__[0]
-    pool.close()
     everything_is_free(runtime)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import ColocateError
 from colocate.executor import Request
 from colocate.keeper import Failure
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -61,14 +61,6 @@ def test_before_it_is_noted(ray: FakeRay, made: Placing) -> None:
     assert ray.groups == set()
 
 
-def test_after_the_driver_has_gone(ray: FakeRay, made: Placing) -> None:
-    """A request of one that has gone is refused, too."""
-    made.abandon()
-    with pytest.raises(ColocateError, match="withdrawn"):
-        made.reserve(1, REQUEST, b"")
-    assert ray.groups == set()
-
-
 def test_while_the_group_is_being_made(ray: FakeRay, made: Placing) -> None:
     """The one that Ray then comes back with is given back."""
     releasing = threading.Thread(target=made.release, args=(1,))
@@ -82,35 +74,6 @@ def test_while_the_group_is_being_made(ray: FakeRay, made: Placing) -> None:
         made.reserve(1, REQUEST, b"")
     releasing.join(PATIENCE_S)
     assert ray.groups == set()
-
-
-def test_a_driver_that_goes_meanwhile(ray: FakeRay, made: Placing) -> None:
-    """What is just being made is waited for, and nothing more is made: Ray knows of all of it, and frees it."""
-    known: list[int] = []
-
-    def go() -> None:
-        made.abandon()
-        known.append(len(ray.groups))
-
-    going = threading.Thread(target=go)
-
-    def leave() -> None:
-        going.start()
-        wait_until(lambda: made._abandoned, "it is abandoned")
-
-    ray.in_the_making = leave
-    with pytest.raises(ColocateError, match="withdrawn"):
-        made.reserve(1, REQUEST, b"")
-    going.join(PATIENCE_S)
-    assert known == [len(ray.groups)] == [1]
-
-
-@pytest.mark.parametrize("nodes", [[], [{"Alive": False}]])
-def test_a_cluster_that_has_ended(monkeypatch: pytest.MonkeyPatch, nodes: list[Any]) -> None:
-    """It has no nodes, so nothing fits: that isn't the request's fault."""
-    monkeypatch.setattr("colocate_ray.nodes._every", lambda: nodes)
-    with pytest.raises(EngineError, match="no node that is alive"):
-        Placing(Cluster(), lambda *lost: None).reserve(1, REQUEST, b"")
 
 
 def test_another_version() -> None:

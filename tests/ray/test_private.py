@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
@@ -23,12 +22,10 @@ from tests.ray.deaths import death_of
 import colocate
 from colocate import ColocatedGroup, Runtime, gpus
 from colocate.errors import ColocateError, ConfigError, EngineError
-from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, send, starter_of, wait_until
+from colocate.testing.waiting import Processes, starter_of, wait_until
 from colocate_ray.leftovers import left_here
-from colocate_ray.private import _STORE_BYTES, engine_error
+from colocate_ray.private import engine_error
 
 SCRIPT = """
 import json, os, sys
@@ -127,33 +124,6 @@ def test_killed_driver() -> None:
         assert child.is_running()
 
 
-@pytest.mark.long  # tests/ray/test_faults.py has the end of both
-@pytest.mark.parametrize("victim", ["driver", "envoy"])
-def test_shared_memory(victim: str) -> None:
-    """What roles leave there is removed by Python's trackers: whoever ends the rest gives these the time."""
-    text = """
-    from multiprocessing import shared_memory
-
-    class Sharing(colocate.Role):
-        @colocate.method
-        def share(self):
-            self.memory = shared_memory.SharedMemory(create=True, size=4096)
-            return self.memory.name
-
-    runtime = colocate.connect("ray", cpus=2)
-    say({"driver": os.getpid(), "envoy": runtime._node.services.executor._envoy._process.pid})
-    say(runtime.reserve(2).spawn({"sharing": colocate.role(Sharing)}).role("sharing", Sharing).share())
-    sys.stdin.read()
-    """
-    with driver(text, stderr=subprocess.DEVNULL) as process:
-        pids, names = hear(process), hear(process)
-        memory = [Path("/dev/shm", name) for name in names]
-        assert all(path.exists() for path in memory)
-        os.kill(pids[victim], signal.SIGKILL)
-        wait_until(lambda: not any(path.exists() for path in memory), "it is removed")
-        process.kill()
-
-
 @pytest.mark.long
 def test_killed_while_it_starts() -> None:
     """The same when Ray is only being started."""
@@ -203,40 +173,6 @@ def _lose_the_envoy(runtime: Runtime, group: ColocatedGroup) -> None:
     processes.wait()
     processes.close()
     assert not Path(envoy(runtime).folder).exists()
-
-
-def test_release(runtime: Runtime) -> None:
-    """What has been released can be reserved at once, again and again."""
-    for _ in range(3):
-        with runtime.reserve(2, gpus=1, timeout=0) as pool:
-            assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
-
-
-@pytest.mark.long
-def test_larger_than_the_object_store(runtime: Runtime) -> None:
-    """Values don't go through it: an argument, a result and a resident may be larger."""
-    block = bytes(_STORE_BYTES + 1)
-    with runtime.reserve(2) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo), "left": colocate.role(Echo).on(slots=[0])})
-        kept = group.role("left", Echo).first.keep(block)
-        assert group.role("echo", Echo).first(kept.ref) == block
-
-
-def test_actor_dies(runtime: Runtime) -> None:
-    """The worker and all that it has started go with the actor of its keeper; Ray's own words are in the error."""
-    with runtime.reserve(2) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo), "parent": colocate.role(Parent)})
-        (pid, *_), _ = group.role("echo", Echo).place()
-        actor = starter_of(pid)
-        worker = Processes([pid, *group.role("parent", Parent).start_children()[0]])
-        os.kill(actor, signal.SIGKILL)
-        error = death_of(group)
-        worker.wait()
-        worker.close()
-        assert error.rank in (0, 1)  # both go with it
-        assert "actor" in str(error.detail)
-    with runtime.reserve(2, timeout=0):
-        pass
 
 
 def test_one_actor_has_the_keepers_of_all_pools(runtime: Runtime) -> None:
@@ -332,22 +268,6 @@ def test_not_installed() -> None:
         assert hear(process) == "pip install '.[ray]' in a checkout of colocate"
 
 
-def test_stuck_keeper(runtime: Runtime) -> None:
-    """A keeper that doesn't answer is ended, with its worker, before its slot counts as free."""
-    pool = runtime.reserve(1)
-    group = pool.spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)})
-    ((pid, *_),) = group.role("echo", Echo).place()
-    actor = starter_of(pid)
-    both = [psutil.Process(pid), psutil.Process(actor)]
-    with Gate() as gate:
-        group.role("faulty", Faulty).wait.submit(gate.address)
-        gate.wait_for()
-        send(actor, signal.SIGSTOP)
-        with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
-            pool.close(grace=0)
-    assert [process for process in both if process.is_running()] == []
-
-
 def each_its_own(runtime: Runtime) -> None:
     with runtime.reserve(2, gpus=1) as pool:
         assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
@@ -358,14 +278,6 @@ def each_its_own(runtime: Runtime) -> None:
 def test_gpus_when_ray_leaves_them_to_others(runtime: Runtime) -> None:
     """Each rank has a GPU of its own, of those that the job was given, also where Ray is told not to show it."""
     each_its_own(runtime)
-
-
-@pytest.mark.long
-def test_gpus_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where it isn't."""
-    given(monkeypatch, "")
-    with colocate.connect("ray", cpus=2, gpus=2) as runtime:
-        each_its_own(runtime)
 
 
 def test_nothing_of_it_is_taken_for_a_leftover(runtime: Runtime) -> None:

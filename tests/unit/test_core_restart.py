@@ -18,8 +18,6 @@ from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation
-from colocate.testing.executors.auditing import in_a_fork, refuses
-from colocate.testing.gate import Gate
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -62,19 +60,6 @@ def restarted(group: ColocatedGroup) -> None:
     group.wait_ready(PATIENCE_S)
 
 
-def test_each_attempt_waits_longer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first comes at once; what doesn't come back isn't tried again and again without a pause."""
-    monkeypatch.setattr("colocate._crew.restart.LONGEST_BACKOFF_S", 2.0)
-    roles = {"lasting": colocate.role(Lasting, breaks=9)}
-    group = pool.spawn(roles, on_failure="restart", restarts=5)
-    waited: list[float] = []
-    monkeypatch.setattr(group._node.restarts._stopping, "wait", waited.append)  # as if nobody were closing it
-    fail(group)
-    with pytest.raises(ColocateError, match="on purpose"):
-        group.wait_ready(PATIENCE_S)
-    assert waited == [0.0, 0.5, 1.5, 2.0, 2.0]
-
-
 # -- checkpoints
 
 
@@ -102,14 +87,6 @@ def test_a_checkpoint_that_comes_too_late(
     assert role.add() == [2, 2]
     assert '"first"' in (folder / "checkpoint.json").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
-
-
-def test_a_tag_is_something_to_write_down(group: ColocatedGroup, tmp_path: Path) -> None:
-    """Anything else is refused by its name, before a role has saved anything."""
-    wrong: Any = {"a": object()}
-    with pytest.raises(colocate.ConfigError, match=r"checkpoint\(tag\) must be text, a number or None, not {'a': <obj"):
-        group.checkpoint(tmp_path / "one", tag=wrong)
-    assert not list(tmp_path.iterdir())
 
 
 # -- the generation before
@@ -161,16 +138,6 @@ def test_a_worker_does_not_wait_for_the_generation_before(group: ColocatedGroup,
         with pytest.raises(RoleError):
             use.options(timeout=PATIENCE_S)(old.ref)
     assert role.add() == [1, 1]
-
-
-def test_a_fork_while_it_is_restarted(pool: Pool) -> None:
-    """A forked child doesn't wait for what goes on in its parent only."""
-    with Gate() as gate:
-        group = pool.spawn({"lasting": colocate.role(Lasting, gate=gate.address)}, on_failure="restart")
-        fail(group)
-        gate.wait_for(2)
-        assert in_a_fork(lambda: [] if refuses(lambda: group.wait_ready(0.1)) else ["it waits"]) == []
-    group.wait_ready(PATIENCE_S)
 
 
 # -- slots that are lost

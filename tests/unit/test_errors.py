@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from colocate import errors
-from colocate._crew.spawn import BuildErrors
+from colocate._crew.spawn import start_error
 from colocate.errors import ColocateError
 
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, ColocateError)]
@@ -45,10 +45,7 @@ def test_what_only_follows_is_not_told_of_a_start() -> None:
         errors.RoleError("raised", rank=1, remote_traceback="at x"),
     )
     follows._follows = True
-    found = BuildErrors("policy")
-    found.add(0, follows)
-    assert found.error().errors == {0: follows}
-    found.add(1, cause)
-    error = found.error()
+    assert start_error("policy", {0: follows}).errors == {0: follows}
+    error = start_error("policy", {0: follows, 1: cause})
     assert (dict(error.errors), error.rank, error.remote_traceback) == ({1: cause}, 1, "at x")
     assert "1 rank failed" in str(error)

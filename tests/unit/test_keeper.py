@@ -26,8 +26,7 @@ from colocate._system.deadline import Deadline
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Adoption, Keeper, Keepers, KeptSlot, Lease, Patience, Registration, adopt_lead, listed
 from colocate.keeper.forks import NoFork
-from colocate.keeper.launcher import Launcher
-from colocate.keeper.started import DoorProcess
+from colocate.keeper.keeper import _StartedWorker
 from colocate.testing.waiting import starter_of, wait_until
 
 WAIT_S = 20
@@ -104,36 +103,19 @@ def test_what_is_sent_before_there_is_a_lane_arrives(kept: Kept) -> None:
     assert [type(heard.messages.get(timeout=WAIT_S)) for _ in range(2)] == [Hello, Address]
 
 
-@pytest.mark.parametrize("env", [{}, {"COLOCATE_TEST": "other"}])
-def test_several_workers_one_after_the_other(kept: Kept, env: dict[str, str]) -> None:
-    """The first one is warm, if its environment is the one it was started with."""
-    for _ in range(2):
-        host, heard = kept.launch(env=env)
-        pid = heard.hello()["pid"]
-        assert psutil.Process(pid).environ().get("COLOCATE_TEST") == env.get("COLOCATE_TEST")
-        host.kill()
-        heard.exits.get(timeout=WAIT_S)
-
-
-def test_killed_at_once(kept: Kept) -> None:
-    host, heard = kept.launch()
-    host.kill()
-    heard.exits.get(timeout=WAIT_S)
-    assert not kept.stuck.is_set()
-
-
 def test_killed_before_it_has_its_process(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that was to be its own is waited for, though the worker is forgotten by then."""
     given: queue.SimpleQueue[int] = queue.SimpleQueue()
     killed = threading.Event()
-    give = DoorProcess.give
+    hand_over = _StartedWorker.hand_over
 
-    def late(process: DoorProcess, *what: Any) -> None:
-        given.put(process.pid)
+    def late(worker: _StartedWorker, *what: Any, **more: Any) -> None:
+        assert worker.process is not None
+        given.put(worker.process.pid)
         killed.wait(WAIT_S)
-        give(process, *what)
+        hand_over(worker, *what, **more)
 
-    monkeypatch.setattr(DoorProcess, "give", late)
+    monkeypatch.setattr(_StartedWorker, "hand_over", late)
     host, heard = kept.launch()
     pid = given.get(timeout=WAIT_S)
     host.kill()
@@ -227,7 +209,7 @@ def test_how_long_a_machine_may_be_silent(keepers: Keepers) -> None:
     kept = Kept(keepers, host="127.0.0.1", cut_s=20)
     assert kept.slot.wait_connected() is None
     wait_until(lambda: kept.keeper._driver, "the keeper has its driver")
-    lanes: list[Any] = [kept.slot._commands, kept.keeper._driver.lane]  # type: ignore[union-attr]
+    lanes: list[Any] = [kept.slot._commands, kept.keeper._driver]
     silent_ms = [lane._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for lane in lanes]
     assert silent_ms == [8000, 20000]
     kept.keeper.close()
@@ -280,20 +262,11 @@ def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch
     finally:
         go_on.set()
     assert (found.id, found.doubt) == ("w", "its keeper hasn't answered within 0.05 s")
-    assert kept.slot._lists._open == {}
+    assert kept.slot._requests._open == {}
     monkeypatch.undo()
     (found,) = keepers.running()
     assert (found.id, found.doubt) == ("w", "")
     assert found.pid is not None
-
-
-def test_a_keeper_that_is_gone_is_asked_nothing(kept: Kept, keepers: Keepers) -> None:
-    """What is known to be lost runs nothing; nobody waits for its answer."""
-    _host, heard = kept.launch()
-    heard.messages.get(timeout=WAIT_S)
-    kept.keeper.close()
-    heard.exits.get(timeout=WAIT_S)
-    assert keepers.running() == []
 
 
 def test_nobody_dials(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +340,7 @@ def test_taken_from_oneself(
     keepers: Keepers, cluster: wire.Tls, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
     """Who has adopted a worker twice hears of its end by the one that holds, though the other one ends later."""
-    monkeypatch.setattr("colocate.keeper.kept_host.LANE_ENDS_WITHIN_S", WAIT_S)
+    monkeypatch.setattr("colocate.keeper.slots.LANE_ENDS_WITHIN_S", WAIT_S)
     if encrypted:
         keepers.tls = cluster
         kept = Kept(keepers, detachable=True, host="127.0.0.1", tls=cluster)
@@ -415,17 +388,6 @@ def test_an_environment_that_cannot_be(keepers: Keepers, own: bool) -> None:
     kept.keeper.close()
 
 
-def test_a_slot_after_all_are_closed(keepers: Keepers) -> None:
-    """Nobody waits for what won't be dialled any more."""
-    keepers.close()
-    slot = keepers.slot("unix:@nobody")
-    assert slot._connected.wait(WAIT_S)
-    assert slot.wait_connected() == "its keeper was let go"
-    heard = Heard()
-    slot.launch(Boot("w", "g", 0, "here"), heard)
-    assert heard.exits.get(timeout=WAIT_S).detail == "its keeper was let go"
-
-
 def test_what_is_detached_is_listed(keepers: Keepers) -> None:
     """Whoever answers, as he says; who doesn't, as known; who is gone, or has detached nothing, not at all."""
     keepers.patience = Patience(dial_s=0.2)
@@ -447,22 +409,6 @@ def test_what_is_detached_is_listed(keepers: Keepers) -> None:
     assert one.keys() == three.keys()
     kept.keeper.close()
     not_detached.keeper.close()
-
-
-def test_a_launching_thread_outlives_what_a_job_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reported, and the jobs after it are run."""
-    reported: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", reported.append)
-    launcher, done = Launcher(), threading.Event()
-
-    def fail() -> None:
-        raise ValueError("it was told to")
-
-    launcher.soon(fail)
-    launcher.soon(done.set)
-    assert done.wait(WAIT_S)
-    launcher.close()
-    assert [report.exc_type for report in reported] == [ValueError]
 
 
 def test_output_before_and_after_the_lane(kept: Kept) -> None:

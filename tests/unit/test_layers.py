@@ -64,6 +64,43 @@ def test_no_circle() -> None:
     assert layers.circles() == []
 
 
+@pytest.mark.parametrize("package", layers.AROUND)
+def test_around_core(package: str) -> None:
+    """They have layers of modules as well, which the page tells: no import leads up, or in a circle."""
+    folder, order = ROOT / package, layers.AROUND[package]
+    assert {name for layer in order for name in layer.split()} == set(layers.modules_around(folder))
+    assert layers.against_around(folder, order) == []
+    assert layers.circles(folder) == []
+    row = f"| `{package}/` | {' < '.join(layer.replace(' ', ', ') for layer in order)} |"
+    assert row in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_every_package_around_core_has_layers() -> None:
+    packages = {path.parent for folder in ("executors", "plugins") for path in (ROOT / folder).glob("*/__init__.py")}
+    assert {str(path.relative_to(ROOT)) for path in packages} == set(layers.AROUND)
+
+
+@pytest.mark.parametrize(
+    ("line", "imported"),
+    [
+        ("from colocate_some.b import x", "b"),
+        ("def f():\n    import colocate_some.b", "b"),
+        ("from . import b", "b"),
+        ("import colocate_ppo.actor", "colocate_ppo.actor"),
+        ("import colocate_something, colocate_some", None),
+    ],
+)
+def test_what_goes_down_around_core(tmp_path: Path, line: str, imported: str | None) -> None:
+    """It is found however it is written; b imports a, so what a imports of it is a circle too."""
+    folder = tmp_path / "colocate_some"
+    folder.mkdir()
+    for name, text in {"__init__": "", "a": line, "b": "from colocate_some import a"}.items():
+        (folder / f"{name}.py").write_text(text)
+    assert layers.against_around(folder, ["a", "b"]) == ([layers.Arrow("a", imported)] if imported else [])
+    if imported in (None, "b"):
+        assert layers.circles(folder) == ([{"a", "b"}] if imported else [])
+
+
 BUILT_ON_CORE = ("executors", "plugins", "docs/examples", *(f"core/{name}" for name in layers.BESIDE))
 
 

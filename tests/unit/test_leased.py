@@ -11,10 +11,10 @@ import attrs
 import pytest
 
 from colocate import wire
-from colocate._protocol.commands import Detach, GiveUp, Renew, Retain
+from colocate._protocol.commands import Detach, Retain
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEAD_SLACK_S
-from colocate.errors import BorrowedError, ConfigError, EngineError
+from colocate.errors import EngineError
 from colocate.keeper import (
     AdoptedSlot,
     Adoption,
@@ -25,7 +25,6 @@ from colocate.keeper import (
     PoolKeepers,
     Registration,
     adopt_lead,
-    adoption,
     listed,
 )
 from colocate.keeper.leased import Leased
@@ -94,41 +93,6 @@ def test_a_stranger_is_turned_away(side: Side) -> None:
         )
 
 
-def test_one_after_the_other(side: Side) -> None:
-    """Each gets a higher epoch and the record; who comes while another is there is told of it."""
-    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
-    side.owner.leave()
-    side.owner.left(Deadline(PATIENCE_S))
-    first = side.adoption("first")
-    assert (first.epoch, first.record) == (2, b"the record")
-    with pytest.raises(BorrowedError, match="first, since"):
-        side.adoption("second")
-    (seen,) = listed(side.keepers, [side.registration])
-    assert (seen["driver"], seen["left_s"], seen["owned"]) == ("first", None, False)
-    first.leave()
-    first.left(Deadline(PATIENCE_S))
-    assert side.adoption("second").epoch == 3
-    assert not side.ended.is_set()
-
-
-def test_taken_by_force(side: Side) -> None:
-    """Who takes it fences the one before, whose commands have no effect any more; it then ends with its new owner."""
-    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
-    side.owner.leave()
-    side.owner.left(Deadline(PATIENCE_S))
-    fenced: list[str] = []
-    first = adopt_lead(side.keepers, side.registration, Adoption("first", False, fenced.append))
-    second = side.adoption("second", own=True)
-    wait_until(lambda: fenced, "the first is told")
-    assert fenced == ["second (epoch 3)"]
-    first.command(Renew(attrs.evolve(LEASE, name="changed")))
-    first.command(GiveUp())
-    (seen,) = listed(side.keepers, [side.registration])
-    assert (seen["name"], seen["driver"], seen["owned"]) == ("name", "second", True)
-    second.close()
-    assert side.ended.wait(PATIENCE_S)
-
-
 def test_not_retained_by_who_has_lost_it(side: Side) -> None:
     """Whoever was fenced has no word with the other keepers either: it could keep them from who has taken the pool."""
     ended = threading.Event()
@@ -163,33 +127,11 @@ def test_a_name_that_is_about_to_be_free(side: Side) -> None:
     assert side.adoption("second").epoch  # it is detached
 
 
-def test_a_name_that_is_taken(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has it is said as soon as that is seen, and in the end where nobody is."""
-    pool = PoolKeepers(side.key, side.owner, [side.owner])
-    others = iter([[], [{"name": "other"}, {"name": "name", "pool": "pool-7", "slots": 4}]])
-    with pytest.raises(ConfigError, match=r"already: pool 'pool-7' of 4 slots; names are unique \(colocate close name"):
-        pool.publish(LEASE, None, lambda registration: False, lambda: None, lambda: next(others))
-    monkeypatch.setattr(adoption, "NAME_SETTLES_WITHIN_S", 0.0)
-    with pytest.raises(ConfigError, match=r"already: it has ended, of which the cluster hasn't heard"):
-        pool.publish(LEASE, None, lambda registration: False, lambda: None, list)
-
-
 def test_a_keeper_that_is_gone_confirms_nothing(side: Side) -> None:
     """And nobody waits for it."""
     side.keeper.close()
     assert side.owner._gone.wait(PATIENCE_S)
     assert not side.owner.confirm(Retain, within_s=math.inf)
-
-
-def test_detached_in_vain(side: Side) -> None:
-    """What its driver retains is that driver's alone, as before."""
-    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
-    assert side.owner.confirm(Retain, within_s=PATIENCE_S)
-    with pytest.raises(EngineError, match="hasn't been detached"):
-        side.adoption("second", own=True)
-    assert listed(side.keepers, [side.registration]) == []
-    side.owner.close()
-    assert side.ended.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
@@ -240,15 +182,3 @@ def test_the_clock() -> None:
     leased.grant(0, "first", False)
     assert leased.seen()["left_s"] is None
     assert Leased(lease=attrs.evolve(LEASE, record=b"")).vacate() == LEASE.ttl + LEAD_SLACK_S
-
-
-def test_time_is_over(side: Side) -> None:
-    """It ends by itself, and not by a clock of an earlier vacancy."""
-    assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, ttl=0.2)), within_s=PATIENCE_S)
-    side.owner.leave()
-    side.owner.left(Deadline(PATIENCE_S))
-    first = side.adoption("first")
-    assert not side.ended.wait(0.5)
-    first.leave()
-    first.left(Deadline(PATIENCE_S))
-    assert side.ended.wait(PATIENCE_S)

@@ -20,7 +20,7 @@ from colocate.worker.birth.processes import OF_A_ROLE
 
 if TYPE_CHECKING:
     from colocate._api.connection import Connection
-    from colocate._crew.worker import Worker
+    from colocate._crew.workforce import Worker
     from colocate._owned.owned import Owned
     from colocate.executor import Running
 

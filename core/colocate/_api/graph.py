@@ -13,7 +13,7 @@ from colocate import _display as html
 from colocate._api.memory import GroupMemory
 from colocate._api.memory import memory as memory_of
 from colocate._crew.crew import Crew
-from colocate._crew.worker import Worker
+from colocate._crew.workforce import Worker
 from colocate._owned.owned import Owned
 from colocate._role.call import OnDriver
 from colocate._signals.off_main import off_main

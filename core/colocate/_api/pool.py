@@ -13,8 +13,7 @@ import attrs
 from colocate._api.connection import Connection
 from colocate._api.graph import Held
 from colocate._api.group import ColocatedGroup
-from colocate._crew.attachment import Attachment
-from colocate._crew.crew import Crew, Home
+from colocate._crew.crew import Attachment, Crew, Home
 from colocate._crew.spawn import Declared, declare
 from colocate._owned.owned import Making, raise_together
 from colocate._plugins.needs import check_needs

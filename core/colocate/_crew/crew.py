@@ -4,37 +4,123 @@ from __future__ import annotations
 
 import abc
 import copy
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from colocate._calls.cancel import Cancellations
+from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
-from colocate._crew.attachment import Attachment
-from colocate._crew.ledgers import Ledgers
-from colocate._crew.questions import Questions, Tell
-from colocate._crew.restart import Restartable, Restarts
-from colocate._crew.saved import Checkpoint
+from colocate._crew.saved import Checkpoint, Tag
 from colocate._crew.sleepers import Sleepers
 from colocate._crew.spawn import Declared, warn_of_rebound
-from colocate._crew.taught import Taught
-from colocate._crew.worker import Worker
-from colocate._crew.workforce import Workforce
+from colocate._crew.taught import Questions, Taught, Tell
+from colocate._crew.workforce import Worker, Workforce
 from colocate._kept import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
+from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Message
+from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Origin, Source
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._system.deadline import Deadline
-from colocate._system.jobs import error_text
+from colocate._system.jobs import error_text, message_of, report_exception
+from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
 from colocate._values.mesh import Ranks
-from colocate.errors import ClosedError, ColocateError
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, RoleError, WorkerDied
 from colocate.executor import Place, Request
+
+_log = logging.getLogger("colocate")
+
+
+@attrs.define(eq=False)
+class Attachment:
+    """How this driver has a pool that was detached once."""
+
+    name: str  # what it is called in the cluster
+    own: bool  # whether it ends with this driver
+    ttl: float  # seconds that it lives without any
+    groups: set[str]  # the groups that belong to it, by name; others end with this driver
+    # Tells those after this driver which groups there are, and what they are to know of them
+    changed: Callable[[], None]
+    lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
+
+
+class Ledgers:
+    """Those of one generation of a group's workers."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._tell = link.teller()
+        self._requests: Requests[int, Ledger] = Requests(link.base)
+
+    def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
+        """The ledgers of some slots, in their order.
+
+        Raises:
+            TimeoutError: A worker hasn't answered in time.
+            RoleError: What a role holds can't be looked at: its `device_state` has raised, say.
+            ColocateError: The group is gone.
+        """
+        found = self.each(slots, deadline)
+        for ledger in found.values():
+            if isinstance(ledger, Exception):
+                raise ledger
+        return [ledger for ledger in found.values() if not isinstance(ledger, Exception)]
+
+    def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
+        """The ledger of each of some slots, or why there is none; see `get`."""
+        asked = {slot: self._requests.open([slot]) for slot in slots}
+        found: dict[int, Ledger | Exception] = {}
+        try:
+            for slot, request in asked.items():
+                self._tell(slot, to_worker.AskLedger(request.token))
+            for slot, request in asked.items():
+                try:
+                    (found[slot],) = request.result(deadline)
+                except TimeoutError:
+                    found[slot] = TimeoutError(
+                        f"worker {slot} of group {self._link.name!r} has not said in time what its memory is used for: "
+                        "it is stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine "
+                        "has too much to do"
+                    )
+                except ColocateError as error:
+                    found[slot] = error
+        finally:
+            for request in asked.values():
+                self._requests.drop(request)
+        return found
+
+    def answered(self, worker: Worker, told: from_worker.LedgerTold) -> None:
+        """A worker has answered."""
+        if told.ledger is not None:
+            self._requests.answered(told.token, worker.slot, told.ledger)
+            return
+        group = self._link.name
+        what = f"what role {told.role!r} of group {group!r} holds" if told.role else f"the memory of group {group!r}"
+        error = RoleError(
+            f"{what} in worker {worker.slot} on {worker.boot.node} could not be looked at: "
+            f"{told.trace.strip().splitlines()[-1]}",
+            group=group,
+            role=told.role or None,
+            node=worker.boot.node,
+            pid=worker.pid,
+            remote_traceback=told.trace,
+        )
+        self._requests.refused(told.token, error)
+
+    def fail(self, error: ColocateError) -> None:
+        """Fail what was asked: no worker will answer any more."""
+        self._requests.fail_all(error)
 
 
 class Home(Owned, abc.ABC):
@@ -68,16 +154,171 @@ class Home(Owned, abc.ABC):
         """It has gone: its slots are free."""
 
 
-class Crew(Restartable):
-    """The workers of a group, with the order of their calls, what they keep, and how they start and end.
+class Restarts:
+    """The restarts of a group that fails: it is rebuilt in its pool, all ranks together, a bounded number of times.
 
-    Attributes:
-        indices: The slots of the pool that it has.
-        declared: Its roles as they were declared.
-        roles: Its roles by name.
-        seed: What the generators of its roles are derived from.
-        sleepers: Which roles may have memory that sleeps.
+    What was pending, and every resident, belonged to the generation that failed: each use of it raises
+    `GroupRestarted`. New calls are refused with it too until somebody has asked `group.wait_ready()`: roles are then as
+    the last checkpoint has them, and nobody goes on with that by accident.
     """
+
+    def __init__(self, group: Crew, limit: int) -> None:
+        self.limit = limit  # how many there may be without a checkpoint in between; 0: the first failure is the last
+        self.checkpoint: Checkpoint | None = None  # the last one; None as long as there is none
+        self.restored: Tag = None  # the tag of the one that the roles were restored from
+        self.written: Checkpoint | None = None  # the last one that was made since; None for none
+        # Held by whoever writes a checkpoint: they get their names in the order in which their states were
+        self.writing = threading.Lock()
+        self._group = group
+        self._used = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- what users see
+
+    def check(self) -> None:
+        """Raise if the group has been restarted and nobody has taken note of that."""
+        overcome = self._group.life.overcome  # of which somebody may take note just now
+        if overcome is not None:
+            raise overcome.with_traceback(None)
+
+    def wait(self, timeout: float | None) -> Tag:
+        """Wait until the group can be called again; the tag of the checkpoint that its roles were restored from.
+
+        Raises:
+            TimeoutError: It isn't ready yet.
+            ColocateError: It could not be restarted, or is closed.
+        """
+        group = self._group
+        group.refuse_closed()  # also in a forked child, where nothing is under way any more
+        deadline = Deadline(timeout)
+        while True:
+            if not group.life.wait_settled(deadline.left):
+                raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}")
+            with group.order.lock:
+                if not group.life.is_settled:  # it has failed again just now
+                    continue
+                group.refuse_closed()
+                if (failure := group.life.told()) is not None:
+                    raise copy.copy(failure)
+                group.life.noted()
+                return self.restored
+
+    def committed(self, checkpoint: Checkpoint) -> None:
+        """There is a new checkpoint: what comes after it is a new attempt."""
+        self.checkpoint = self.written = checkpoint
+        self.progressed()
+
+    def began_from(self, checkpoint: Checkpoint | None) -> None:
+        """The roles are as a checkpoint has them, or as constructed."""
+        self.checkpoint = checkpoint
+        self.restored = None if checkpoint is None else checkpoint.tag
+        self.written = None
+
+    def moved(self, before: Path, after: Path) -> None:
+        """A folder that the last checkpoint may lie in has another name."""
+        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
+            folder = after / self.checkpoint.folder.relative_to(before)
+            self.checkpoint = self.written = attrs.evolve(self.checkpoint, folder=folder)
+
+    def lost(self, folder: Path, before: Checkpoint | None) -> None:
+        """What was made in a folder is gone; before that there was another one, or none."""
+        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
+            self.checkpoint, self.written = before, None
+
+    def progressed(self) -> None:
+        """There is something new to go on from: what fails from now on has its own number of attempts."""
+        self._used = 0
+
+    # -- when the group fails
+
+    def begin(self, cause: ColocateError) -> ColocateError:
+        """The group has failed; what its users are told. The order's lock is held.
+
+        A restart begins with `go`, once they have been.
+        """
+        if self._used >= self.limit:
+            return cause
+        name, checkpoint = self._group.name, self.checkpoint
+        more = ("detail", "running") if isinstance(cause, WorkerDied) else ()
+        keys = [key for key in (*ColocateError.__annotations__, *more) if not key.startswith("_")]
+        facts: dict[str, Any] = {key: getattr(cause, key) for key in keys}
+        source = "as constructed" if checkpoint is None else f"as of its checkpoint {checkpoint.tag!r}"
+        found = GroupRestarted(
+            f"{cause.message}\ngroup {name!r} is being restarted; its calls are refused until group.wait_ready() has "
+            f"returned, with roles {source}",
+            **facts,
+        )
+        found.__cause__ = cause
+        return found
+
+    def go(self, cause: ColocateError) -> None:
+        """Rebuild the group, on a thread of its own."""
+        name = f"colocate-restart-{self._group.name}"
+        thread = threading.Thread(target=self._main, args=(cause,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is to be had
+            self._group.fail_for_good(cause, error)
+        else:
+            self._thread = thread
+
+    def stop(self) -> None:
+        """The group is closing."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        """Wait until nothing is rebuilt any more, after the workers have been ended."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(RESTART_ENDS_WITHIN_S)
+
+    # -- on its thread
+
+    def _main(self, cause: ColocateError) -> None:
+        group = self._group
+        try:
+            while True:
+                fault = self._attempt()
+                if fault is None or group.closed_by is not None:
+                    return
+                if self._used >= self.limit:
+                    group.fail_for_good(cause, fault)
+                    return
+                self._log(f"group {group.name!r} could not be restarted, and is tried again: {message_of(fault)}")
+        except BaseException as error:  # a mistake here: nobody else would rebuild it
+            report_exception()
+            group.fail_for_good(cause, error)
+
+    def _attempt(self) -> BaseException | None:
+        """Rebuild the group once; what went wrong."""
+        group = self._group
+        if not group.workforce.wait_gone():
+            self._used = self.limit
+            return ColocateError(f"workers of group {group.name!r} did not go when killed")
+        self._used += 1
+        if not group.begin_again():
+            return None
+        if self._stopping.wait(min(BACKOFF_S * (2 ** (self._used - 1) - 1), LONGEST_BACKOFF_S)):
+            return None
+        checkpoint = self.checkpoint
+        try:
+            group.rebuild()
+        except ClosedError as error:  # just now: whoever closes it ends the workers, here or there
+            group.workforce.kill()
+            return error
+        except BaseException as error:  # packing and unpacking roles is users' code: it may raise SystemExit, say
+            group.workforce.kill()
+            return error
+        source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"
+        self._log(f"group {group.name!r} was restarted {source} (generation {group.generation})")
+        return None
+
+    def _log(self, text: str) -> None:
+        self._group.services.printer.soon(lambda: _log.warning(text))
+
+
+class Crew(Link):
+    """The workers of a group, with the order of their calls, what they keep, and how they start and end."""
 
     def __init__(
         self,
@@ -93,10 +334,10 @@ class Crew(Restartable):
     ) -> None:
         super().__init__(name, home, services, len(places), base, generation)
         self.home = home
-        self.indices = indices
-        self.declared = declared
-        self.roles: Mapping[str, RoleInfo] = declared.infos
-        self.seed = services.seed
+        self.indices = indices  # the slots of the pool that it has
+        self.declared = declared  # its roles as they were declared
+        self.roles: Mapping[str, RoleInfo] = declared.infos  # its roles by name
+        self.seed = services.seed  # what the generators of its roles are derived from
         self._start_timeout: float | None = None
         self._origins: dict[str, Origin] = {}  # by method
         self.order = CallOrder(self)
@@ -105,6 +346,7 @@ class Crew(Restartable):
         self.cancellations = Cancellations(self.order)
         self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers)
         self.restarts = Restarts(self, restarts)
+        # Which roles may have memory that sleeps
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
         self._begin(places)
         self.residents = Residents(self, self.order)
@@ -112,9 +354,9 @@ class Crew(Restartable):
         self.join()
 
     def _begin(self, places: Sequence[Place]) -> None:
-        """A generation of workers."""
+        """Make the records of a generation of workers."""
         self.questions = Questions(self.order, self.taught, self._locate)
-        self.workforce = Workforce(self, self.order, self.home.request, places, self)
+        self.workforce = Workforce(self, self.order, self.cancellations, self.home.request, places, self._heard)
         self.ledgers = Ledgers(self)
 
     # -- what its calls and parts need
@@ -131,24 +373,20 @@ class Crew(Restartable):
         return self.cancellations.cancel(call)
 
     def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
-        """A kept call's resident, as workers know it."""
-        assert call.keep is not None
-        return Source(call.keep, self._origin(call, role, spec))
+        """Return a kept call's resident, as workers know it. This takes no lock, as the main thread calls it.
 
-    def _origin(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Origin:
-        """One for all residents of a method, so that it is packed once; those of calls that name ranks have their own.
-
-        This takes no lock, as the main thread calls it.
+        All residents of a method have one origin, so that it is packed once; those of calls that name ranks their own.
         """
-        ranks = role.ranks
+        assert call.keep is not None
         if call.targets is not role.slots:
-            ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
-            return Origin(self.name, role.slots, ranks, spec.collect, call.label, self.generation)
-        origin = self._origins.get(call.label)
-        if origin is None or origin.generation != self.generation:
+            ranks = Ranks(role.ranks.world_size, role.ranks.meshes, targets=call.ranks)
             origin = Origin(self.name, role.slots, ranks, spec.collect, call.label, self.generation)
-            self._origins[call.label] = origin
-        return origin
+            return Source(call.keep, origin)
+        known = self._origins.get(call.label)
+        if known is None or known.generation != self.generation:
+            known = Origin(self.name, role.slots, role.ranks, spec.collect, call.label, self.generation)
+            self._origins[call.label] = known
+        return Source(call.keep, known)
 
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""
@@ -161,28 +399,29 @@ class Crew(Restartable):
         executor.discard(frame)
 
     def teller(self) -> Callable[[int, Message], None]:
-        """What sends a message to one worker of this generation, if it runs."""
-        return self.workforce.tell
+        """Return what sends a message to one worker of this generation, if it runs."""
+        workers = self.workforce.workers
+        return lambda slot, message: workers[slot].send(message)
 
     def look(self, slot: int, then: Callable[[str | None], None]) -> None:
-        """Have said what a rank does, as it is seen from outside."""
+        """Have told what a rank does, as it is seen from outside."""
         self.workforce.workers[slot].host.look(then)
 
     def node(self, slot: int) -> str:
-        """The node of a slot."""
+        """Return the node of a slot."""
         return self.workforce.workers[slot].boot.node
 
     def live(self) -> list[int]:
-        """The slots whose workers run."""
+        """Return the slots whose workers run."""
         return [worker.slot for worker in self.workforce.workers if worker.exit is None]
 
     def has_left(self, slot: int) -> bool:
-        """Whether a slot's worker runs no role code any more: its lane has ended, or all of it."""
+        """Return whether a slot's worker runs no role code any more: its lane has ended, or all of it."""
         worker = self.workforce.workers[slot]
         return worker.lane_ended or worker.exit is not None
 
     def unpack(self, body: Any) -> Any:
-        """The value of a body."""
+        """Return the value of a body."""
         if body is None:
             return None
         value = self.services.executor.codec.unpack(body, None)
@@ -195,76 +434,43 @@ class Crew(Restartable):
 
     # -- what its workers say
 
-    def said_hello(self, worker: Worker) -> None:
-        """A worker runs."""
-        self.workforce.said_hello(worker)
-
-    def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
-        """A rank has finished a call."""
-        if done.seq == 0:
-            self.workforce.built(slot, None)
-            return
-        self.order.done(slot, done, body)
-
-    def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """A worker has said something that isn't about itself."""
-        _HEARD[type(message)](self, worker, message, body)
-
-    def broken(self, worker: Worker, reason: str) -> None:
-        """A worker is of no use any more."""
-        self.workforce.broken(worker, reason)
-
-    def lane_ended(self, worker: Worker) -> None:
-        """A worker runs role code no longer, and is about to leave."""
-        self.workforce.lane_ended(worker)
-
-    def exited(self, worker: Worker) -> None:
-        """A worker is gone."""
-        self.cancellations.gone(worker.slot)
-        self.workforce.exited(worker)
-
-    def _failed(self, worker: Worker, failed: from_worker.Failed, body: Any) -> None:
-        if failed.seq == 0:
-            self.workforce.build_failed(worker.slot, failed.failure, body)
-        self.order.failed(worker.slot, failed, body)
-
-    def _alive(self, worker: Worker, alive: from_worker.Alive, body: None) -> None:
-        self.order.alive(worker.slot, alive.number)
-
-    def _held(self, worker: Worker, held: from_worker.Held, body: None) -> None:
-        self.order.held(worker.slot, held)
-
-    def _renewed(self, worker: Worker, renewed: from_worker.GroupsDropped, body: Any) -> None:
-        self.order.renewed(worker.slot, renewed, body)
-
-    def _stack(self, worker: Worker, stack: from_worker.Stack, body: None) -> None:
-        self.order.stacks.answered(worker.slot, stack)
-
-    def _ledger_told(self, worker: Worker, told: from_worker.LedgerTold, body: None) -> None:
-        self.ledgers.answered(worker, told)
-
-    def _moved(self, worker: Worker, moved: from_worker.Moved, body: None) -> None:
-        rank = self.roles[moved.role].slots.index(worker.slot)
-        kind = "sleep" if moved.asleep else "wake"
-        told = moved.nbytes, moved.start, moved.end, moved.whole, moved.why
-        how = moved.ahead, moved.in_call, moved.kept_awake
-        record = MoveRecord(self.name, moved.role, rank, kind, *told, *how)
-        self.services.tell("colocate_memory_moved", record)
-
-    def _can_withdraw(self, worker: Worker, answer: from_worker.CanWithdraw, body: None) -> None:
-        self.cancellations.answered(worker.slot, answer)
-
-    def _fetched(self, worker: Worker, fetched: from_worker.Fetched, body: Any) -> None:
-        self.residents.answered(worker.slot, fetched, body)
-
-    def _ask(self, worker: Worker, asked: from_worker.Ask, body: None) -> None:
-        self.questions.asked(worker, asked)
-
-    def _define(self, worker: Worker, definitions: to_worker.Define, body: Any) -> None:
-        self.taught.told(worker, definitions, body)
-
-    def _undefined(self, worker: Worker, lost: from_worker.Undefined, body: None) -> None:
-        self.taught.lost(worker, lost)
+    def _heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """Take what a worker says that isn't about itself."""
+        slot, order = worker.slot, self.order
+        match message:
+            case from_worker.Failed():
+                if message.seq == 0:
+                    self.workforce.build_failed(slot, message.failure, body)
+                order.failed(slot, message, body)
+            case from_worker.Alive():
+                order.alive(slot, message.number)
+            case from_worker.Held():
+                order.held(slot, message)
+            case from_worker.GroupsDropped():
+                order.renewed(slot, message, body)
+            case from_worker.Stack():
+                order.stacks.answered(slot, message)
+            case from_worker.LedgerTold():
+                self.ledgers.answered(worker, message)
+            case from_worker.Moved():
+                rank = self.roles[message.role].slots.index(slot)
+                kind = "sleep" if message.asleep else "wake"
+                told = message.nbytes, message.start, message.end, message.whole, message.why
+                how = message.ahead, message.in_call, message.kept_awake
+                record = MoveRecord(self.name, message.role, rank, kind, *told, *how)
+                self.services.tell("colocate_memory_moved", record)
+            case from_worker.CanWithdraw():
+                self.cancellations.answered(slot, message)
+            case from_worker.Fetched():
+                self.residents.answered(slot, message, body)
+            case from_worker.Ask():
+                self.questions.asked(worker, message)
+            case to_worker.Define():
+                self.taught.told(worker, message, body)
+            case from_worker.Undefined():
+                self.taught.lost(worker, message)
+            case _:
+                raise TypeError(f"worker {slot} of group {self.name!r} says what no driver hears: {message!r}")
 
     def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
         """Tell where a worker of some group is reached."""
@@ -294,7 +500,7 @@ class Crew(Restartable):
         (self.order.gate.open if self.life.is_plain else self.order.gate.shut)("its life")
 
     def became_ready(self) -> None:
-        """Its workers are: it can be called, unless it is closed."""
+        """Let the group be called, as its workers are ready, unless it is closed."""
         with self.order.lock:
             if self.life.ready():
                 self._tell_state(State.READY)
@@ -316,7 +522,7 @@ class Crew(Restartable):
             self.restarts.go(error)
 
     def fail_for_good(self, error: ColocateError, why: BaseException) -> None:
-        """It could not be restarted."""
+        """End the group for good, as it could not be restarted."""
         error.add_note(f"and group {self.name!r} could not be restarted: {error_text(why)}")
         with self.order.lock:
             self.life.fail(error, is_told=False, recovers=False)
@@ -415,7 +621,7 @@ class Crew(Restartable):
             self.life.end()
         errors += failed
         self.services.tell("colocate_group_closed", self.name)
-        raise_together(self._words, errors)
+        raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
 
     def _let_go(self, by: str) -> None:
         """Let go of it where it goes on in a borrowed pool: what this driver has in it ends."""
@@ -424,10 +630,10 @@ class Crew(Restartable):
         self.residents.break_borrows()
         failed = self.residents.unseen()
         self.leave()
-        raise_together(self._words, failed)
+        raise_together(f"group {self.name!r} was closed, and this had gone wrong", failed)
 
     def leave(self) -> None:
-        """It isn't this driver's any more; nothing of it is ended."""
+        """Let go of the group, which isn't this driver's any more; nothing of it is ended."""
         self._fail_what_is_left()
         self.restarts.stop()
         self.home.forget(self)
@@ -440,23 +646,3 @@ class Crew(Restartable):
         self.order.fail_all(error)
         self.residents.fail(error)
         self.ledgers.fail(error)
-
-    @property
-    def _words(self) -> str:
-        return f"group {self.name!r} was closed, and this had gone wrong"
-
-
-_HEARD: dict[type[Message], Callable[[Crew, Worker, Any, Any], None]] = {
-    from_worker.Failed: Crew._failed,
-    from_worker.Alive: Crew._alive,
-    from_worker.Held: Crew._held,
-    from_worker.GroupsDropped: Crew._renewed,
-    from_worker.Stack: Crew._stack,
-    from_worker.LedgerTold: Crew._ledger_told,
-    from_worker.Moved: Crew._moved,
-    from_worker.CanWithdraw: Crew._can_withdraw,
-    from_worker.Fetched: Crew._fetched,
-    from_worker.Ask: Crew._ask,
-    to_worker.Define: Crew._define,
-    from_worker.Undefined: Crew._undefined,
-}

@@ -21,17 +21,11 @@ Tag: TypeAlias = str | int | float | None
 
 @attrs.frozen
 class Checkpoint:
-    """A complete one.
+    """A complete one."""
 
-    Attributes:
-        folder: Where it is (absolute).
-        tag: What its writer called it.
-        identity: Which one it is: another one may have taken its place in the folder.
-    """
-
-    folder: Path
-    tag: Tag
-    identity: str
+    folder: Path  # where it is (absolute)
+    tag: Tag  # what its writer called it
+    identity: str  # which one it is: another one may have taken its place in the folder
 
     @classmethod
     def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
@@ -61,8 +55,16 @@ class Checkpoint:
                 f"this one has {', '.join(roles)}"
             )
         savable({name: roles[name] for name in saved}, "be restored")
-        for name, ranks in saved.items():
-            _refuse_other_ranks(folder, place, roles[name], ranks)
+        for name, ranks in saved.items():  # what each of so many has written for itself
+            role, here = roles[name], len(roles[name].slots)
+            of_any_number = takes_ranks(role.cls) or any((place / name).rglob(".metadata"))
+            if ranks != here and not of_any_number:
+                raise ConfigError(
+                    f"the checkpoint in {folder} is of {ranks} ranks of role {name!r}, which has {here} here: restore "
+                    f"it with {ranks}. Other numbers of ranks can go on from what save() writes by "
+                    "torch.distributed.checkpoint, or from anything with restore(directory, ranks), which is told how "
+                    "many ranks have saved"
+                )
         return cls(folder, tag, identity)
 
 
@@ -83,18 +85,6 @@ def found_in(folder: Path) -> dict[str, Path]:
         if written >= found.get(group, (0, path))[0]:
             found[group] = written, Path(place)
     return {group: place for group, (_, place) in found.items()}
-
-
-def _refuse_other_ranks(folder: Path, place: Path, role: RoleInfo, saved: int) -> None:
-    """Refuse what each of so many ranks has written for itself, where there are more ranks now, or fewer."""
-    here = len(role.slots)
-    if saved == here or takes_ranks(role.cls) or any((place / role.name).rglob(".metadata")):  # of any number of ranks
-        return
-    raise ConfigError(
-        f"the checkpoint in {folder} is of {saved} ranks of role {role.name!r}, which has {here} here: restore it with "
-        f"{saved}. Other numbers of ranks can go on from what save() writes by torch.distributed.checkpoint, or from "
-        "anything with restore(directory, ranks), which is told how many ranks have saved"
-    )
 
 
 def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dict[str, RoleInfo]:

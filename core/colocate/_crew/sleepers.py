@@ -15,13 +15,9 @@ Mark: TypeAlias = tuple[str, str]
 
 @attrs.frozen(eq=False)
 class Slept:
-    """That it has been put to sleep, once.
+    """That it has been put to sleep, once."""
 
-    Attributes:
-        until_woken: Whether calls leave it asleep.
-    """
-
-    until_woken: bool = False
+    until_woken: bool = False  # whether calls leave it asleep
 
 
 class Sleepers:
@@ -29,14 +25,11 @@ class Sleepers:
 
     Each step is one of a dict's, so no lock is taken. A mark is made before a sleep is sent and renewed after that, and
     what has been woken takes away only marks that it has seen: whatever comes between, a mark stays too long at worst.
-
-    Attributes:
-        marks: The marks.
     """
 
     def __init__(self, roles: Iterable[str]) -> None:
         """Args: roles: Those of a group that another driver may have put to sleep."""
-        self.marks: dict[Mark, Slept] = {}
+        self.marks: dict[Mark, Slept] = {}  # the marks
         for role in roles:
             self.mark(role, TAGS, until_woken=False)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate import wire
-from colocate._crew.ship import ship
 from colocate._definitions.bundles import refuse_apart
+from colocate._definitions.names import is_installed, path_of
 from colocate._definitions.sources import rebound
 from colocate._plugins.plugins import find_role
 from colocate._role.budget import NO_BUDGETS, Budgets
 from colocate._role.call import refuse_in_constructor
-from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo, RoleSpec, check_role, torchrun_problem
+from colocate._system.installed import version_of
 from colocate._values.collect import check_meshes
 from colocate._values.mesh import parse_meshes
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
-from colocate.worker.serving.build import RoleBuild
+from colocate.worker.serving.build import RoleBuild, Shipped
 
 if TYPE_CHECKING:
     from colocate._definitions.bundles import Inbox
@@ -42,11 +45,6 @@ class Declared:
 
 def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, Any] | None) -> Declared:
     """Check the roles of a group against its slots.
-
-    Args:
-        roles: The roles by name.
-        slots: How many slots the group has.
-        mesh: The mesh of roles that name none of their own and live on all slots.
 
     Raises:
         ConfigError: All mistakes at once.
@@ -95,7 +93,8 @@ def _declare_one(
         raise ConfigError(why)
     declared = spec.mesh if spec.mesh is not None else mesh if places == range(slots) else None
     info = RoleInfo(name, cls, methods, places, parse_meshes(declared, len(places)), origin)
-    _check_methods(methods, info)
+    for method, declaration in methods.items():
+        check_meshes(declaration.dispatch, declaration.collect, info.ranks, f"{info.name}.{method}")
     return info, distribution
 
 
@@ -107,9 +106,34 @@ def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
     return even if tuple(even) == slots else slots
 
 
-def _check_methods(methods: Mapping[str, MethodSpec], info: RoleInfo) -> None:
-    for method, spec in methods.items():
-        check_meshes(spec.dispatch, spec.collect, info.ranks, f"{info.name}.{method}")
+def ship(
+    thing: Any, name: str, *, in_process: bool, distribution: str | None = None, version: str | None = None
+) -> Shipped:
+    """The class or function as it travels.
+
+    Raises:
+        Exception: It can't be pickled; only something that is neither a class nor a function can't.
+    """
+    if in_process:
+        return Shipped(name, cls=thing)
+    path = path_of(thing)
+    if path is None:
+        return Shipped(name, data=wire.pack(thing))
+    if distribution is None and is_installed(sys.modules[path[0]]):
+        distribution, version = _distribution(path[0].partition(".")[0])
+    return Shipped(":".join(path), distribution=distribution, version=version)
+
+
+@functools.cache
+def _distribution(package: str) -> tuple[str | None, str | None]:
+    """The distribution that an import package belongs to, and its version; None where metadata doesn't tell."""
+    if (version := version_of(package)) is not None:
+        return package, version
+    try:
+        names = importlib.metadata.packages_distributions().get(package) or [""]
+    except FileNotFoundError:  # some distribution has lost its metadata, and importlib_metadata raises it
+        return None, None
+    return (names[0], version_of(names[0])) if names[0] else (None, None)
 
 
 def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: int, in_process: bool) -> Any:
@@ -160,34 +184,23 @@ def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> No
         warnings.warn_explicit(text, RuntimeWarning, *line)
 
 
-class BuildErrors:
-    """Collects what went wrong while the roles were constructed, from every rank."""
-
-    def __init__(self, group: str) -> None:
-        self._group = group
-        self.errors: dict[int, ColocateError] = {}
-
-    def add(self, slot: int, error: ColocateError) -> None:
-        """A rank has failed."""
-        self.errors.setdefault(slot, error)
-
-    def error(self) -> RoleStartError:
-        """All of them as one, without those that only follow from another one."""
-        causes = {rank: error for rank, error in sorted(self.errors.items()) if not error._follows}
-        errors = causes or dict(sorted(self.errors.items()))
-        rank, first = next(iter(errors.items()))
-        lines = [f"  rank {rank}: {error.message}" for rank, error in errors.items()]
-        failed = f"{len(lines)} ranks" if len(lines) > 1 else "1 rank"
-        found = RoleStartError(
-            f"group {self._group!r} could not start: {failed} failed\n" + "\n".join(lines),
-            errors=errors,
-            group=self._group,
-            role=first.role,
-            method=first.method,
-            rank=rank,
-            node=first.node,
-            pid=first.pid,
-            remote_traceback=first.remote_traceback,
-        )
-        found.__cause__ = first.__cause__ if isinstance(first, RoleError) else first
-        return found
+def start_error(group: str, errors: Mapping[int, ColocateError]) -> RoleStartError:
+    """Return what went wrong on each rank while the roles were constructed, without what only follows from another."""
+    causes = {rank: error for rank, error in sorted(errors.items()) if not error._follows}
+    told = causes or dict(sorted(errors.items()))
+    rank, first = next(iter(told.items()))
+    lines = [f"  rank {rank}: {error.message}" for rank, error in told.items()]
+    failed = f"{len(lines)} ranks" if len(lines) > 1 else "1 rank"
+    found = RoleStartError(
+        f"group {group!r} could not start: {failed} failed\n" + "\n".join(lines),
+        errors=told,
+        group=group,
+        role=first.role,
+        method=first.method,
+        rank=rank,
+        node=first.node,
+        pid=first.pid,
+        remote_traceback=first.remote_traceback,
+    )
+    found.__cause__ = first.__cause__ if isinstance(first, RoleError) else first
+    return found

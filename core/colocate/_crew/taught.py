@@ -1,4 +1,7 @@
-"""What the workers of a group know of the script's definitions: each gets them once, before a message names them."""
+"""What the workers of a group are told of the script's definitions, and what they ask the driver.
+
+Each gets a definition once, before a message names it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
 from colocate._calls.link import Link
+from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
-from colocate._crew.worker import Worker
+from colocate._crew.workforce import Worker
 from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, Inbox, Table
 from colocate._definitions.ids import Definition, Need
@@ -31,12 +35,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Taught:
-    """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists.
-
-    Attributes:
-        script: The process whose script the workers have, as ids have it.
-        given: The modules that they have got.
-    """
+    """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists."""
 
     def __init__(self, link: Link, lock: Section, workers: Callable[[], Sequence[Worker]]) -> None:
         """Args: link: The group. lock: That of its calls. workers: Those that it has now."""
@@ -49,15 +48,11 @@ class Taught:
         self._sent: dict[str, Any] = {}  # globals of the script that code in the workers names, as they were then
         self._warned: set[str] = set()
         self._calls, self._due = 0, 0.0
-        self.script = ids.this_process()
-        self.given = Given(link.name)
+        self.script = ids.this_process()  # the process whose script the workers have, as ids have it
+        self.given = Given(link.name)  # the modules that they have got
 
     def follows(self, script: int, modules: Mapping[str, tuple[str, str]]) -> None:
         """Note that the workers have all they know from a driver before this one.
-
-        Args:
-            script: The process whose script they have.
-            modules: The modules that they have got from it: file and digest, by name.
 
         Raises:
             ColocateError: One of them is another one here.
@@ -198,3 +193,98 @@ class Taught:
 def _are_equal(now: Any, was: Any) -> bool:
     """Whether two values are plain, and the same."""
     return type(now) in _PLAIN and type(now) is type(was) and (now == was or now != now)
+
+
+Tell: TypeAlias = Callable[[Any, str | None], None]
+Locate: TypeAlias = Callable[[questions.WhereIs, Tell], None]
+"""Tells where a worker is reached."""
+
+
+@attrs.define
+class _Meeting:
+    """Who is there, and what one of them has brought."""
+
+    there: list[Tell] = attrs.field(factory=list)
+    slots: set[int] = attrs.field(factory=set)
+    value: Any = None
+    refusal: str | None = None
+
+
+class Questions:
+    """Answers the workers of one group."""
+
+    def __init__(self, order: CallOrder, taught: Taught, locate: Locate) -> None:
+        self._order = order
+        self._taught = taught
+        self._locate = locate
+        self._meetings: dict[str, _Meeting] = {}
+
+    def asked(self, worker: Worker, asked: from_worker.Ask) -> None:
+        """Answer a question of a worker's."""
+
+        def tell(answer: Any, error: str | None = None) -> None:
+            worker.send(to_worker.Answer(asked.token, answer, error))
+
+        match asked.question:
+            case questions.WhereIs() as question:
+                self._locate(question, tell)
+            case questions.Aligned() as question:
+                self._aligned(question, tell)
+            case questions.HeardAll():
+                tell(None)
+            case questions.Meet() as question:
+                self._meet(worker.slot, question, tell)
+            case question:
+                self._taught.asked(worker, question, tell)
+
+    def _meet(self, slot: int, asked: questions.Meet, tell: Tell) -> None:
+        """Tell all members the value that one of them has brought, once all are there, or why one can't come.
+
+        Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
+        """
+        with self._order.lock:
+            meeting = self._meetings.setdefault(asked.board, _Meeting())
+            if asked.joins and not meeting.slots:
+                self._order.link.send([each for each in self._order.link.live() if each != slot], to_worker.Join())
+            meeting.there.append(tell)
+            meeting.slots.add(slot)
+            meeting.refusal = meeting.refusal or asked.refusal
+            if asked.value is not None:
+                meeting.value = asked.value
+            if meeting.refusal is not None or len(meeting.slots) == asked.members:
+                for told in meeting.there:
+                    told(meeting.value, meeting.refusal)
+                meeting.there.clear()
+            if len(meeting.slots) == asked.members:
+                del self._meetings[asked.board]
+
+    def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
+        """Which of the other residents that a call uses have the partition of the first, once all of them are made."""
+        call = self._order.pending.get(asked.seq)
+        uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
+        if asked.key not in uses:
+            tell(None, "the call has failed on another rank")
+            return
+        kept = [uses[asked.key], *(uses[other] for other in asked.others)]
+
+        def answer() -> None:
+            failed = next((each.call._error for each in kept if each.call._error is not None), None)
+            if failed is not None:
+                tell(None, f"{type(failed).__name__}: {failed}")
+                return
+            sizes = [each.sizes() for each in kept]
+            tell([other for other, own in zip(asked.others, sizes[1:], strict=True) if own == sizes[0]], None)
+
+        left = [each.call for each in kept if not each.call.done()]
+        waiting = len(left)
+
+        def made(_: PendingCall) -> None:  # one at a time, on the timers' thread
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                answer()
+
+        for each in left:
+            each._then(made)
+        if not left:
+            answer()

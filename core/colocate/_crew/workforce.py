@@ -1,44 +1,234 @@
-"""The workers of one group: started together, and ended in a bounded time whatever they do."""
+"""The workers of one generation of a group: started together, heard, and ended in a bounded time whatever they do."""
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from colocate._calls.cancel import Cancellations
 from colocate._calls.failures import broken_error, death_error, failure_error, worker_error
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import Stacks
 from colocate._crew.saved import Checkpoint
-from colocate._crew.spawn import BuildErrors, Declared, builds
-from colocate._crew.stages import Stage, Stages
-from colocate._crew.worker import NOT_LAUNCHED, Worker, WorkerEvents
+from colocate._crew.spawn import Declared, builds, start_error
+from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
 from colocate._protocol import from_worker, to_worker, versions
-from colocate._protocol.message import Message
+from colocate._protocol.message import Head, Message, read
+from colocate._protocol.requests import Request as Question
+from colocate._protocol.requests import Requests
 from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
-from colocate.errors import ColocateError, WorkerDied
-from colocate.executor import Boot, Detachable, Host, Place, Request
-from colocate.worker.serving.output import log_levels
+from colocate.errors import ColocateError, EngineError, WorkerDied
+from colocate.executor import Boot, Detachable, Exit, Host, Place, Request
+from colocate.worker.serving.output import Tail, log_levels, split_label
+
+
+class Stage(enum.IntEnum):
+    """What a worker does. It goes on from one to a later one only, perhaps not through all of them."""
+
+    STARTING = 0
+    """Nothing has been heard of it."""
+    RUNNING = 1
+    """It has said hello."""
+    BUILT = 2
+    """Its roles are constructed, or one of them could not be."""
+    LEAVING = 3
+    """It runs role code no longer, and leaves by itself."""
+    GONE = 4
+    """Its process has ended, or none was started."""
+
+
+class Stages:
+    """Those of the workers on some slots. Who waits is woken by the last one, however many there are."""
+
+    def __init__(self, slots: int) -> None:
+        """Begin with nothing heard of any of them."""
+        self._news = threading.Condition()
+        self._of = [Stage.STARTING] * slots
+        self._in = [slots] + [0] * (len(Stage) - 1)  # how many are in each
+
+    def reach(self, slot: int, stage: Stage) -> None:
+        """Note that a worker has come so far; nothing new if it has come farther."""
+        with self._news:
+            before = self._of[slot]
+            if stage > before:
+                self._of[slot] = stage
+                self._in[stage] += 1
+                self._in[before] -= 1
+                if not self._in[before]:
+                    self._news.notify_all()
+
+    def all_reached(self, stage: Stage) -> bool:
+        """Whether all have come so far."""
+        return not any(self._in[:stage])
+
+    def short_of(self, stage: Stage) -> set[int]:
+        """Return the slots whose workers haven't come so far."""
+        with self._news:
+            return {slot for slot, reached in enumerate(self._of) if reached < stage}
+
+    def any_in(self, stage: Stage) -> bool:
+        """Whether some worker is just there."""
+        return bool(self._in[stage])
+
+    def wake(self) -> None:
+        """Have waits look again: something else has come."""
+        with self._news:
+            self._news.notify_all()
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until something is so; whether it is."""
+        with self._news:
+            return self._news.wait_for(ready, deadline.left)
+
+
+class _NotLaunched(Host):
+    """Stands where a host will be: nothing hears what is sent to it."""
+
+    def send(self, frame: Any) -> None:
+        """Send nothing."""
+
+    def kill(self) -> None:
+        """End nothing."""
+
+
+NOT_LAUNCHED = _NotLaunched()
+
+
+@attrs.define(eq=False)
+class Worker:
+    """One worker of a group, as the driver knows it: what it has said of itself, and how it ended.
+
+    It hears what its host says (`HostEvents`), on the thread that hears messages.
+    """
+
+    workforce: Workforce
+    slot: int
+    boot: Boot  # what it was started with
+    host: Host = NOT_LAUNCHED
+    hello: Mapping[str, Any] | None = None  # what it said of itself first: pid, Python, colocate
+    exit: Exit | None = None  # how it ended; None while it runs
+    lane_ended: bool = False
+    table: Table = attrs.field(factory=lambda: Table("is given it"))  # what it knows of the script
+    progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
+    _tail: Tail = attrs.field(factory=Tail)
+    _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
+    _where: Question[int, str | None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, where it is known."""
+        if self.hello is not None:
+            pid: int = self.hello["pid"]
+            return pid
+        return self.host.pid
+
+    @property
+    def state(self) -> str:
+        """What the graph shows."""
+        if self.exit is not None:
+            return "exited"
+        return "running" if self.hello is not None else "starting"
+
+    def send(self, message: Message) -> None:
+        """Send a message of its own to this worker, if it runs."""
+        if self.exit is None:
+            executor = self.workforce.link.services.executor
+            frame = executor.frame(message.head())
+            self.host.send(frame)
+            executor.discard(frame)
+
+    def received(self, head: Head, body: Any) -> None:
+        """Take a message from the worker."""
+        message, workforce = read(head), self.workforce
+        if isinstance(message, from_worker.Done):
+            if message.seq == 0:
+                workforce.built(self.slot, None)
+            else:
+                workforce.order.done(self.slot, message, body)
+            return
+        match message:
+            case from_worker.Progress():
+                self.progress[message.role] = message.done, message.total
+            case from_worker.Hello():
+                self.hello = message.facts
+                workforce.said_hello(self.slot)
+            case from_worker.Address():
+                asked = self._where
+                assert asked is not None
+                if message.trouble:
+                    with workforce.order.lock:
+                        self._where = None  # who asks next may be luckier
+                    self._questions.refused(asked.token, EngineError(message.trouble))
+                else:
+                    self._questions.answered(asked.token, self.slot, message.address)
+            case from_worker.Broken():
+                workforce.broken(self, message.reason)
+            case from_worker.Closed():
+                self.lane_ended = True
+                workforce.stages.reach(self.slot, Stage.LEAVING)
+            case _:
+                workforce.heard(self, message, body)
+
+    def logged(self, line: str) -> None:
+        """Print a line of its output: with the role and rank that printed it, where that is known."""
+        label, text = split_label(line)
+        self._tail.append(text)
+        text = text.removesuffix("\r")
+        who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
+        self.workforce.link.services.printer.line(f"[{who}] {text}")
+
+    def exited(self, exit: Exit) -> None:
+        """Note how it ended."""
+        tail = "\n".join(self._tail).removesuffix("\r") or None
+        self.exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
+        self._questions.fail_all(EngineError("the worker has ended"))
+        self.workforce.exited(self)
+
+    def locate(self, then: Callable[[str | None, str], None]) -> None:
+        """Find out where other workers reach it; if they don't: None, and why."""
+        with self.workforce.order.lock:
+            asked = self._where
+            if asked is None:
+                asked = self._where = self._questions.open([self.slot])
+                self.send(to_worker.Listen())
+
+        def answered() -> None:
+            if asked.error is not None:
+                then(None, str(asked.error))
+            else:
+                then(asked.answers.get(self.slot) if self.exit is None else None, "it is gone")
+
+        asked.then(answered)
 
 
 class Workforce:
     """Starts, watches and ends the workers of a group."""
 
     def __init__(
-        self, link: Link, order: CallOrder, request: Request, places: Sequence[Place], events: WorkerEvents
+        self,
+        link: Link,
+        order: CallOrder,
+        cancellations: Cancellations,
+        request: Request,
+        places: Sequence[Place],
+        heard: Callable[[Worker, Message, Any], None],
     ) -> None:
-        self._link = link
-        self._order = order
-        self._stages = Stages(len(places))
+        self.link = link
+        self.order = order
+        self.heard = heard  # is told what a worker says that isn't about itself
+        self.stages = Stages(len(places))
+        self._cancellations = cancellations
         self._lock = threading.Lock()  # the innermost one
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
@@ -53,9 +243,7 @@ class Workforce:
         levels = log_levels()
         self.workers = [
             Worker(
-                events,
-                services,
-                order.lock,
+                self,
                 slot,
                 Boot(
                     worker=f"{services.id}/{link.name}{generation}/{slot}",
@@ -83,40 +271,45 @@ class Workforce:
     def start(
         self, declared: Declared, seed: int, timeout: float | None, checkpoint: Callable[[], Checkpoint | None]
     ) -> None:
-        """Start the workers and construct the roles.
-
-        Args:
-            declared: The roles.
-            seed: What their generators are derived from.
-            timeout: Seconds that it may take; None for no limit.
-            checkpoint: What the roles are restored from, found when the workers are about to; None leaves them as
-                constructed.
+        """Start the workers and construct the roles, which then go on from what `checkpoint` finds.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
         """
-        link = self._link
+        link = self.link
         deadline = Deadline(timeout)
         executor = link.services.executor
         body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process)
         imports = () if executor.in_process else imports_of(info.cls for info in declared.infos.values())
         for worker, place in zip(self.workers, self._places, strict=True):
             worker.boot = attrs.evolve(worker.boot, imports=imports)
-            worker.host = self._launched(worker, place)
+            try:
+                worker.host = executor.launch(place, worker.boot, worker)
+            except ColocateError:
+                raise
+            except Exception as why:
+                words = f"could not be started: {type(why).__name__}: {why}"
+                failed = worker_error(link, worker.slot, None, words)
+                failed.__cause__ = why
+                raise start_error(link.name, {worker.slot: failed}) from why
             if link.closed_by is not None:  # by another thread, which has no longer waited for this one
                 worker.host.kill()
                 link.check()
         if self._reached(Stage.RUNNING, deadline):
-            self._check_versions()
+            here = versions.facts()
+            for worker in self.workers:
+                if (unlike := versions.difference(here, worker.hello or here)) is not None:
+                    self.built(worker.slot, worker_error(link, worker.slot, worker.pid, unlike))
         if not self._built:
             live = link.live()
+            nodes = [worker.boot.node for worker in self.workers]
             found = checkpoint()
             restored = None if found is None else (str(found.folder), found.identity)
             build = to_worker.Build(
                 link.generation,
                 len(self.workers),
                 declared.default_group,
-                self._nodes() if declared.torchrun else None,
+                [nodes.index(node) for node in nodes] if declared.torchrun else None,
                 link.services.collective_timeout,
                 link.services.spill_dir,
                 declared.budgets,
@@ -124,7 +317,7 @@ class Workforce:
             )
             link.send(live, build, body)
             self._building_since = time.time()
-            self._stages.wait(lambda: self._stages.all_reached(Stage.BUILT) or self._build_failed, deadline)
+            self.stages.wait(lambda: self.stages.all_reached(Stage.BUILT) or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
                 if link.closed_by is None:
@@ -132,33 +325,29 @@ class Workforce:
                 self._reached(Stage.BUILT, Deadline(link.grace))
         if link.closed_by is not None:
             link.check()
-        errors = BuildErrors(link.name)
+        errors: dict[int, ColocateError] = {}
         for worker in self.workers:
             error = self._built.get(worker.slot)
             late = worker.slot not in self._built
             if late and not (self._build_failed and worker.hello is not None):
-                error = self._late(worker)
+                what = "did not start" if worker.hello is None else "did not construct its roles"
+                error = worker_error(link, worker.slot, worker.pid, f"{what} in time")
                 self._granted = timeout or 0.0
             if error is not None:
-                errors.add(worker.slot, error)
-        if errors.errors:
-            raise errors.error()
-
-    def _nodes(self) -> list[int]:
-        """Which slots lie on one node, as a number for each slot."""
-        names = [worker.boot.node for worker in self.workers]
-        return [names.index(name) for name in names]
+                errors[worker.slot] = error
+        if errors:
+            raise start_error(link.name, errors)
 
     def starting(self, longer_than: float) -> list[int]:
-        """The slots whose workers have been starting for so many seconds."""
-        return sorted(self._stages.short_of(Stage.BUILT)) if time.time() - self.began > longer_than else []
+        """Return the slots whose workers have been starting for so many seconds."""
+        return sorted(self.stages.short_of(Stage.BUILT)) if time.time() - self.began > longer_than else []
 
     def constructing(self, longer_than: float) -> list[int]:
         """The slots whose roles have been under construction for so many seconds."""
         since = self._building_since
         if since is None or time.time() - since <= longer_than:
             return []
-        return sorted(self._stages.short_of(Stage.BUILT))
+        return sorted(self.stages.short_of(Stage.BUILT))
 
     def take(self, executor: Detachable, tokens: Sequence[bytes]) -> None:
         """Take up workers that an earlier driver has started, with all their roles constructed."""
@@ -171,72 +360,44 @@ class Workforce:
         if not self._reached(Stage.RUNNING, Deadline(grace)):
             # This process may have been stopped: what has come meanwhile is taken first.
             self._reached(Stage.RUNNING, Deadline(LOOKS_FOR_S))
-        return sorted(self._stages.short_of(Stage.RUNNING))
-
-    def _launched(self, worker: Worker, place: Place) -> Host:
-        link = self._link
-        try:
-            return link.services.executor.launch(place, worker.boot, worker)
-        except ColocateError:
-            raise
-        except Exception as error:
-            words = f"could not be started: {type(error).__name__}: {error}"
-            failed = worker_error(link, worker.slot, None, words)
-            failed.__cause__ = error
-            errors = BuildErrors(link.name)
-            errors.add(worker.slot, failed)
-            raise errors.error() from error
+        return sorted(self.stages.short_of(Stage.RUNNING))
 
     def built(self, slot: int, error: ColocateError | None) -> None:
-        """A worker has constructed its roles, or has failed to."""
+        """Note that a worker has constructed its roles, or has failed to."""
         self._built.setdefault(slot, error)
         if error is not None and not self._build_failed:
             self._build_failed = True
-            self._stages.wake()
-        self._stages.reach(slot, Stage.BUILT)
+            self.stages.wake()
+        self.stages.reach(slot, Stage.BUILT)
 
     def build_failed(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
-        """A constructor has raised."""
+        """Note that a constructor has raised."""
         role = failure.role
         call = PendingCall(
             f"the constructor of {role}", role or "", "__init__", [worker.slot for worker in self.workers]
         )
-        self.built(slot, failure_error(self._link, call, slot, failure, body))
+        self.built(slot, failure_error(self.link, call, slot, failure, body))
 
-    def said_hello(self, worker: Worker) -> None:
-        """A worker runs."""
-        self._stages.reach(worker.slot, Stage.BUILT if worker.slot in self._built else Stage.RUNNING)
-
-    def lane_ended(self, worker: Worker) -> None:
-        """A worker runs role code no longer, and is about to leave."""
-        self._stages.reach(worker.slot, Stage.LEAVING)
-
-    def _late(self, worker: Worker) -> ColocateError:
-        what = "did not start" if worker.hello is None else "did not construct its roles"
-        return worker_error(self._link, worker.slot, worker.pid, f"{what} in time")
-
-    def _check_versions(self) -> None:
-        here = versions.facts()
-        for worker in self.workers:
-            if (words := versions.difference(here, worker.hello or here)) is not None:
-                self.built(worker.slot, worker_error(self._link, worker.slot, worker.pid, words))
+    def said_hello(self, slot: int) -> None:
+        """Note that a worker runs; that of a slot which an earlier driver has started has its roles."""
+        self.stages.reach(slot, Stage.BUILT if slot in self._built else Stage.RUNNING)
 
     def _reached(self, stage: Stage, deadline: Deadline) -> bool:
         """Wait until all workers have come so far; whether they have."""
-        return self._stages.wait(lambda: self._stages.all_reached(stage), deadline)
+        return self.stages.wait(lambda: self.stages.all_reached(stage), deadline)
 
     def _wait_or_hurry(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait as long as somebody waits for the group's end; whether it is so."""
-        self._stages.wait(lambda: self._link.hurried or ready(), deadline)
+        self.stages.wait(lambda: self.link.hurried or ready(), deadline)
         return ready()
 
     def hurry(self) -> None:
-        """Nobody waits any more for what still runs."""
-        self._stages.wake()
+        """Have waits look again: nobody waits any more for what still runs."""
+        self.stages.wake()
 
     def ready(self) -> None:
         """The group can be called. A worker that went after it had constructed its roles is found now."""
-        self._link.became_ready()
+        self.link.became_ready()
         self.look()
 
     def look(self) -> None:
@@ -247,41 +408,36 @@ class Workforce:
 
     # -- while it runs
 
-    def tell(self, slot: int, message: Message) -> None:
-        """Send a message to one worker."""
-        self.workers[slot].send(message)
-
     def broken(self, worker: Worker, reason: str) -> None:
-        """A worker is of no use any more, and leaves."""
-        error = broken_error(self._link, worker.slot, worker.pid, reason)
-        if self._link.life.is_starting:
+        """Take a worker for lost that is of no use any more, and leaves."""
+        error = broken_error(self.link, worker.slot, worker.pid, reason)
+        if self.link.life.is_starting:
             self.built(worker.slot, error)
         else:
             self._lost(error)
 
     def exited(self, worker: Worker) -> None:
-        """A worker is gone."""
+        """Note that a worker is gone, which the group may have failed of."""
         assert worker.exit is not None
-        link = self._link
-        self._order.gone(worker.slot)
+        link, slot = self.link, worker.slot
+        self._cancellations.gone(slot)
+        self.order.gone(slot)
         if link.life.is_starting:
             running = "the constructors of its roles" if worker.hello is not None else None
-            self.built(worker.slot, death_error(link, worker.slot, worker.pid, worker.exit, running))
+            self.built(slot, death_error(link, slot, worker.pid, worker.exit, running))
         elif link.life.state is State.READY:
-            with self._order.lock:
+            with self.order.lock:
                 running = next(
-                    (call.label for call in list(self._order.pending.values()) if worker.slot in call.missing()), None
+                    (call.label for call in list(self.order.pending.values()) if slot in call.missing()), None
                 )
-            error = death_error(link, worker.slot, worker.pid, worker.exit, running)
-            self._lost(error)
-        self._stages.reach(worker.slot, Stage.GONE)
+            self._lost(death_error(link, slot, worker.pid, worker.exit, running))
+        self.stages.reach(slot, Stage.GONE)
 
     def _lost(self, error: WorkerDied) -> None:
-        """The group can't go on without a worker."""
-        link = self._link
-        if link.life.state is State.READY:
-            link.fail(error)
-            link.services.tell("colocate_worker_died", error)
+        """Have the group fail, which can't go on without a worker."""
+        if self.link.life.state is State.READY:
+            self.link.fail(error)
+            self.link.services.tell("colocate_worker_died", error)
 
     def kill(self) -> None:
         """End all of them now."""
@@ -295,20 +451,16 @@ class Workforce:
         return self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
 
     def _note_unlaunched(self) -> None:
-        """The start of some was given up: nothing will come of them."""
+        """Note the workers whose start was given up: nothing will come of them."""
         for worker in self.workers:
             if worker.host is NOT_LAUNCHED:
-                self._stages.reach(worker.slot, Stage.GONE)
+                self.stages.reach(worker.slot, Stage.GONE)
 
     # -- the end
 
     def end(self, grace: float) -> list[BaseException]:
-        """End all of them: the lanes after what they run, at most `grace` seconds; then whatever is left.
-
-        Returns:
-            What went wrong.
-        """
-        link = self._link
+        """End all: lanes after what they run, in `grace` seconds at most; then what is left. Return what went wrong."""
+        link = self.link
         errors: list[BaseException] = []
         if (failure := link.life.untold()) is not None:
             errors.append(failure)
@@ -316,11 +468,11 @@ class Workforce:
         try:
             link.send(link.live(), to_worker.Close(f"group {link.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
-            hung = self._stages.short_of(Stage.LEAVING)
+            hung = self.stages.short_of(Stage.LEAVING)
             for slot in hung:  # first: others may wait for it, or for the processor that it keeps busy
                 self.workers[slot].host.kill()
             within = AFTER_FORCE_S if hung else AFTER_END_S
-            self._stages.wait(lambda: not self._stages.any_in(Stage.LEAVING), Deadline(within))
+            self.stages.wait(lambda: not self.stages.any_in(Stage.LEAVING), Deadline(within))
         finally:
             for timer in self._timers:
                 timer.cancel()
@@ -328,7 +480,7 @@ class Workforce:
             self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
         errors += [
             ColocateError(f"worker {slot} of group {link.name!r} (pid {self.workers[slot].pid}) did not go when killed")
-            for slot in sorted(self._stages.short_of(Stage.GONE))
+            for slot in sorted(self.stages.short_of(Stage.GONE))
         ]
         return errors
 
@@ -350,15 +502,15 @@ class Workforce:
             self._look_again(hung, deadline.before(STACKS_WITHIN_S / 2))
         if self._wait_or_hurry(lambda: self._busy() <= hung, idle_until) and self._idle():
             return []
-        if self._link.failure is not None or self._link.hurried:  # what went wrong has been said, or nobody waits
+        if self.link.failure is not None or self.link.hurried:  # what went wrong has been said, or nobody waits
             return []
-        if not self._has_roles:  # nothing of the user's runs there
+        if self._building_since is None and not self._built:  # nothing of the user's runs there
             return []
-        self._stages.wait(lambda: self._stacks is not None, Deadline(2 * STACKS_WITHIN_S))
+        self.stages.wait(lambda: self._stacks is not None, Deadline(2 * STACKS_WITHIN_S))
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
         return [
             worker_error(
-                self._link,
+                self.link,
                 w.slot,
                 w.pid,
                 f"did not end within {allowed:g} s and was ended; it was here:\n{stacks.of(w.slot)}",
@@ -367,24 +519,19 @@ class Workforce:
             if w.hello is not None  # one that hasn't even started was late, which its start has told
         ]
 
-    @property
-    def _has_roles(self) -> bool:
-        """Whether roles were begun to be constructed, by this driver or an earlier one."""
-        return self._building_since is not None or bool(self._built)
-
     def _busy(self) -> set[int]:
-        """The slots whose lanes haven't ended."""
-        return self._stages.short_of(Stage.LEAVING)
+        """Return the slots whose lanes haven't ended."""
+        return self.stages.short_of(Stage.LEAVING)
 
     def _idle(self) -> bool:
-        return self._stages.all_reached(Stage.LEAVING)
+        return self.stages.all_reached(Stage.LEAVING)
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
         """The grace period of its owner is over at `deadline`, whenever this group's turn comes."""
         self._granted = max(self._granted, grace)
         self._overdue = self._overdue.or_sooner(deadline)
         wait_s = deadline.before(STACKS_WITHIN_S).left or 0.0
-        self._timers.append(self._link.services.timers.after(wait_s, self._look))
+        self._timers.append(self.link.services.timers.after(wait_s, self._look))
 
     def _look_again(self, hung: set[int], at: Deadline) -> None:
         """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""
@@ -397,12 +544,13 @@ class Workforce:
         """Ask what the ranks are doing. Once."""
         with self._lock:
             asked, self._asked = self._asked, True
-        if not asked:
-            self._order.stacks.ask(sorted(self._busy()), self._looked)
 
-    def _looked(self, stacks: Stacks) -> None:
-        self._stacks = stacks
-        self._stages.wake()
+        def looked(stacks: Stacks) -> None:
+            self._stacks = stacks
+            self.stages.wake()
+
+        if not asked:
+            self.order.stacks.ask(sorted(self._busy()), looked)
 
     def _hung(self, deadline: Deadline) -> set[int]:
         """The slots that still run what they ran, or don't answer, when the owner's grace was over: they have had it.
@@ -412,6 +560,8 @@ class Workforce:
         self._wait_or_hurry(lambda: self._stacks is not None or self._idle(), deadline)
         stacks, busy = self._stacks, self._busy()
         silent = set() if stacks is None else busy - stacks.told.keys()
-        running = self._order.owing() if stacks is None else self._order.still_running()
-        constructing = self._stages.short_of(Stage.BUILT) if self._has_roles else set[int]()
+        running = self.order.owing() if stacks is None else self.order.still_running()
+        constructing = (
+            self.stages.short_of(Stage.BUILT) if self._building_since is not None or self._built else set[int]()
+        )
         return busy & (silent | running | constructing)

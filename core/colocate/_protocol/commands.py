@@ -8,111 +8,76 @@ from typing import Any
 from colocate._protocol.message import Message, message
 from colocate.executor import Lease
 
+# What a connection to a keeper says first, what it is: the token of a worker's lane, or one of these.
+TOKEN_BYTES = 16
+COMMANDS = bytes(TOKEN_BYTES)  # it carries the commands
+NEWCOMER = b"\1" * TOKEN_BYTES  # it would like to, or only asks
+
 # -- to the keeper
 
 
 @message
 class Start(Message):
-    """Start a worker, whose lane comes by that token.
+    """Start a worker, whose lane comes by that token."""
 
-    Attributes:
-        token: The worker's.
-        env: What is different in its environment.
-        name: Its id.
-        imports: What its roles need (`Boot.imports`).
-    """
-
-    token: bytes
-    env: Mapping[str, str]
-    name: str
-    imports: tuple[str, ...] | None = ()
+    token: bytes  # the worker's
+    env: Mapping[str, str]  # what is different in its environment
+    name: str  # its id
+    imports: tuple[str, ...] | None = ()  # what its roles need (`Boot.imports`)
 
 
 @message
 class Kill(Message):
-    """End a worker.
+    """End a worker."""
 
-    Attributes:
-        token: The worker's.
-        astray: It has closed its lane, and ought to end by itself.
-    """
-
-    token: bytes
-    astray: bool = False
+    token: bytes  # the worker's
+    astray: bool = False  # it has closed its lane, and ought to end by itself
 
 
 @message
 class Inspect(Message):
-    """Look at a worker from outside; answered by `Inspected`.
+    """Look at a worker from outside; answered by `Inspected`."""
 
-    Attributes:
-        token: The worker's.
-        number: The question's.
-    """
-
-    token: bytes
-    number: int
+    token: bytes  # the worker's
+    number: int  # the question's
 
 
 @message
 class List(Message):
-    """Say which processes there are; answered by `Listed`.
+    """Say which processes there are; answered by `Listed`."""
 
-    Attributes:
-        token: The question's number.
-    """
-
-    token: int
+    token: int  # the question's number
 
 
 @message
 class Adopt(Message):
-    """Give a lane to a worker that an earlier driver has started.
+    """Give a lane to a worker that an earlier driver has started."""
 
-    Attributes:
-        ticket: By which the lane comes.
-        token: The worker's.
-        name: Its id now.
-    """
-
-    ticket: bytes
-    token: bytes
-    name: str
+    ticket: bytes  # by which the lane comes
+    token: bytes  # the worker's
+    name: str  # its id now
 
 
 @message
 class Detach(Message):
-    """Go on without this driver, when that lets go; answered by `Confirmed`.
+    """Go on without this driver, when that lets go; answered by `Confirmed`."""
 
-    Attributes:
-        token: The question's number.
-        lease: The one on which it goes on.
-    """
-
-    token: int
-    lease: Lease
+    token: int  # the question's number
+    lease: Lease  # the one on which it goes on
 
 
 @message
 class Renew(Message):
-    """The lease has changed.
+    """The lease has changed."""
 
-    Attributes:
-        lease: The new one.
-    """
-
-    lease: Lease
+    lease: Lease  # the new one
 
 
 @message
 class Retain(Message):
-    """Don't go on without this driver; answered by `Confirmed`.
+    """Don't go on without this driver; answered by `Confirmed`."""
 
-    Attributes:
-        token: The question's number; None to be told nothing.
-    """
-
-    token: int | None
+    token: int | None  # the question's number; None to be told nothing
 
 
 @message
@@ -132,17 +97,11 @@ class LookInside(Message):
 
 @message
 class Attach(Message):
-    """Somebody wants to command; answered by `Granted` or `Refused`.
+    """Somebody wants to command; answered by `Granted` or `Refused`."""
 
-    Attributes:
-        epoch: What the lead has granted; 0 to the lead itself.
-        who: Who it is, in words.
-        own: Whether it takes the pool from whoever has it.
-    """
-
-    epoch: int
-    who: str
-    own: bool
+    epoch: int  # what the lead has granted; 0 to the lead itself
+    who: str  # who it is, in words
+    own: bool  # whether it takes the pool from whoever has it
 
 
 # -- from the keeper
@@ -150,129 +109,79 @@ class Attach(Message):
 
 @message
 class Said(Message):
-    """A line of a worker's output.
+    """A line of a worker's output."""
 
-    Attributes:
-        token: The worker's.
-        line: The line.
-    """
-
-    token: bytes
-    line: str
+    token: bytes  # the worker's
+    line: str  # the line
 
 
 @message
 class Ended(Message):
-    """A worker is gone.
+    """A worker is gone."""
 
-    Attributes:
-        token: The worker's.
-        exitcode: Its exit code, if it had one.
-        signal: The signal that ended it.
-        detail: What else is known.
-    """
-
-    token: bytes
-    exitcode: int | None
-    signal: str | None
-    detail: str | None
+    token: bytes  # the worker's
+    exitcode: int | None  # its exit code, if it had one
+    signal: str | None  # the signal that ended it
+    detail: str | None  # what else is known
 
 
 @message
 class Inspected(Message):
-    """What a worker does, as it is seen from outside.
+    """What a worker does, as it is seen from outside."""
 
-    Attributes:
-        token: The worker's.
-        number: The question's.
-        what: In words; None when nothing is seen.
-    """
-
-    token: bytes
-    number: int
-    what: str | None
+    token: bytes  # the worker's
+    number: int  # the question's
+    what: str | None  # in words; None when nothing is seen
 
 
 @message
 class Listed(Message):
-    """The processes that there are.
+    """The processes that there are."""
 
-    Attributes:
-        token: The question's number.
-        found: The fields of a `Running` for each.
-    """
-
-    token: int
-    found: Sequence[Any]
+    token: int  # the question's number
+    found: Sequence[Any]  # the fields of a `Running` for each
 
 
 @message
 class Confirmed(Message):
-    """It has done what it was told.
+    """It has done what it was told."""
 
-    Attributes:
-        token: The question's number.
-    """
-
-    token: int
+    token: int  # the question's number
 
 
 @message
 class Seen(Message):
-    """What there is to be seen: of a pool, who has it; through a job's window, what its groups do.
+    """What there is to be seen: of a pool, who has it; through a job's window, what its groups do."""
 
-    Attributes:
-        facts: As listings show it; None of a pool that isn't detached.
-    """
-
-    facts: Mapping[str, Any] | None
+    facts: Mapping[str, Any] | None  # as listings show it; None of a pool that isn't detached
 
 
 @message
 class SeenInside(Message):
-    """What the workers do that have answered.
+    """What the workers do that have answered."""
 
-    Attributes:
-        workers: As each says it, in JSON.
-        silent: The ids of the others.
-    """
-
-    workers: Sequence[bytes]
-    silent: Sequence[str]
+    workers: Sequence[bytes]  # as each says it, in JSON
+    silent: Sequence[str]  # the ids of the others
 
 
 @message
 class Granted(Message):
-    """The newcomer commands now.
+    """The newcomer commands now."""
 
-    Attributes:
-        epoch: Which driver it is, counted.
-        record: What it needs to take the pool up.
-    """
-
-    epoch: int
-    record: bytes
+    epoch: int  # which driver it is, counted
+    record: bytes  # what it needs to take the pool up
 
 
 @message
 class Refused(Message):
-    """The newcomer doesn't command.
+    """The newcomer doesn't command."""
 
-    Attributes:
-        kind: "borrowed" while another driver does; another word when it comes too late.
-        words: Why.
-    """
-
-    kind: str
-    words: str
+    kind: str  # "borrowed" while another driver does; another word when it comes too late
+    words: str  # why
 
 
 @message
 class Fenced(Message):
-    """Another driver commands now.
+    """Another driver commands now."""
 
-    Attributes:
-        who: Which, in words.
-    """
-
-    who: str
+    who: str  # which, in words

@@ -15,13 +15,9 @@ from colocate._protocol.to_worker import Operations
 
 @message
 class Hello(Message):
-    """It runs, and hears.
+    """It runs, and hears."""
 
-    Attributes:
-        facts: Its process and versions.
-    """
-
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # its process and versions
 
 
 @message
@@ -49,50 +45,29 @@ class Done(Message):
 
 @message
 class Failure(Message):
-    """What an exception in a worker was, as a part of other messages.
+    """What an exception in a worker was, as a part of other messages."""
 
-    Attributes:
-        type: Qualified name of the exception's type.
-        text: Its message.
-        traceback: The traceback in the worker, from the role's own code on.
-        host: Whether colocate raised it (arguments that don't fit, a result that can't be sent), not the role.
-        secondary: Whether a peer's connection had been lost before: then another rank's failure is the cause.
-        role: Name of the role.
-        unmade: What had come and couldn't be rebuilt, if the exception is from there.
-    """
-
-    type: str
-    text: str
-    traceback: str
-    host: bool
-    secondary: bool
-    role: str | None
-    unmade: str | None
+    type: str  # qualified name of the exception's type
+    text: str  # its message
+    traceback: str  # the traceback in the worker, from the role's own code on
+    host: bool  # whether colocate raised it (arguments that don't fit, a result that can't be sent), not the role
+    secondary: bool  # whether a peer's connection had been lost before: then another rank's failure is the cause
+    role: str | None  # name of the role
+    unmade: str | None  # what had come and couldn't be rebuilt, if the exception is from there
 
 
 @message
 class Failed(Message):
-    """A call has raised, and the rank has stopped itself. Body: the exception, if it can be sent.
+    """A call has raised, and the rank has stopped itself. Body: the exception, if it can be sent."""
 
-    Attributes:
-        seq: The call; 0 for the construction of the roles.
-        failure: What it raised.
-        operations: How many it has begun on each process group; see `Left`.
-        updates: See `Done`.
-        amid: Whether it has begun some in this call, or has raised in a backward pass.
-        start: When it began, in seconds of `time.time()`.
-        end: When it was over.
-        taken: See `Done`.
-    """
-
-    seq: int
-    failure: Failure
-    operations: Operations
-    updates: int
-    amid: bool
-    start: float
-    end: float
-    taken: Sequence[Taken] = ()
+    seq: int  # the call; 0 for the construction of the roles
+    failure: Failure  # what it raised
+    operations: Operations  # how many it has begun on each process group; see `Left`
+    updates: int  # see `Done`
+    amid: bool  # whether it has begun some in this call, or has raised in a backward pass
+    start: float  # when it began, in seconds of `time.time()`
+    end: float  # when it was over
+    taken: Sequence[Taken] = ()  # see `Done`
 
     def head(self) -> Head:
         """What travels of it."""
@@ -108,45 +83,28 @@ class Failed(Message):
 
 @message
 class Alive(Message):
-    """It has heard of a hold.
+    """It has heard of a hold."""
 
-    Attributes:
-        number: The hold's.
-    """
-
-    number: int
+    number: int  # the hold's
 
 
 @message
 class Held(Message):
-    """It is back for a hold.
+    """It is back for a hold."""
 
-    Attributes:
-        number: The hold's.
-        begun: The highest call that it has begun.
-        operations: How many it has begun on each process group; see `Left`.
-        cut: Process groups that it has cut.
-    """
-
-    number: int
-    begun: int
-    operations: Operations
-    cut: Sequence[str]
+    number: int  # the hold's
+    begun: int  # the highest call that it has begun
+    operations: Operations  # how many it has begun on each process group; see `Left`
+    cut: Sequence[str]  # process groups that it has cut
 
 
 @message
 class GroupsDropped(Message):
-    """Some process groups are dropped, and roles have been told. Body: what one of them raised, if it can be sent.
+    """Some process groups are dropped, and roles have been told. Body: what one of them raised, if it can be sent."""
 
-    Attributes:
-        number: The hold's.
-        holders: Groups that somebody still holds, by name.
-        failure: What a role's `renew` raised.
-    """
-
-    number: int
-    holders: Sequence[str]
-    failure: Failure | None
+    number: int  # the hold's
+    holders: Sequence[str]  # groups that somebody still holds, by name
+    failure: Failure | None  # what a role's `renew` raised
 
     def head(self) -> Head:
         """What travels of it."""
@@ -161,47 +119,29 @@ class GroupsDropped(Message):
 
 @message
 class CanWithdraw(Message):
-    """Whether it can do without a call.
+    """Whether it can do without a call."""
 
-    Attributes:
-        token: The question's number.
-        can: It hadn't begun it.
-    """
-
-    token: int
-    can: bool
+    token: int  # the question's number
+    can: bool  # it hadn't begun it
 
 
 @message
 class Stack(Message):
-    """What its lane does.
+    """What its lane does."""
 
-    Attributes:
-        token: The question's number.
-        text: In words, with the stack.
-        running: The calls that run.
-    """
-
-    token: int
-    text: str
-    running: tuple[int, ...]
+    token: int  # the question's number
+    text: str  # in words, with the stack
+    running: tuple[int, ...]  # the calls that run
 
 
 @message
 class LedgerTold(Message):
-    """What the worker's memory is used for.
+    """What the worker's memory is used for."""
 
-    Attributes:
-        token: The question's number.
-        ledger: It; None where what a role holds can't be looked at.
-        role: That role.
-        trace: The traceback of what was raised then.
-    """
-
-    token: int
-    ledger: Ledger | None
-    role: str = ""
-    trace: str = ""
+    token: int  # the question's number
+    ledger: Ledger | None  # it; None where what a role holds can't be looked at
+    role: str = ""  # that role
+    trace: str = ""  # the traceback of what was raised then
 
     def head(self) -> Head:
         """What travels of it."""
@@ -217,17 +157,11 @@ class LedgerTold(Message):
 
 @message
 class Fetched(Message):
-    """The part of a resident. Body: it; or the exception that kept it from being sent.
+    """The part of a resident. Body: it; or the exception that kept it from being sent."""
 
-    Attributes:
-        token: The question's number.
-        rows: How many rows the call that made it worked on.
-        failure: What kept it from being sent.
-    """
-
-    token: int
-    rows: int | None
-    failure: Failure | None
+    token: int  # the question's number
+    rows: int | None  # how many rows the call that made it worked on
+    failure: Failure | None  # what kept it from being sent
 
     def head(self) -> Head:
         """What travels of it."""
@@ -242,41 +176,26 @@ class Fetched(Message):
 
 @message
 class Address(Message):
-    """Where other workers reach it.
+    """Where other workers reach it."""
 
-    Attributes:
-        address: None when they needn't ask, or can't.
-        trouble: Why they can't; "" otherwise.
-    """
-
-    address: str | None
-    trouble: str = ""
+    address: str | None  # None when they needn't ask, or can't
+    trouble: str = ""  # why they can't; "" otherwise
 
 
 @message
 class Progress(Message):
-    """How far a role has come.
+    """How far a role has come."""
 
-    Attributes:
-        role: Its name.
-        done: How much is done.
-        total: Of how much.
-    """
-
-    role: str | None
-    done: int | float
-    total: int | float | None
+    role: str | None  # its name
+    done: int | float  # how much is done
+    total: int | float | None  # of how much
 
 
 @message
 class Broken(Message):
-    """It lacks what it needs to run roles, such as a thread of its own or its device, and leaves.
+    """It lacks what it needs to run roles, such as a thread of its own or its device, and leaves."""
 
-    Attributes:
-        reason: Why.
-    """
-
-    reason: str
+    reason: str  # why
 
 
 @message
@@ -286,57 +205,34 @@ class Closed(Message):
 
 @message
 class Moved(Message):
-    """Memory of a role has gone to sleep, or has been woken.
+    """Memory of a role has gone to sleep, or has been woken."""
 
-    Attributes:
-        role: The role.
-        asleep: Whether it has gone.
-        nbytes: How many bytes.
-        start: When that began, in seconds of time.time().
-        end: When it was done.
-        whole: Whether all of it sleeps now.
-        why: What for.
-        ahead: Whether that was done ahead of a role's turn, beside what another one ran.
-        in_call: Whether a call waited for that.
-        kept_awake: The bytes that were to go, too, and stay, by why.
-    """
-
-    role: str
-    asleep: bool
-    nbytes: int
-    start: float
-    end: float
-    whole: bool
-    why: str
-    ahead: bool = False
-    in_call: bool = False
-    kept_awake: Mapping[str, int] = attrs.field(factory=dict)
+    role: str  # the role
+    asleep: bool  # whether it has gone
+    nbytes: int  # how many bytes
+    start: float  # when that began, in seconds of time.time()
+    end: float  # when it was done
+    whole: bool  # whether all of it sleeps now
+    why: str  # what for
+    ahead: bool = False  # whether that was done ahead of a role's turn, beside what another one ran
+    in_call: bool = False  # whether a call waited for that
+    kept_awake: Mapping[str, int] = attrs.field(factory=dict)  # the bytes that were to go, too, and stay, by why
 
 
 @message
 class Undefined(Message):
-    """A bundle that the driver had sent couldn't be rebuilt; nothing of it is there.
+    """A bundle that the driver had sent couldn't be rebuilt; nothing of it is there."""
 
-    Attributes:
-        ids: Those of the definitions in it.
-        names: The globals of the script in it.
-    """
-
-    ids: Sequence[int]
-    names: Sequence[str]
+    ids: Sequence[int]  # those of the definitions in it
+    names: Sequence[str]  # the globals of the script in it
 
 
 @message
 class Ask(Message):
-    """A question; answered by `Answer`.
+    """A question; answered by `Answer`."""
 
-    Attributes:
-        token: Its number.
-        question: What it wants to know.
-    """
-
-    token: int
-    question: Message
+    token: int  # its number
+    question: Message  # what it wants to know
 
     def head(self) -> Head:
         """What travels of it."""

@@ -38,28 +38,22 @@ TAGS: Mapping[str, tuple[Purpose, ...]] = {
 
 @attrs.frozen
 class Ledger:
-    """A worker's memory in bytes.
+    """A worker's memory in bytes."""
 
-    Attributes:
-        roles: By role, kind (see `Purpose`) and device; residents of functions are those of a role without a name.
-        shared: What roles hold that counts with another role, by role.
-        asleep: What roles hold that isn't in memory (`group.sleep`), by role.
-        kept_awake: What of roles was to sleep with that and is in memory, by role and why.
-        partial: Roles that hold more objects than were looked at.
-        process: What of the process's memory is its own, "private"; of it what was so before the first role was
-            constructed, "empty", was pinned for what sleeps of a device, "pinned", and is shared with other forks,
-            "shared". None where the process is the driver's.
-        gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
-            "total", and "nccl" by this process's communicators, where these tell; None of a slot without one. Without
-            what sleeps and has kept its addresses.
-        peaks: What methods have allocated on it at most while they ran, by role and method; None where nobody knows.
-    """
-
+    # By role, kind (see `Purpose`) and device; residents of functions are those of a role without a name
     roles: Mapping[str, Mapping[tuple[str, str], int]]
-    shared: Mapping[str, int]
-    asleep: Mapping[str, int]
+    shared: Mapping[str, int]  # what roles hold that counts with another role, by role
+    asleep: Mapping[str, int]  # what roles hold that isn't in memory (`group.sleep`), by role
+    # What of roles was to sleep with that and is in memory, by role and why
     kept_awake: Mapping[str, Mapping[str, int]]
-    partial: tuple[str, ...]
+    partial: tuple[str, ...]  # roles that hold more objects than were looked at
+    # What of the process's memory is its own, "private"; of it what was so before the first role was constructed,
+    # "empty", was pinned for what sleeps of a device, "pinned", and is shared with other forks, "shared". None where
+    # the process is the driver's.
     process: Mapping[str, int] | None
+    # What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody, "total", and
+    # "nccl" by this process's communicators, where these tell; None of a slot without one. Without what sleeps and has
+    # kept its addresses.
     gpu: Mapping[str, int] | None
+    # What methods have allocated on it at most while they ran, by role and method; None where nobody knows
     peaks: Mapping[str, int] | None

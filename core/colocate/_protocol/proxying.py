@@ -18,26 +18,17 @@ OPEN = "open"
 
 @message
 class ProxyDo(Message):
-    """Do something; the body has the arguments. Answered by `ProxyDid`.
+    """Do something; the body has the arguments. Answered by `ProxyDid`."""
 
-    Attributes:
-        token: The request's.
-        name: The method.
-    """
-
-    token: int
-    name: str
+    token: int  # the request's
+    name: str  # the method
 
 
 @message
 class ProxyDid(Message):
-    """It is done; the body has the result, or a `Failure`.
+    """It is done; the body has the result, or a `Failure`."""
 
-    Attributes:
-        token: The request's.
-    """
-
-    token: int
+    token: int  # the request's
 
 
 @message

@@ -10,65 +10,41 @@ from colocate._protocol.message import Message, message
 
 @message
 class WhereIs(Message):
-    """Where another worker is reached.
+    """Where another worker is reached."""
 
-    Attributes:
-        group: Its group's name.
-        slot: Its slot in that.
-        generation: That of the group.
-    """
-
-    group: str
-    slot: int
-    generation: int
+    group: str  # its group's name
+    slot: int  # its slot in that
+    generation: int  # that of the group
 
 
 @message
 class Aligned(Message):
-    """Which residents that a call uses have the partition of the first, once all of them are made.
+    """Which residents that a call uses have the partition of the first, once all of them are made."""
 
-    Attributes:
-        seq: The call.
-        key: The first.
-        others: The others.
-    """
-
-    seq: int
-    key: int
-    others: Sequence[int]
+    seq: int  # the call
+    key: int  # the first
+    others: Sequence[int]  # the others
 
 
 @message
 class Missing(Message):
-    """Send a definition that came here by name from another worker.
+    """Send a definition that came here by name from another worker."""
 
-    Attributes:
-        id: The definition's.
-    """
-
-    id: int
+    id: int  # the definition's
 
 
 @message
 class Source(Message):
-    """The source of a module that lies beside the script, and of what that imports.
+    """The source of a module that lies beside the script, and of what that imports."""
 
-    Attributes:
-        module: Its name.
-    """
-
-    module: str
+    module: str  # its name
 
 
 @message
 class Compare(Message):
-    """Whether the driver has the modules that were imported here early, with other content.
+    """Whether the driver has the modules that were imported here early, with other content."""
 
-    Attributes:
-        modules: File and digest, by name.
-    """
-
-    modules: Mapping[str, tuple[str, str]]
+    modules: Mapping[str, tuple[str, str]]  # file and digest, by name
 
 
 @message
@@ -78,18 +54,10 @@ class HeardAll(Message):
 
 @message
 class Meet(Message):
-    """Wait for the other ranks, and have what one of them has brought.
+    """Wait for the other ranks, and have what one of them has brought."""
 
-    Attributes:
-        board: What they meet for.
-        members: How many they are.
-        value: What this one brings; None for nothing.
-        joins: Whether those that don't come by themselves are told to (`Join`).
-        refusal: Why this one can't come, which all of them are told.
-    """
-
-    board: str
-    members: int
-    value: Any
-    joins: bool
-    refusal: str | None
+    board: str  # what they meet for
+    members: int  # how many they are
+    value: Any  # what this one brings; None for nothing
+    joins: bool  # whether those that don't come by themselves are told to (`Join`)
+    refusal: str | None  # why this one can't come, which all of them are told

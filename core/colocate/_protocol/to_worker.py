@@ -21,14 +21,10 @@ class Boot(Message):
     """Who it is; a detached pool's worker is told again by each driver. Body: a `Boot` of the executor's.
 
     A worker of another version answers `Hello`, and nothing else: it doesn't read the body, nor what follows.
-
-    Attributes:
-        protocol: Of who says it (`versions.PROTOCOL`).
-        version: Its colocate's version.
     """
 
-    protocol: int
-    version: str
+    protocol: int  # of who says it (`versions.PROTOCOL`)
+    version: str  # its colocate's version
 
     @classmethod
     def of(cls, *values: Any) -> Boot:
@@ -39,39 +35,25 @@ class Boot(Message):
 
 @message
 class Define(Message):
-    """Definitions, before the first message that names them; the worker, too, says this of its own. Body: a bundle.
+    """Definitions, before the first message that names them; the worker, too, says this of its own. Body: a bundle."""
 
-    Attributes:
-        ids: Those of the classes and functions.
-        names: The globals of the script that it sets.
-    """
-
-    ids: Sequence[int]
-    names: Sequence[str]
+    ids: Sequence[int]  # those of the classes and functions
+    names: Sequence[str]  # the globals of the script that it sets
 
 
 @message
 class Build(Message):
-    """Construct the roles of the slot. Body: a list of `RoleBuild`.
+    """Construct the roles of the slot. Body: a list of `RoleBuild`."""
 
-    Attributes:
-        generation: How often the group has been restarted.
-        slots: How many slots the group has.
-        default_group: Whether torch's default process group is there before them.
-        nodes: Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that.
-        collective_timeout: How long an operation of a process group may take, in seconds.
-        spill_dir: The folder in which memory that sleeps lies; None for one of the usual ones.
-        budgets: How much memory they may have.
-        restored: The folder of the checkpoint that they go on from, and which one that is; None for none.
-    """
-
-    generation: int
-    slots: int
-    default_group: bool
+    generation: int  # how often the group has been restarted
+    slots: int  # how many slots the group has
+    default_group: bool  # whether torch's default process group is there before them
+    # Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that
     nodes: Sequence[int] | None
-    collective_timeout: float
-    spill_dir: str | None
-    budgets: Budgets
+    collective_timeout: float  # how long an operation of a process group may take, in seconds
+    spill_dir: str | None  # the folder in which memory that sleeps lies; None for one of the usual ones
+    budgets: Budgets  # how much memory they may have
+    # The folder of the checkpoint that they go on from, and which one that is; None for none
     restored: Sequence[str] | None
 
     def head(self) -> Head:
@@ -118,15 +100,10 @@ class Call(Message):
 
 @message
 class Batch(Message):
-    """Several calls. Body: theirs, as one (`_protocol.bundle`).
+    """Several calls. Body: theirs, as one (`_protocol.bundle`)."""
 
-    Attributes:
-        frees: Residents that nobody needs any more.
-        calls: The calls, and where in the body each has its own.
-    """
-
-    frees: Sequence[int]
-    calls: Sequence[tuple[Call, Where]]
+    frees: Sequence[int]  # residents that nobody needs any more
+    calls: Sequence[tuple[Call, Where]]  # the calls, and where in the body each has its own
 
     @property
     def numbered(self) -> Sequence[Call]:
@@ -146,58 +123,36 @@ class Batch(Message):
 
 @message
 class Free(Message):
-    """Nobody needs some residents any more.
+    """Nobody needs some residents any more."""
 
-    Attributes:
-        keys: Theirs.
-    """
-
-    keys: Sequence[int]
+    keys: Sequence[int]  # theirs
 
 
 @message
 class Hold(Message):
-    """A call has failed somewhere: begin no call from that one on, and say when nothing before it runs.
+    """A call has failed somewhere: begin no call from that one on, and say when nothing before it runs."""
 
-    Attributes:
-        number: The hold's number; the highest one counts.
-        failed: The call; 0 for the construction of the roles.
-        cut: Whether to cut the process groups, too.
-    """
-
-    number: int
-    failed: int
-    cut: bool
+    number: int  # the hold's number; the highest one counts
+    failed: int  # the call; 0 for the construction of the roles
+    cut: bool  # whether to cut the process groups, too
 
 
 @message
 class Left(Message):
-    """During a hold: a rank has failed, or is back, and begins no operation of a process group any more.
+    """During a hold: a rank has failed, or is back, and begins no operation of a process group any more."""
 
-    Attributes:
-        number: The hold's.
-        slot: The rank's.
-        operations: How many it had begun on each group, by the group's name, and of how many ranks that is.
-    """
-
-    number: int
-    slot: int
-    operations: Operations
+    number: int  # the hold's
+    slot: int  # the rank's
+    operations: Operations  # how many it had begun on each group, by the group's name, and of how many ranks that is
 
 
 @message
 class DropGroups(Message):
-    """All ranks are back, and some process groups are of no use any more: drop them; answered by `GroupsDropped`.
+    """All ranks are back, and some process groups are of no use any more: drop them; answered by `GroupsDropped`."""
 
-    Attributes:
-        number: The hold's.
-        names: The groups'; none where only roles are to be told.
-        everybody: All roles are told, not only those that have to do with these groups.
-    """
-
-    number: int
-    names: Sequence[str]
-    everybody: bool
+    number: int  # the hold's
+    names: Sequence[str]  # the groups'; none where only roles are to be told
+    everybody: bool  # all roles are told, not only those that have to do with these groups
 
 
 @message
@@ -207,26 +162,17 @@ class Join(Message):
 
 @message
 class Resume(Message):
-    """All ranks are back: go on, but for some calls.
+    """All ranks are back: go on, but for some calls."""
 
-    Attributes:
-        number: The hold that is over.
-        withdrawn: Calls that are dropped.
-    """
-
-    number: int
-    withdrawn: Sequence[int]
+    number: int  # the hold that is over
+    withdrawn: Sequence[int]  # calls that are dropped
 
 
 @message
 class Unwanted(Message):
-    """Nobody waits for a call any more: it ends as soon as it can (`ctx.cancelled`; what it awaits is cancelled).
+    """Nobody waits for a call any more: it ends as soon as it can (`ctx.cancelled`; what it awaits is cancelled)."""
 
-    Attributes:
-        seq: The call.
-    """
-
-    seq: int
+    seq: int  # the call
 
 
 @message
@@ -236,67 +182,42 @@ class Stop(Message):
 
 @message
 class Withdraw(Message):
-    """Hold a call up, if it hasn't begun, until it is `Decided`; answered by `CanWithdraw`.
+    """Hold a call up, if it hasn't begun, until it is `Decided`; answered by `CanWithdraw`."""
 
-    Attributes:
-        token: The question's number.
-        seq: The call.
-    """
-
-    token: int
-    seq: int
+    token: int  # the question's number
+    seq: int  # the call
 
 
 @message
 class Decided(Message):
-    """What becomes of a call that was held up.
+    """What becomes of a call that was held up."""
 
-    Attributes:
-        token: The question's number.
-        seq: The call.
-        drop: Whether it is dropped; it goes on otherwise, and nobody waits for it.
-    """
-
-    token: int
-    seq: int
-    drop: bool
+    token: int  # the question's number
+    seq: int  # the call
+    drop: bool  # whether it is dropped; it goes on otherwise, and nobody waits for it
 
 
 @message
 class AskStack(Message):
-    """Say what the lane does; answered by `Stack`.
+    """Say what the lane does; answered by `Stack`."""
 
-    Attributes:
-        token: The question's number.
-    """
-
-    token: int
+    token: int  # the question's number
 
 
 @message
 class AskLedger(Message):
-    """Say what the worker's memory is used for; answered by `LedgerTold`.
+    """Say what the worker's memory is used for; answered by `LedgerTold`."""
 
-    Attributes:
-        token: The question's number.
-    """
-
-    token: int
+    token: int  # the question's number
 
 
 @message
 class Fetch(Message):
-    """Send the part of a resident; answered by `Fetched`.
+    """Send the part of a resident; answered by `Fetched`."""
 
-    Attributes:
-        token: The question's number.
-        key: The resident.
-        contents: Whether the part itself is wanted, or only its structure.
-    """
-
-    token: int
-    key: int
-    contents: bool
+    token: int  # the question's number
+    key: int  # the resident
+    contents: bool  # whether the part itself is wanted, or only its structure
 
 
 @message
@@ -306,25 +227,15 @@ class Listen(Message):
 
 @message
 class Answer(Message):
-    """What the driver says to an `Ask`.
+    """What the driver says to an `Ask`."""
 
-    Attributes:
-        token: The question's number.
-        answer: The answer.
-        error: Why there is none.
-    """
-
-    token: int
-    answer: Any
-    error: str | None
+    token: int  # the question's number
+    answer: Any  # the answer
+    error: str | None  # why there is none
 
 
 @message
 class Close(Message):
-    """End after what runs now.
+    """End after what runs now."""
 
-    Attributes:
-        reason: What waits for other workers is told.
-    """
-
-    reason: str
+    reason: str  # what waits for other workers is told

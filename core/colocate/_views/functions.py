@@ -8,7 +8,7 @@ from typing import Any
 
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._crew.ship import ship
+from colocate._crew.spawn import ship
 from colocate._definitions.names import path_of
 from colocate._kept import Consumer, Reference
 from colocate._signals.at_work import refuse_to_wait

@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from colocate.keeper.adoption import (
         AdoptedSlot,
         Adoption,
+        DetachableByKeepers,
         PoolKeepers,
         Registration,
         adopt_lead,
-        registration_of,
+        adopt_pool,
+        listed,
+        look_inside,
     )
     from colocate.keeper.keeper import Keeper
-    from colocate.keeper.kept_host import Patience
-    from colocate.keeper.launcher import Launcher
-    from colocate.keeper.looking import listed, look_inside
-    from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
-    from colocate.keeper.proxied import Proxied
-    from colocate.keeper.proxy import Asked, DriverProxy
-    from colocate.keeper.slots import Keepers, KeptSlot
+    from colocate.keeper.process import AFTER_LANE_S, Launcher, ProcessEvents, WorkerProcess
+    from colocate.keeper.proxy import Asked, DriverProxy, Proxied
+    from colocate.keeper.slots import Keepers, KeptSlot, Patience
     from colocate.worker.birth.processes import arguments_of, below_this, left_by
     from colocate.worker.serving.service import first_message
 
@@ -48,19 +47,18 @@ _HOMES = {
     "colocate.keeper.adoption": (
         "AdoptedSlot",
         "Adoption",
+        "DetachableByKeepers",
         "PoolKeepers",
         "Registration",
         "adopt_lead",
-        "registration_of",
+        "adopt_pool",
+        "listed",
+        "look_inside",
     ),
     "colocate.keeper.keeper": ("Keeper",),
-    "colocate.keeper.kept_host": ("Patience",),
-    "colocate.keeper.launcher": ("Launcher",),
-    "colocate.keeper.looking": ("listed", "look_inside"),
-    "colocate.keeper.process": ("AFTER_LANE_S", "ProcessEvents", "WorkerProcess"),
-    "colocate.keeper.proxied": ("Proxied",),
-    "colocate.keeper.proxy": ("Asked", "DriverProxy"),
-    "colocate.keeper.slots": ("Keepers", "KeptSlot"),
+    "colocate.keeper.process": ("AFTER_LANE_S", "Launcher", "ProcessEvents", "WorkerProcess"),
+    "colocate.keeper.proxy": ("Asked", "DriverProxy", "Proxied"),
+    "colocate.keeper.slots": ("Keepers", "KeptSlot", "Patience"),
     "colocate.worker.birth.processes": ("arguments_of", "below_this", "left_by"),
     "colocate.worker.serving.service": ("first_message",),
 }
@@ -71,6 +69,7 @@ __all__ = [
     "AdoptedSlot",
     "Adoption",
     "Asked",
+    "DetachableByKeepers",
     "DriverProxy",
     "Failure",
     "Keeper",
@@ -88,6 +87,7 @@ __all__ = [
     "Requests",
     "WorkerProcess",
     "adopt_lead",
+    "adopt_pool",
     "arguments_of",
     "below_this",
     "die_with",
@@ -99,7 +99,6 @@ __all__ = [
     "look_inside",
     "message",
     "read",
-    "registration_of",
 ]
 
 

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import abc
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import attrs
 
 from colocate import wire
-from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Refused, Renew, Retain
-from colocate._protocol.message import Message
+from colocate._protocol.commands import (
+    NEWCOMER,
+    Attach,
+    Detach,
+    Fenced,
+    GiveUp,
+    Granted,
+    Look,
+    LookInside,
+    Refused,
+    Renew,
+    Retain,
+    Seen,
+    SeenInside,
+)
+from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
 from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S, NAME_SETTLES_WITHIN_S
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
-from colocate.executor import Lease
-from colocate.keeper.greeting import NEWCOMER
+from colocate.executor import Boot, Detachable, Host, HostEvents, Lease, Place, Reservation
 from colocate.keeper.slots import Keepers, KeptSlot
 
 _STEP_S = 0.02
+_AT_ONCE = 16
 
 
 @attrs.frozen
@@ -48,19 +65,6 @@ class Registration:
         """What listings show when its lead doesn't answer: what was known when it got the name."""
         unknown = dict.fromkeys(("epoch", "driver", "owned", "ttl_s", "left_s"))
         return {"name": self.name, "answers": False, **unknown, "since": self.since, **self.about}
-
-
-def registration_of(registrations: Mapping[str, Registration], name: str) -> Registration:
-    """The registration of a pool.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
-    found = registrations.get(name)
-    if found is None:
-        known = ", ".join(map(repr, sorted(registrations))) or "none"
-        raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
-    return found
 
 
 @attrs.frozen
@@ -275,6 +279,41 @@ class PoolKeepers:
         return [*(slot for slot in self.slots if slot is not self.lead), self.lead]
 
 
+def adopt_pool(
+    keepers: Keepers,
+    registration: Registration,
+    adoption: Adoption,
+    slots: Sequence[tuple[str, Callable[[], None]]],
+) -> tuple[AdoptedSlot, PoolKeepers]:
+    """Adopt a pool: its lead at once, as that decides; by its leave the others, in the background.
+
+    Args:
+        keepers: Those of this driver.
+        registration: What the registry has of the pool.
+        adoption: Who wants it.
+        slots: For each slot, in order, its keeper's address, and what ends the process of that one where it is stuck.
+
+    Raises:
+        BorrowedError: Another driver has it.
+        EngineError: It is gone.
+    """
+    ends = dict(slots)
+    lead = adopt_lead(keepers, registration, adoption, ends.get(registration.lead, lambda: None))
+    adoption = attrs.evolve(adoption, epoch=lead.epoch)
+    taken: list[KeptSlot] = []
+    try:
+        for address, end in slots:
+            slot = lead
+            if address != lead.address:
+                slot = AdoptedSlot(keepers, address, registration.key, adoption, end)
+                keepers.add(slot)
+            taken.append(slot)
+    except BaseException:  # it goes on without this driver
+        PoolKeepers(registration.key, lead, taken).give_up()
+        raise
+    return lead, PoolKeepers(registration.key, lead, taken)
+
+
 def adopt_lead(
     keepers: Keepers, registration: Registration, adoption: Adoption, on_stuck: Callable[[], None] = lambda: None
 ) -> AdoptedSlot:
@@ -302,3 +341,142 @@ def adopt_lead(
         lead.close()
         raise
     return lead
+
+
+# -- looking at detached pools, whoever commands them: nothing of them changes by it
+
+
+def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
+    """What the leads of detached pools say of them, all asked at once, without those that are gone by now."""
+    if not registrations:
+        return []
+    with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
+        return [each for each in pool.map(partial(_listed, keepers), registrations) if each is not None]
+
+
+def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
+    """What the workers of a detached pool do, and who has it, by all its keepers, asked at once.
+
+    Returns:
+        What listings show; and as "workers" what each of them says of itself, as "silent" those that say nothing, and
+        as "lost" how many keepers don't answer.
+
+    Raises:
+        EngineError: It is gone.
+    """
+    addresses = registration.keepers
+    facts = _listed(keepers, registration)
+    if facts is None:
+        raise EngineError(f"pool {registration.name!r} is gone")
+    with ThreadPoolExecutor(min(len(addresses), _AT_ONCE) or 1, "colocate-looking") as pool:
+        answers = list(pool.map(partial(_inside, keepers, registration), addresses))
+    found = [each for each in answers if each is not None]
+    return {
+        **facts,
+        "workers": [json.loads(worker) for each in found for worker in each.workers],
+        "silent": [name for each in found for name in each.silent],
+        "lost": len(addresses) - len(found),
+    }
+
+
+def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
+    try:
+        seen = _asked(keepers, registration.lead, registration, Look())
+    except TimeoutError:  # a machine that is overloaded, or cut off; a process that is stopped
+        return registration.unseen()
+    except (OSError, ClosedError, EngineError):  # it has ended
+        return None
+    assert isinstance(seen, Seen)
+    return seen.facts
+
+
+def _inside(keepers: Keepers, registration: Registration, address: str) -> SeenInside | None:
+    try:
+        seen = _asked(keepers, address, registration, LookInside())
+    except (OSError, ClosedError, EngineError):  # TimeoutError is an OSError
+        return None
+    assert isinstance(seen, SeenInside)
+    return seen
+
+
+def _asked(keepers: Keepers, address: str, registration: Registration, question: Message) -> Message:
+    """A keeper's answer.
+
+    Raises:
+        TimeoutError: It doesn't come.
+        OSError: The keeper can't be reached.
+        EngineError: It has ended.
+    """
+    answers: Requests[None, Message] = Requests()
+    asked = answers.open([None])
+
+    def told(head: Head, body: Any) -> None:
+        answers.answered(asked.token, None, read(head))
+
+    def closed(reason: str) -> None:
+        answers.fail_all(EngineError(reason))
+
+    lane: wire.SocketLane = keepers.dial(address, NEWCOMER, told, closed, registration.key)
+    lane.send(question.head())
+    try:
+        (answer,) = asked.result(Deadline(ADOPTED_WITHIN_S))
+    finally:
+        lane.close()
+    return answer
+
+
+class DetachableByKeepers(Detachable):
+    """Pools that outlive their drivers, by the keepers of their slots.
+
+    What is left to an executor is the engine's: a registry of names (`publish`, `registrations`), to `adopt` what the
+    engine holds (`adopt_pool`), to `let_go` of it, and to `end` a pool whose keepers don't answer.
+    """
+
+    _keepers: Keepers
+
+    @abc.abstractmethod
+    def registrations(self) -> Iterable[Registration]:
+        """What the engine's registry has of the detached pools of the cluster."""
+
+    @abc.abstractmethod
+    def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
+        """The keepers of a reservation; None of one that isn't detachable, or that was let go."""
+
+    @abc.abstractmethod
+    def slot_of(self, place: Place) -> KeptSlot:
+        """The connection to the keeper of a slot."""
+
+    def registration(self, name: str) -> Registration:
+        """The registration of a pool.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
+        registrations = {each.name: each for each in self.registrations()}
+        found = registrations.get(name)
+        if found is None:
+            known = ", ".join(map(repr, sorted(registrations))) or "none"
+            raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
+        return found
+
+    def published(self) -> Sequence[Mapping[str, Any]]:
+        """Ask the lead of each."""
+        return listed(self._keepers, list(self.registrations()))
+
+    def look(self, name: str) -> Mapping[str, Any]:
+        """Ask the lead, and the keepers of all slots."""
+        return look_inside(self._keepers, self.registration(name))
+
+    def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
+        """By the slot's keeper."""
+        return self.slot_of(place).take(boot, events, token)
+
+    def renew(self, reservation: Reservation, lease: Lease) -> None:
+        """Tell the keepers."""
+        if (pool := self.pool_of(reservation)) is not None:
+            pool.renew(lease)
+
+    def retain(self, reservation: Reservation) -> bool:
+        """Ask the lead."""
+        pool = self.pool_of(reservation)
+        return pool is not None and pool.retain()

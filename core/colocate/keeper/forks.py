@@ -129,12 +129,14 @@ def fork(
         raise NoFork("no process can have its environment")
     if (name := differs(env, base)) is not None:
         raise NoFork(f"env has {name}, which is read when an interpreter or a library starts")
+    with open("/proc/self/status") as file:  # the kernel tells the umask there without changing it
+        umask = int(file.read().partition("Umask:")[2].split()[0], 8)
     data = pickle.dumps(
         Wanted(
             tuple(arguments),
             dict(env),
             tuple(imports),
-            _umask(),
+            umask,
             {limit: resource.getrlimit(limit) for limit in _LIMITS},
             frozenset(os.sched_getaffinity(0)),
         )
@@ -142,11 +144,6 @@ def fork(
     if len(data) > TOLD_BYTES // 2:  # the kernel wants room for itself
         raise NoFork("its environment is too long")
     return _forks.template(dict(base)).fork(data, sock, output)
-
-
-def own_thread(name: str) -> bool:
-    """Whether a thread of this name is the one that starts templates. It stays: the kernel ties their lives to it."""
-    return name == THREAD
 
 
 def own_process() -> int | None:
@@ -297,9 +294,3 @@ class _Forks:
 
 _forks = _Forks()
 os.register_at_fork(after_in_child=_forks.forget)
-
-
-def _umask() -> int:
-    """That of this process, which the kernel tells without changing it."""
-    with open("/proc/self/status") as file:
-        return int(file.read().partition("Umask:")[2].split()[0], 8)

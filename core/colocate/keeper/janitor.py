@@ -50,7 +50,11 @@ def _wait(pidfds: list[int], patience: float | None, proxy: int) -> bool:
 def _sweep(session: int, mark: bytes) -> None:
     """End all that the proxy has started, below it or not: some outlive their parents."""
     began = time.monotonic()
-    while (found := _left(session, mark)) and time.monotonic() - began < _SWEEPS_FOR_S:
+    while time.monotonic() - began < _SWEEPS_FOR_S:
+        others = {*map(int, filter(str.isdigit, os.listdir("/proc")))} - {os.getpid()}
+        found = [pid for pid in others if _is_left(pid, session, mark)]
+        if not found:
+            return
         for pid in found:
             if time.monotonic() - began < _TRACKERS_S and _tracks(pid):
                 continue
@@ -61,12 +65,8 @@ def _sweep(session: int, mark: bytes) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _left(session: int, mark: bytes) -> list[int]:
-    own = os.getpid()
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != own and _is(pid, session, mark)]
-
-
-def _is(pid: int, session: int, mark: bytes) -> bool:
+def _is_left(pid: int, session: int, mark: bytes) -> bool:
+    """Whether a process runs that the proxy has started: in its session, or with its mark."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, _parent, _group, its_session, *_ = file.read().rpartition(b") ")[2].split()

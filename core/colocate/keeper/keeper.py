@@ -22,17 +22,18 @@ import attrs
 import colocate
 from colocate import wire
 from colocate._protocol import commands
-from colocate._protocol.message import Head, Message, read
+from colocate._protocol.commands import COMMANDS, NEWCOMER, TOKEN_BYTES
+from colocate._protocol.message import Message, read
 from colocate._protocol.requests import Requests
 from colocate._system.limits import DIALLED_WITHIN_S, LOOKED_AT_WITHIN_S
 from colocate.errors import ClosedError
 from colocate.executor import Lease, Running
 from colocate.keeper import forks
-from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
-from colocate.keeper.launcher import Launcher
 from colocate.keeper.leased import Leased
-from colocate.keeper.started import DoorProcess, StartedWorker
+from colocate.keeper.process import Launcher, WorkerProcess
 from colocate.worker.birth import processes
+from colocate.worker.serving.output import Tail
+from colocate.worker.serving.service import CUT, GIVEN_BYTES, LOOK
 
 _ENDS_AGAIN_S = 0.5
 
@@ -71,7 +72,9 @@ class Keeper:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.label = f"{name}#{secrets.token_hex(4)}"  # there may be several of one name in a process
-        self._base = {**os.environ, **_importable()}
+        # In it this very colocate is found, however this process has come to find it.
+        path = [os.environ.get("PYTHONPATH"), str(Path(colocate.__file__).parent.parent)]
+        self._base = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         self._env = {**self._base, **(env or {})}
         self._starts = env is not None
         self._tls = tls
@@ -83,22 +86,22 @@ class Keeper:
         self._launcher = Launcher()
         self._launcher.start()  # now, when whoever makes it is told that no thread is to be had
         self._leased = Leased() if detachable else None
-        self._driver: _Driver | None = None
+        self._driver: wire.SocketLane | None = None
         self._dialled = False
-        self._workers: dict[bytes, StartedWorker] = {}
+        self._workers: dict[bytes, _StartedWorker] = {}
         self._lanes: dict[bytes, socket.socket] = {}  # those whose worker hasn't been asked for yet
         self._tickets: dict[bytes, bytes] = {}  # of lanes to workers that run: the workers' tokens
         self._looks: Requests[bytes, bytes] = Requests()
         self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last words and ends, for newcomers
         self._greetings: set[socket.socket] = set()
-        self._started: list[DoorProcess] = []  # the launching thread's: all that may still be there
+        self._started: list[_StartedWorker] = []  # the launching thread's: all that may still be there
         self._lock = threading.Lock()
         self._over = False
         self._closed = threading.Event()
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
             self.hub.listen(listener, key, self._greet)
-        self.hub.later(dialled_within_s or DIALLED_WITHIN_S, self._check_dialled)
+        self.hub.later(dialled_within_s or DIALLED_WITHIN_S, lambda: None if self._dialled else self._let_go())
         if self._starts:
             forks.hold(self._base)
 
@@ -121,22 +124,39 @@ class Keeper:
             self._closed.set()
 
     def _end(self) -> None:
-        """On the launching thread, so that nothing is started afterwards."""
-        for process in self._started:  # also those of workers that were killed, and forgotten, before they had theirs
-            process.drop()
-        for process in self._started:
-            process.gone.wait()
+        """End all processes. On the launching thread, so that nothing is started afterwards."""
+        for worker in self._started:  # also those that were killed, and forgotten, before they had their process
+            worker.kill()
+        for worker in self._started:
+            worker.gone.wait()
 
     # -- on the hub's thread
 
     def _greet(self, sock: socket.socket) -> None:
+        """Read what a connection says first: what it is."""
         self._greetings.add(sock)
         wire.cut_after(sock, self._cut_s)
+        token = b""
+
+        def read_token() -> None:
+            nonlocal token
+            try:
+                part = sock.recv(TOKEN_BYTES - len(token))
+            except BlockingIOError:
+                return
+            except OSError:
+                part = b""
+            token += part
+            if not part or len(token) == TOKEN_BYTES:
+                self.hub.unwatch(sock.fileno())
+                self._greetings.discard(sock)
+                self._connected(token if part else None, sock)
+
         with contextlib.suppress(ClosedError):  # just now: `close` closes it
-            Greeting(self.hub, self._connected, sock)
+            self.hub.watch(sock.fileno(), read_token)
+            read_token()  # through TLS it may have come already, which the kernel doesn't know
 
     def _connected(self, token: bytes | None, sock: socket.socket) -> None:
-        self._greetings.discard(sock)
         if token is None:  # it has gone again
             sock.close()
         elif token not in (COMMANDS, NEWCOMER):
@@ -147,55 +167,75 @@ class Keeper:
             sock.close()  # it is another driver's
         else:
             try:
-                caller = _Driver(self, sock)
+                caller = self.hub.attach(
+                    sock, lambda head, body: self._told(caller, read(head)), lambda reason: self._left(caller)
+                )
             except ClosedError:  # just now
                 sock.close()
                 return
             if token == COMMANDS:
                 self._driver, self._dialled = caller, True
 
-    def told(self, by: _Driver, message: Message) -> None:
-        """Somebody has said something."""
+    def _told(self, by: wire.SocketLane, message: Message) -> None:
+        """Do what the driver commands, or answer somebody who would like to command, or only asks."""
         if by is self._driver:
-            _COMMANDS[type(message)](self, message)
-        elif self._leased is not None and isinstance(message, commands.Attach):
-            self._attach(by, self._leased, message)
-        elif self._leased is not None and isinstance(message, commands.Look):
-            by.say(commands.Seen(None if self._leased.lease is None else self._leased.seen()))
-        elif self._leased is not None and isinstance(message, commands.LookInside):
-            self._look_inside(by)
+            self._commanded(by, message)
+        elif (leased := self._leased) is not None:
+            match message:
+                case commands.Attach():
+                    self._attach(by, leased, message)
+                case commands.Look():
+                    by.send(commands.Seen(None if leased.lease is None else leased.seen()).head())
+                case commands.LookInside():
+                    self._look_inside(by)
 
-    def _look_inside(self, by: _Driver) -> None:
+    def _commanded(self, driver: wire.SocketLane, message: Message) -> None:
+        leased = self._leased
+        match message:
+            case commands.Start():
+                self._workers[message.token] = started = _StartedWorker(self, message)
+                if message.token in self._lanes:
+                    self._launcher.soon(partial(self._hand_over, started, message.token))
+            case commands.Kill():
+                if (doomed := self._workers.get(message.token)) is not None:  # otherwise it has ended by itself
+                    doomed.kill(message.astray)
+            case commands.Inspect():
+                if (worker := self._workers.get(message.token)) is not None:
+                    worker.look(message.number)
+            case commands.List():  # on that thread, so that nothing is being started meanwhile
+                self._launcher.soon(partial(self._list, message.token))
+            case commands.Adopt():
+                self._adopt(message)
+            case commands.Detach() if leased is not None:
+                leased.lease, leased.owned = message.lease, False
+                self._tell(commands.Confirmed(message.token))
+            case commands.Renew() if leased is not None and leased.lease is not None:
+                leased.lease = message.lease
+            case commands.Retain() if leased is not None:
+                leased.lease, leased.owned = None, True
+                if message.token is not None:
+                    self._tell(commands.Confirmed(message.token))
+            case commands.GiveUp():
+                if leased is not None and leased.lease is not None:
+                    leased.owned = False  # one that took it lets it go on
+                self._left(driver)
+                driver.close("it has let go")
+
+    def _look_inside(self, by: wire.SocketLane) -> None:
         asked = self._looks.open(self._workers)
         for worker in list(self._workers.values()):
             worker.look_inside(asked.token)
 
         def tell() -> None:
             silent = [worker.name for token, worker in self._workers.items() if token in asked.owing]
-            by.say(commands.SeenInside(list(asked.answers.values()), silent))
+            by.send(commands.SeenInside(list(asked.answers.values()), silent).head())
 
         asked.then(tell)
         self.hub.later(LOOKED_AT_WITHIN_S, partial(self._looks.drop, asked))
 
-    def seen(self, worker: StartedWorker, number: int, what: bytes) -> None:
-        """A worker says what it does."""
+    def _seen(self, worker: _StartedWorker, number: int, what: bytes) -> None:
+        """Note what a worker says that it does."""
         self._looks.answered(number, worker.token, what)
-
-    def _told_to_list(self, asked: commands.List) -> None:
-        self._launcher.soon(partial(self._list, asked.token))  # there, so that nothing is being started meanwhile
-
-    def _start(self, start: commands.Start) -> None:
-        self._workers[start.token] = worker = StartedWorker(self, start.token, start.env, start.name, start.imports)
-        if start.token in self._lanes:
-            self._launcher.soon(partial(self._hand_over, worker, start.token))
-
-    def _kill(self, kill: commands.Kill) -> None:
-        if (doomed := self._workers.get(kill.token)) is not None:  # otherwise it has ended by itself
-            doomed.kill(kill.astray)
-
-    def _inspect(self, asked: commands.Inspect) -> None:
-        if (worker := self._workers.get(asked.token)) is not None:
-            worker.look(asked.number)
 
     def _let_go(self) -> None:
         try:
@@ -204,35 +244,37 @@ class Keeper:
             self.hub.later(_ENDS_AGAIN_S, self._let_go)
 
     def _hub_ended(self, reason: str) -> None:
-        for process in list(self._started):
-            process.reap()
+        for worker in list(self._started):
+            worker.reap()
         self._let_go()
 
     def _leave(self) -> None:
         self.close()
         self._on_end()
 
-    def _check_dialled(self) -> None:
-        if not self._dialled:
-            self._let_go()
-
-    def tell(self, message: Message) -> None:
+    def _tell(self, message: Message) -> None:
         """Tell the driver something."""
         if self._driver is not None:
-            self._driver.say(message)
+            self._driver.send(message.head())
 
-    def forget(self, worker: StartedWorker, exit: tuple[Any, ...]) -> None:
-        """A worker has ended."""
+    def _forget(self, worker: _StartedWorker, exit: tuple[Any, ...]) -> None:
+        """Forget a worker that has ended, but for its last words where a later driver may ask for them."""
         self._workers.pop(worker.token, None)
         if self._leased is not None and self._leased.lease is not None and worker.token in self._leased.lease.workers:
             self._departed[worker.token] = list(worker.tail), exit
         if (sock := self._lanes.pop(worker.token, None)) is not None:
             sock.close()
 
+    def _close_later(self, door: socket.socket) -> None:
+        """Close a worker's socket, where nothing is sent to it just now."""
+        if door.fileno() >= 0:
+            self.hub.unwatch(door.fileno())
+        self._launcher.soon(door.close)
+
     # -- from driver to driver, on the hub's thread
 
-    def left(self, driver: _Driver) -> None:
-        """The connection of somebody has ended."""
+    def _left(self, driver: wire.SocketLane) -> None:
+        """End everything, or what mustn't stay, when the connection of the driver has ended."""
         if driver is not self._driver:
             return
         self._driver = None
@@ -241,7 +283,13 @@ class Keeper:
             self._let_go()
             return
         self._cut(leased.lease)
-        self.hub.later(leased.vacate(), partial(self._expire, leased.vacancies))
+        vacancies = leased.vacancies + 1
+
+        def expire() -> None:
+            if self._driver is None and leased.vacancies == vacancies:
+                self._let_go()
+
+        self.hub.later(leased.vacate(), expire)
 
     def _cut(self, lease: Lease) -> None:
         """End what a driver has here that no longer commands, but for the workers that stay."""
@@ -255,47 +303,19 @@ class Keeper:
             else:
                 worker.kill()
 
-    def _expire(self, vacancies: int) -> None:
-        leased = self._leased
-        if self._driver is None and leased is not None and leased.vacancies == vacancies:
-            self._let_go()
-
-    def _attach(self, newcomer: _Driver, leased: Leased, asked: commands.Attach) -> None:
+    def _attach(self, newcomer: wire.SocketLane, leased: Leased, asked: commands.Attach) -> None:
         refusal = leased.refusal(asked.epoch, asked.own)
         if refusal is not None:
-            newcomer.say(commands.Refused(*refusal))
+            newcomer.send(commands.Refused(*refusal).head())
             return
         assert leased.lease is not None
         former, self._driver = self._driver, newcomer
         leased.grant(asked.epoch, asked.who, asked.own)
         if former is not None:
-            former.say(commands.Fenced(f"{asked.who} (epoch {leased.epoch})"))
-            former.lane.close("another driver has it now")
+            former.send(commands.Fenced(f"{asked.who} (epoch {leased.epoch})").head())
+            former.close("another driver has it now")
         self._cut(leased.lease)
-        newcomer.say(commands.Granted(leased.epoch, leased.lease.record))
-
-    def _detach(self, command: commands.Detach) -> None:
-        if self._leased is not None:
-            self._leased.lease, self._leased.owned = command.lease, False
-            self.tell(commands.Confirmed(command.token))
-
-    def _retain(self, command: commands.Retain) -> None:
-        if self._leased is not None:
-            self._leased.lease, self._leased.owned = None, True
-            if command.token is not None:
-                self.tell(commands.Confirmed(command.token))
-
-    def _renew(self, command: commands.Renew) -> None:
-        if self._leased is not None and self._leased.lease is not None:
-            self._leased.lease = command.lease
-
-    def _give_up(self, command: commands.GiveUp) -> None:
-        driver, leased = self._driver, self._leased
-        assert driver is not None
-        if leased is not None and leased.lease is not None:
-            leased.owned = False  # one that took it lets it go on
-        self.left(driver)
-        driver.lane.close("it has let go")
+        newcomer.send(commands.Granted(leased.epoch, leased.lease.record).head())
 
     def _adopt(self, adopt: commands.Adopt) -> None:
         ticket, token = adopt.ticket, adopt.token
@@ -307,83 +327,162 @@ class Keeper:
             return
         lines, exit = self._departed.get(token, ([], (None, None, "its keeper knows nothing of it")))
         for line in lines:
-            self.tell(commands.Said(token, line))
-        self.tell(commands.Ended(token, *exit))
+            self._tell(commands.Said(token, line))
+        self._tell(commands.Ended(token, *exit))
         if (sock := self._lanes.pop(ticket, None)) is not None:
             sock.close()
 
     # -- on the launching thread
 
     def _list(self, token: int) -> None:
-        """What the operating system says of the processes started here: known to the driver, or not."""
-        workers = {worker.process.pid: worker.name for worker in list(self._workers.values())}
+        """Tell what the operating system says of the processes started here: known to the driver, or not."""
+        workers = {worker.process.pid: worker.name for worker in list(self._workers.values()) if worker.process}
         found = [
             Running("worker", workers.get(child.started) or f"process {child.pid}", pid=child.pid, since=child.since)
             for child in processes.below_this()
             if child.started in workers or child.label == self.label
         ]
         found += [each.running() for each in processes.left_by(os.getpid()) if each.label in ("", self.label)]
-        self.tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
+        self._tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
 
-    def _hand_over(self, worker: StartedWorker, token: bytes) -> None:
+    def _hand_over(self, worker: _StartedWorker, token: bytes) -> None:
+        """Hand a lane over to its worker, which is started if it hasn't been."""
         lane = self._lanes.pop(token, None)
         if lane is None:  # it has been killed meanwhile
             return
         if self._over:
             lane.close()
             return
-        if worker.door_process is not None:
-            worker.door_process.pass_on(lane, self._epoch, self._tls, token)
-            return
-        self._started = [each for each in self._started if not each.gone.is_set()]
-        env = {**self._env, **worker.env}
-        try:
-            process = DoorProcess(self.hub, env, self._base, self.label, worker.imports)
-        except (OSError, ValueError) as error:  # no descriptor is left, or a variable can't be one
-            lane.close()
-            self.hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
-            return
-        self._started.append(process)
-        process.give(worker, lane, self._epoch, self._tls, token)
-
-    @property
-    def _epoch(self) -> int:
-        """That of the driver; 0 when none can follow it."""
-        return self._leased.epoch if self._leased is not None else 0
+        epoch = self._leased.epoch if self._leased is not None else 0  # 0: no other driver can follow this one
+        first = worker.process is None
+        if first:
+            self._started = [each for each in self._started if not each.gone.is_set()]
+            try:
+                worker.start({**self._env, **worker.env}, self._base)
+            except (OSError, ValueError) as error:  # no descriptor is left, or a variable can't be one
+                lane.close()
+                words = f"it could not be started: {type(error).__name__}: {error}"
+                self.hub.later(0.0, partial(worker.tell_end, None, None, words))
+                return
+            self._started.append(worker)
+        worker.hand_over(lane, epoch, self._tls, token, first=first)
 
 
-_COMMANDS: dict[type[Message], Callable[[Keeper, Any], None]] = {
-    commands.Start: Keeper._start,
-    commands.Kill: Keeper._kill,
-    commands.Inspect: Keeper._inspect,
-    commands.List: Keeper._told_to_list,
-    commands.Adopt: Keeper._adopt,
-    commands.Detach: Keeper._detach,
-    commands.Renew: Keeper._renew,
-    commands.Retain: Keeper._retain,
-    commands.GiveUp: Keeper._give_up,
-}
+class _StartedWorker:
+    """A worker of a keeper, from the driver's command to its end: a process, to which lanes are handed by a socket.
 
+    It is given one lane, or those of the drivers that follow one another. The socket is closed on the launching thread,
+    as what is sent there is: the number of one that is closed may be another's at once.
+    """
 
-class _Driver:
-    """A connection of somebody who commands, would like to, or asks."""
-
-    def __init__(self, keeper: Keeper, sock: socket.socket) -> None:
+    def __init__(self, keeper: Keeper, asked: commands.Start) -> None:
+        self.token = asked.token
+        self.name = asked.name
+        self.env = asked.env
+        self.tail = Tail()
+        self.process: WorkerProcess | None = None
+        self.gone = threading.Event()  # its process has ended
+        self._imports = asked.imports
         self._keeper = keeper
-        self.lane = keeper.hub.attach(sock, self._told, self._closed)
+        self._killed = False
+        self._end_told = False
+        self._door: socket.socket
 
-    def say(self, message: Message) -> None:
-        """Tell it something."""
-        self.lane.send(message.head())
+    # -- on the launching thread
 
-    def _told(self, head: Head, body: Any) -> None:
-        self._keeper.told(self, read(head))
+    def start(self, env: Mapping[str, str], base: Mapping[str, str]) -> None:
+        """Start its process, which waits for a lane.
 
-    def _closed(self, reason: str) -> None:
-        self._keeper.left(self)
+        Raises:
+            OSError: It can't be started; nothing is left.
+        """
+        process = WorkerProcess(self._keeper.hub, self)
+        self._door, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                process.start(env, theirs, base=base, waits=True, label=self._keeper.label, imports=self._imports)
+        except BaseException:
+            self._door.close()
+            raise
+        self.process = process
+        if self._killed:  # just now: whoever has killed it may not have seen the process
+            process.kill()
 
+    def hand_over(self, lane: socket.socket, epoch: int, tls: wire.Tls | None, token: bytes, *, first: bool) -> None:
+        """Give it a lane: by its token it and the driver know each other, where they make TLS anew.
 
-def _importable() -> dict[str, str]:
-    """An environment in which this very colocate is found, however this process has come to find it."""
-    here = str(Path(colocate.__file__).parent.parent)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), here]))}
+        It may be given another lane later, if it is told an epoch.
+        """
+        with lane, contextlib.suppress(OSError):  # it has just died, and its end is told
+            socket.send_fds(self._door, [b"%d " % epoch + wire.hand_on(lane, tls, token)], [lane.fileno()])
+        if not epoch:
+            self._door.close()
+        elif first:
+            with contextlib.suppress(ClosedError):  # just now
+                self._keeper.hub.watch(self._door.fileno(), self._answered)
+                if self.gone.is_set():  # and perhaps before this
+                    self._keeper.hub.unwatch(self._door.fileno())
+
+    def cut(self) -> None:
+        """Have it let go of its lane: the driver at the other end no longer commands."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):  # it has just died
+                self._door.send(CUT)
+
+    # -- on the hub's thread
+
+    def kill(self, astray: bool = False) -> None:
+        """End it; because it has closed its lane, or without a reason that would be told."""
+        self._killed = True
+        if self.process is None:
+            self.tell_end(None, None, None)
+        elif astray:
+            self.process.end_astray()
+        else:
+            self.process.kill()
+
+    def reap(self) -> None:
+        """End it in the place of a hub that does nothing any more."""
+        if self.process is not None:
+            self.process.reap()
+
+    def look(self, number: int) -> None:
+        """Answer the driver's question of this number: what is seen of it from outside."""
+        if self.process is not None:
+            self.process.look(lambda what: self._keeper._tell(commands.Inspected(self.token, number, what)))
+
+    def look_inside(self, number: int) -> None:
+        """Ask it what it does; it answers by itself."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):  # it has just died, or reads nothing
+                self._door.send(LOOK + b"%d" % number, socket.MSG_DONTWAIT)
+
+    def said(self, line: str) -> None:
+        """Tell the driver a line of its output."""
+        self.tail.append(line)
+        self._keeper._tell(commands.Said(self.token, line))
+
+    def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
+        """Tell the end of its process."""
+        self.tell_end(exitcode, signal, detail)
+        self.gone.set()
+        self._keeper._close_later(self._door)
+
+    def tell_end(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
+        """Tell its end, once: there may never have been a process."""
+        if not self._end_told:
+            self._end_told = True
+            self._keeper._tell(commands.Ended(self.token, exitcode, signal, detail))
+            self._keeper._forget(self, (exitcode, signal, detail))
+
+    def _answered(self) -> None:
+        """Pass on what it says that it does."""
+        try:
+            answer = self._door.recv(GIVEN_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if answer:
+            number, _, what = answer.partition(b" ")
+            self._keeper._seen(self, int(number), what)
+        else:  # it has ended
+            self._keeper.hub.unwatch(self._door.fileno())

@@ -18,33 +18,18 @@ from colocate.executor import Lease
 
 @attrs.define(eq=False)
 class Leased:
-    """The state of one keeper.
+    """The state of one keeper."""
 
-    Attributes:
-        epoch: That of the driver that commands it, or did last.
-        owned: Whether the end of that driver is the end of all.
-        lease: That of the last detach; None before the first.
-        who: Who commands it, in words; empty when nobody does.
-        since: Since when, in seconds of time.time().
-        vacancies: How often it has been without a driver.
-        ends: When the time to live is over, by time.monotonic(); None while somebody commands it.
-    """
-
-    epoch: int = 1
-    owned: bool = True
-    lease: Lease | None = None
-    who: str = ""
-    since: float = attrs.field(factory=time.time)
-    vacancies: int = 0
-    ends: float | None = None
+    epoch: int = 1  # that of the driver that commands it, or did last
+    owned: bool = True  # whether the end of that driver is the end of all
+    lease: Lease | None = None  # that of the last detach; None before the first
+    who: str = ""  # who commands it, in words; empty when nobody does
+    since: float = attrs.field(factory=time.time)  # since when, in seconds of time.time()
+    vacancies: int = 0  # how often it has been without a driver
+    ends: float | None = None  # when the time to live is over, by time.monotonic(); None while somebody commands it
 
     def refusal(self, epoch: int, own: bool) -> tuple[str, str] | None:
-        """Why a newcomer can't have it: a kind and words; None when it can.
-
-        Args:
-            epoch: What the lead has granted; 0 when this is the lead, and asked to grant one.
-            own: Whether it takes the pool from whoever has it.
-        """
+        """Why a newcomer can't have it: a kind and words; None when it can."""
         if self.lease is None:
             return "closed", "it hasn't been detached"
         if epoch:

@@ -18,13 +18,10 @@ from colocate.worker.serving.failure import role_code_of
 
 
 def seen(started: int) -> str | None:
-    """What a worker does and its lane's stack; None where that can't be seen, or the worker has ended.
+    """Return what the worker below a supervisor does, with its lane's stack; None where that can't be seen.
 
     The stack is read from the worker's memory by py-spy, which doesn't halt it. That takes some 30 ms, the kernel's
     leave to read the memory of one's own processes, and py-spy beside this interpreter or on the path.
-
-    Args:
-        started: The worker's upper supervisor, which this process has started.
     """
     try:
         (worker,) = (child.pid for child in processes.below_this() if child.started == started)

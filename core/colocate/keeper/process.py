@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from colocate import wire
+from colocate._system.jobs import JobThread, report_exception
 from colocate._system.room import OomKills
 from colocate.keeper.forks import Fork, NoFork, fork
 from colocate.worker.birth import processes
@@ -30,6 +31,17 @@ _NO_LANE = f"it had closed its connection to the driver and gone on, and was end
 _BY_EXEC = "a role had put another program in its place, by exec ({!r}){}; start programs with subprocess"
 
 _logger = logging.getLogger("colocate")
+
+
+class Launcher(JobThread):
+    """The thread that starts worker processes: the kernel ties their lives to it, so it lives as long as they may.
+
+    It runs jobs one after the other; `run` waits for one, `soon` doesn't, `close` ends it.
+    """
+
+    def __init__(self) -> None:
+        """Make it; the thread starts with the first job."""
+        super().__init__("colocate-launcher", lambda error: report_exception())
 
 
 class ProcessEvents(Protocol):

@@ -1,25 +1,28 @@
-"""The driver's end of a process that is in an engine on its behalf. Imports no engine."""
+"""A process beside the driver that is in an engine on its behalf: the driver's end, and its own. Imports no engine."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import queue
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import psutil
 
 from colocate import wire
-from colocate._protocol.message import read
+from colocate._protocol.message import Message, read
 from colocate._protocol.proxying import OPEN, PING, Failure, ProxyDid, ProxyDo, ProxySaid
 from colocate._protocol.requests import Request, Requests
 from colocate.errors import ColocateError, EngineError
@@ -78,7 +81,15 @@ class DriverProxy:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _started(module, theirs, self._log.fileno(), whole)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-W", "ignore", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    env=whole,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is the driver's
+                )
             self._janitor = _watched(self._process, f"{mark}={value}", folder)
         except BaseException:
             ours.close()
@@ -178,8 +189,10 @@ class DriverProxy:
     def _end_process(self) -> None:
         deadline = time.monotonic() + _ENDS_WITHIN_S
         while not _has_ended(self._process, 1.0):
-            if time.monotonic() > deadline or _is_stopped(self._process.pid):
-                self._process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stopped = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+                if stopped or time.monotonic() > deadline:
+                    self._process.kill()
 
     def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
         told = read(head)
@@ -204,18 +217,6 @@ class DriverProxy:
         error = self.lost(f"{why}. Close the runtime, and connect again. {self.last_words()}".strip())
         self._end()
         self._requests.fail_all(error)
-
-
-def _started(module: str, sock: socket.socket, log: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-W", "ignore", "-m", module, str(sock.fileno()), str(os.getpid())],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=[sock.fileno()],
-        start_new_session=True,  # Ctrl-C is the driver's
-    )
 
 
 def _watched(proxy: subprocess.Popen[bytes], mark: str, folder: str | None) -> subprocess.Popen[bytes]:
@@ -252,22 +253,85 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return True
 
 
-def _is_stopped(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _import_path(given: str | None, module: str) -> Iterable[str]:
-    """A path on which colocate and the module are found, however this process has come to find them."""
-    return dict.fromkeys([*filter(None, [given]), *map(_home_of, ("colocate", module.partition(".")[0]))])
+    """Return a path on which colocate and the module are found, however this process has come to find them."""
+    found = [given] if given else []
+    for name in ("colocate", module.partition(".")[0]):
+        spec = find_spec(name)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        places = [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]
+        found.append(str(Path(places[0]).parent))
+    return dict.fromkeys(found)
 
 
-def _home_of(name: str) -> str:
-    """The folder in which a top-level package, or module, lies."""
-    spec = find_spec(name)
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    places = [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]
-    return str(Path(places[0]).parent)
+class Proxied:
+    """What a driver can ask for: the methods of a subclass, whose module is run by its `DriverProxy`.
+
+    The module ends with `if __name__ == "__main__": MyProxied.serve()`. `open` comes first, and runs on the main
+    thread, which stays: the kernel may tie the lives of processes to the thread that starts them. Each other method
+    runs on a thread of its own. Arguments and results travel pickled; of an error of the engine's only its text does.
+    """
+
+    engine: ClassVar[str] = "the engine"  # what errors call it
+    _lane: wire.SocketLane
+    _to_open: queue.SimpleQueue[tuple[int, tuple[Any, ...]]]
+
+    def open(self, *arguments: Any) -> Any:
+        """Begin: what `DriverProxy` was given. Until it has ended nothing else is asked."""
+
+    def leave(self) -> None:
+        """The driver has let go, or is gone: end what is the driver's. The process ends afterwards."""
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """What is asked for by a name; override it where others than this object have the methods."""
+        found: Callable[..., Any] = getattr(self, name)
+        return found
+
+    def say(self, *what: Any) -> None:
+        """Tell the driver something that it hasn't asked for (`heard`). From any thread; in order."""
+        self._tell(ProxySaid(), what)
+
+    @classmethod
+    def serve(cls) -> None:
+        """Be the process, until the driver lets go or is gone. It doesn't return."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides when it ends
+            signal.signal(number, lambda *_: None)  # by handlers, which children don't inherit
+        made = cls()
+        made._to_open = queue.SimpleQueue()
+        made._lane = wire.Hub("driver").attach(socket.socket(fileno=int(sys.argv[1])), made._heard, made._left)
+        token, arguments = made._to_open.get()
+        made._do(token, OPEN, arguments)
+        threading.Event().wait()
+
+    def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
+        asked = read(head)
+        assert isinstance(asked, ProxyDo)
+        assert body is not None
+        arguments = wire.unpack(body)
+        if asked.name == PING:
+            self._tell(ProxyDid(asked.token), None)
+        elif asked.name == OPEN:
+            self._to_open.put((asked.token, arguments))
+        else:
+            job = asked.token, asked.name, arguments
+            try:
+                threading.Thread(target=self._do, args=job, name=asked.name, daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had
+                self._tell(ProxyDid(asked.token), Failure.of(error, self.engine))
+
+    def _do(self, token: int, name: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            answer = self.open(*arguments) if name == OPEN else self.method(name)(*arguments)
+        except BaseException as error:
+            answer = Failure.of(error, self.engine)
+        self._tell(ProxyDid(token), answer)
+
+    def _tell(self, message: Message, value: Any) -> None:
+        self._lane.send(message.head(), wire.pack(value))  # if nobody listens, `_left` is about to be called
+
+    def _left(self, _reason: str) -> None:
+        try:
+            self.leave()
+        finally:
+            os._exit(0)

@@ -1,7 +1,8 @@
-"""The driver's side: connections to the keepers of its slots."""
+"""The driver's side: connections to the keepers of its slots, and to the workers that they have started."""
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,15 +12,41 @@ import attrs
 
 from colocate import wire
 from colocate._protocol import commands
+from colocate._protocol.commands import COMMANDS, NEWCOMER, TOKEN_BYTES
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
 from colocate._system.deadline import Deadline
-from colocate._system.jobs import report_exception
-from colocate._system.limits import LISTED_WITHIN_S
+from colocate._system.jobs import error_text, report_exception
+from colocate._system.limits import (
+    KEEPER_CONNECTS_WITHIN_S,
+    KEEPER_KILLS_WITHIN_S,
+    LANE_ENDS_WITHIN_S,
+    LAST_WORDS_S,
+    LISTED_WITHIN_S,
+)
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
-from colocate.keeper.greeting import COMMANDS, NEWCOMER
-from colocate.keeper.kept_host import KeptHost, Patience
+from colocate.keeper.process import AFTER_LANE_S
+from colocate.worker.serving.service import first_message
+
+_LOOK_S = 0.05
+
+
+@attrs.frozen
+class Patience:
+    """How long a driver waits for keepers, in seconds.
+
+    Attributes:
+        dial_s: For one that takes a connection.
+        kill_s: For one that confirms a kill; then it is stuck, and the engine is told (`on_stuck`).
+        words_s: For the engine's words about one whose connection has ended (`KeptSlot.lost`), which come another way.
+        cut_s: For a sign of life of its machine; then the connections to that are taken for cut.
+    """
+
+    dial_s: float = KEEPER_CONNECTS_WITHIN_S
+    kill_s: float = KEEPER_KILLS_WITHIN_S
+    words_s: float = LAST_WORDS_S
+    cut_s: float = wire.CUT_AFTER_S
 
 
 class Keepers:
@@ -190,8 +217,7 @@ class KeptSlot:
         self._closed = False
         self._words: str | None = None
         self._lost: str | None = None
-        self._confirmations: Requests[None, None] = Requests()
-        self._lists: Requests[None, Sequence[Any]] = Requests()
+        self._requests: Requests[None, Any] = Requests()  # confirmations and lists
 
     @property
     def is_lost(self) -> bool:
@@ -241,10 +267,10 @@ class KeptSlot:
             command: Makes it, given the number of the confirmation.
             within_s: How long to wait for that.
         """
-        request = self._confirmations.open([None])
+        request = self._requests.open([None])
         self.command(command(request.token))
         confirmed = request.wait(within_s) and request.error is None
-        self._confirmations.drop(request)
+        self._requests.drop(request)
         return confirmed
 
     def leave(self) -> None:
@@ -305,7 +331,7 @@ class KeptSlot:
         self._connected.wait(deadline.left)
         if self._closed or self._lost is not None:
             return None
-        request = self._lists.open([None])
+        request = self._requests.open([None])
         self.command(commands.List(request.token))
         return request
 
@@ -320,7 +346,7 @@ class KeptSlot:
         except EngineError:  # it is gone, and its workers with it
             return []
         except TimeoutError:
-            self._lists.drop(asked)
+            self._requests.drop(asked)
             doubt = f"its keeper hasn't answered within {LISTED_WITHIN_S:g} s"
             return [Running("worker", boot.worker, node=boot.node, doubt=doubt) for boot in hosts]
         return [attrs.evolve(Running(*each), node=node) for each in found]
@@ -338,24 +364,24 @@ class KeptSlot:
     def _told(self, message: Message) -> None:
         match message:
             case commands.Confirmed():
-                self._confirmations.answered(message.token, None, None)
+                self._requests.answered(message.token, None, None)
             case commands.Fenced():
                 self.fenced = True
             case commands.Listed():
-                self._lists.answered(message.token, None, message.found)
+                self._requests.answered(message.token, None, message.found)
             case commands.Said():
                 if (host := self.hosts.get(message.token)) is not None:
                     host.events.logged(message.line)
             case commands.Inspected():
                 if (host := self.hosts.get(message.token)) is not None:
-                    host.seen(message)
+                    host.looks.answered(message.number, None, message.what)
             case commands.Ended():
                 if (host := self.hosts.get(message.token)) is not None:
                     host.ended(Exit(message.exitcode, message.signal, message.detail))
 
     def _disconnected(self, reason: str) -> None:
         self._gone.set()
-        self._give_up(reason)
+        self._requests.fail_all(EngineError(reason))
         if self._closed:
             self._over("its keeper was let go")
         else:
@@ -365,18 +391,143 @@ class KeptSlot:
     def hub_ended(self, reason: str) -> None:
         """It won't be heard of any more."""
         self._lost = self._lost or reason
-        self._give_up(reason)
+        self._requests.fail_all(EngineError(reason))
         for host in list(self.hosts.values()):
             host.lost(reason)
-
-    def _give_up(self, reason: str) -> None:
-        error = EngineError(reason)
-        self._confirmations.fail_all(error)
-        self._lists.fail_all(error)
 
     def _over(self, reason: str) -> None:
         """The keeper is gone, and its workers with it."""
         self._lost = self._lost or self._words or reason
-        self._give_up(reason)
+        self._requests.fail_all(EngineError(reason))
         for host in list(self.hosts.values()):
             host.ended(Exit(detail=self._lost))
+
+
+class KeptHost(Host):
+    """The driver's end of one worker that a keeper has started."""
+
+    def __init__(
+        self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
+    ) -> None:
+        self.slot = slot
+        self.boot = boot
+        self.events = events
+        self.token = token or secrets.token_bytes(TOKEN_BYTES)
+        self._taken = token is not None
+        self._env = dict(env)
+        self._lock = threading.Lock()
+        self._early: list[wire.Frame] = []  # what was sent before there was a lane
+        self._exit: Exit | None = None
+        self.looks: Requests[None, str | None] = Requests()
+        self._killed = False
+        self._over = False
+
+    def send(self, frame: Any) -> None:
+        """Send a message."""
+        if (lane := self.lane) is None:
+            with self._lock:
+                if self._over:
+                    return
+                if (lane := self.lane) is None:
+                    frame.hold()
+                    self._early.append(frame)
+                    return
+        lane.send(frame)
+
+    def kill(self, astray: bool = False) -> None:
+        """End it now: because it has closed its lane, or without a reason that would be told."""
+        if self._killed or self._over:
+            return
+        self._killed = True
+        self.slot.command(commands.Kill(self.token, astray))
+        hub = self.slot.keepers.hub
+
+        def doubt() -> None:
+            if not self._over:
+                self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
+
+        # This process may have been stopped: what has come meanwhile is taken first.
+        hub.later(self.slot.keepers.patience.kill_s, lambda: hub.later(_LOOK_S, doubt))
+
+    def look(self, then: Callable[[str | None], None]) -> None:
+        """Have its keeper say what it does, as its memory shows."""
+        asked = self.looks.open([None])
+        asked.then(lambda: then(asked.answers.get(None)))
+        self.slot.command(commands.Inspect(self.token, asked.token))
+
+    # -- on a dialling thread
+
+    def connect(self) -> None:
+        """Have the keeper start it, and open its lane."""
+        slot, hub = self.slot, self.slot.keepers.hub
+        try:
+            lost = slot.wait_connected()
+            if lost is not None or self._killed:
+                hub.later(0.0, partial(self.ended, Exit(detail=lost)))
+                return
+            ticket = self.token
+            if self._taken:
+                ticket = secrets.token_bytes(TOKEN_BYTES)
+                slot.command(commands.Adopt(ticket, self.token, self.boot.worker))
+            else:
+                slot.command(commands.Start(self.token, self._env, self.boot.worker, self.boot.imports))
+            # Nothing comes before the boot.
+            lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)
+            with self._lock:
+                if self._over:
+                    lane.close()
+                    return
+                lane.send(*first_message(self.boot))
+                for frame in self._early:
+                    lane.send(frame)
+                    frame.close()
+                self._early.clear()
+                self.lane = lane
+            if self._killed:  # meanwhile, perhaps before there was anything to kill
+                slot.command(commands.Kill(self.token))
+        except BaseException as error:
+            if isinstance(error, OSError | ClosedError):
+                words = f"its lane could not be opened: {error}"
+            else:  # a mistake here: there is a group that waits
+                report_exception()
+                words = f"the thread that opens its lane was ended by {error_text(error)}"
+            hub.later(0.0, partial(self.ended, Exit(detail=words)))
+            slot.command(commands.Kill(self.token))
+
+    # -- on the hub's thread
+
+    def ended(self, exit: Exit) -> None:
+        """It is gone. What it has said before is taken first."""
+        if self._exit is not None:
+            return
+        self._exit = exit
+        if self.lane is None or self.lane.finished:
+            self._finish()
+        else:
+            self.slot.keepers.hub.later(LANE_ENDS_WITHIN_S, self._finish)
+
+    def lost(self, reason: str) -> None:
+        """The driver hears nothing of it any more."""
+        self._exit = self._exit or Exit(detail=reason)
+        self._finish()
+
+    def _lane_closed(self, reason: str) -> None:
+        if self._exit is not None:
+            self._finish()
+        else:  # a worker without its lane is of no use: it leaves by itself, or is made to
+            self.slot.keepers.hub.later(AFTER_LANE_S, partial(self.kill, astray=True))
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            for frame in self._early:
+                frame.close()
+            self._early.clear()
+        if self.lane is not None and not self.lane.finished:
+            self.lane.finish("the worker has ended")
+        self.slot.hosts.pop(self.token, None)
+        self.looks.fail_all(EngineError("the worker has ended"))
+        assert self._exit is not None
+        self.events.exited(self._exit)

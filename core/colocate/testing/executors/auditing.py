@@ -17,7 +17,7 @@ import pytest
 import colocate
 from colocate import Audit, ColocatedGroup, RoleSpec, Runtime
 from colocate._api.pool import Slots
-from colocate._crew.worker import Worker
+from colocate._crew.workforce import Worker
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
 from colocate.errors import ClosedError, RoleStartError

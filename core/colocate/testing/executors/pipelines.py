@@ -273,8 +273,8 @@ class Traffic:
 
         monkeypatch.setattr(executor, "frame", counted)
         monkeypatch.setattr(executor, "numbered", counted_calls)
-        kind = type(group._node)
-        monkeypatch.setattr(kind, "done", self._heard(kind.done))
+        order = type(group._node.order)
+        monkeypatch.setattr(order, "done", self._heard(order.done))
         residents = type(group._node.residents)
         monkeypatch.setattr(residents, "answered", self._heard(residents.answered))
 
