@@ -2,89 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import Runtime
-from colocate.errors import ClosedError, ColocateError
+from colocate.errors import ClosedError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
-OWN = str(Path(colocate.__file__).parent)
-STRIDE = 23
 BOUND_S = 20.0  # a handler that waits for ever takes longer
-
-
-def spawn(runtime: Runtime) -> None:
-    runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
-
-
-def call(runtime: Runtime) -> None:
-    for group in runtime.groups.values():  # none, where it has been closed already
-        group.role("echo", Echo).first.keep(1).fetch()
-
-
-class Interruption:
-    """Closes a runtime when so many lines of colocate's have run on this thread, as a signal's handler would."""
-
-    def __init__(self, runtime: Runtime, line: int) -> None:
-        self.runtime = runtime
-        self.left = line
-        self.took_s: float | None = None
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(OWN):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                began = time.monotonic()
-                with contextlib.suppress(ExceptionGroup):  # a worker that has not said yet what it is, say
-                    self.runtime.close(grace=0.1)
-                self.took_s = time.monotonic() - began
-        return self
-
-
-@pytest.mark.parametrize("action", [spawn, call])
-def test_at_any_line(action: Callable[[Runtime], None]) -> None:
-    """The close ends, and so does what it has interrupted, with an error or with its result."""
-    line = 1
-    while True:
-        runtime = colocate.connect("local", processes=False)
-        if action is call:
-            spawn(runtime)
-        interruption = Interruption(runtime, line)
-        tracer = sys.gettrace()
-        sys.settrace(interruption)
-        try:
-            action(runtime)
-        except ColocateError:
-            pass
-        finally:
-            sys.settrace(tracer)
-        if interruption.took_s is None:
-            runtime.close()
-            assert line > 5 * STRIDE, "nothing was interrupted"
-            return
-        assert interruption.took_s < BOUND_S, f"line {line}"
-        waiter = threading.Thread(target=runtime._node.life.wait_closed, daemon=True)
-        waiter.start()
-        waiter.join(PATIENCE_S)
-        assert runtime.state == "closed", f"line {line}"
-        line += STRIDE
 
 
 def test_while_a_result_is_waited_for() -> None:

@@ -43,7 +43,7 @@ def tried(operations: Iterable[str], engine: str, handler: str, share: int, of: 
     return [int(count) for count in run("program", [",".join(operations), engine, handler, share, of]).split()]
 
 
-@pytest.mark.parametrize("handler", ["interrupt", "keep"])
+@pytest.mark.parametrize("handler", ["interrupt", "keep", "close"])
 def test_sample_on_threads(handler: str) -> None:
     """Some of the places."""
     assert len(tried(OPERATIONS, "threads", handler, 0, SAMPLE["threads"])) == len(OPERATIONS)

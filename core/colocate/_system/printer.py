@@ -46,7 +46,9 @@ class Printer:
                 self._why = "they weren't read fast enough"
                 return
             idle = not self._lines
-            self._add_dropped()
+            if self._dropped:
+                self._lines.append(self._dropped)
+                self._dropped = 0
             self._lines.append(text)
             self._waiting += len(text)
         if idle:
@@ -60,13 +62,6 @@ class Printer:
         """Print what is left, for a moment at most: what isn't taken by then is lost, and so is what comes later."""
         self._jobs.close(PRINTED_WITHIN_S)
         self._given_up = True  # the thread looks at this now and then, unless it is in a stream of the user's own
-
-    # -- with the lock held
-
-    def _add_dropped(self) -> None:
-        if self._dropped:
-            self._lines.append(self._dropped)
-            self._dropped = 0
 
     # -- on the thread
 
@@ -88,7 +83,9 @@ class Printer:
         with self._lock:
             if self._dropping and not self._lines:  # nothing may come any more
                 self._dropping = False
-                self._add_dropped()
+                if self._dropped:
+                    self._lines.append(self._dropped)
+                    self._dropped = 0
             while self._lines and size < _CHUNK:
                 line = self._lines.popleft()
                 found.append(line)

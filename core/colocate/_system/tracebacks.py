@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
+import operator
 import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from traceback import walk_tb
 from types import CodeType, TracebackType
 from typing import Any
@@ -75,12 +77,16 @@ def without_own_frames(error: BaseException) -> BaseException:
 
 def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
     """Return a stack with runs of the framework's frames as one line; with `in_full` itself, when it has no others."""
-    if in_full and all(_is_ours(frame) or _is_between(frame) for frame in frames):
+    ours = [is_own_code(each.filename) or each.filename.startswith(tuple(_executors)) for each in frames]
+    between = [any(part in each.filename for part in _BETWEEN) for each in frames]
+    users = [not (a or b) for a, b in zip(ours, between, strict=True)]
+    if in_full and not any(users):
         return frames
     found = _Folded()
-    for run, ours in _runs(frames):
-        if not ours:
-            found.extend(run)
+    for is_users, group in itertools.groupby(zip(users, ours, frames, strict=True), key=operator.itemgetter(0)):
+        run = list(group)
+        if is_users or not any(is_ours for _, is_ours, _ in run):
+            found.extend(frame for _, _, frame in run)
         elif whole or found:
             found.append(_Fold(len(run)))
     return found
@@ -110,29 +116,6 @@ def _tells(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(_tells(each) or frames_of_users(each) for each in error.exceptions)
     return _of_a_role(error)
-
-
-def _runs(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[list[traceback.FrameSummary], bool]]:
-    """Yield the frames in runs: of the framework with what it is called through, and of anybody else."""
-    run: list[traceback.FrameSummary] = []
-    ours = False
-    for frame in frames:
-        now = _is_ours(frame) or _is_between(frame)
-        if run and now != ours:
-            yield run, ours and any(map(_is_ours, run))
-            run = []
-        run.append(frame)
-        ours = now
-    if run:
-        yield run, ours and any(map(_is_ours, run))
-
-
-def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return is_own_code(frame.filename) or frame.filename.startswith(tuple(_executors))
-
-
-def _is_between(frame: traceback.FrameSummary) -> bool:
-    return any(part in frame.filename for part in _BETWEEN)
 
 
 class _Fold(traceback.FrameSummary):
