@@ -13,8 +13,6 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from colocate._definitions import codec as codec_module
@@ -272,24 +270,6 @@ def test_arrays(array: Any) -> None:
     result = there_and_back(array)
     assert result.dtype == array.dtype
     np.testing.assert_array_equal(result, array)
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(), inner, max_size=4)
-        | st.tuples(inner, inner)
-        | st.frozensets(st.integers())
-    ),
-)
-
-
-@given(plain)
-def test_plain_values(value: Any) -> None:
-    result = there_and_back(value)
-    assert result == value
-    assert type(result) is type(value)
 
 
 def test_code_of_a_script_is_named() -> None:

@@ -84,20 +84,6 @@ def test_no_reader_at_all() -> None:
         )
 
 
-def test_a_reader_that_has_gone() -> None:
-    """It is as if the lines had been read."""
-    with own_stderr() as pipe:
-        printer = Printer("test-output")
-        os.close(os.dup(pipe))
-        nowhere = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nowhere, pipe)  # the pipe's only reader
-        os.close(nowhere)
-        for _ in range(200):
-            printer.line(_LINE)
-        printer.close()
-        assert not printer._lines
-
-
 def test_streams_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that raises, whatever it is, loses its lines, and is told how many once it raises no more."""
 

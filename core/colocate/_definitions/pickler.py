@@ -160,7 +160,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         script = script_names()
         if names:
             self.globals_ref[id(script)] = _Later(lambda: (making.globals_of, ("__main__",)))
-        return self._bound([(script, *each) for each in names])
+        return self._bound([(script, each.name, each.user) for each in names])
 
     def _bound(self, named: list[tuple[dict[str, Any], str, str]]) -> list[_Later]:
         """Return what sets globals; first those that are code, for nothing of the user's runs when that is rebuilt."""
