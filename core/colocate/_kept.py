@@ -211,14 +211,13 @@ class Residents:
         kept.used = True
         self.kept.pop(kept.source.key, None)
 
-    def check(self, kept: Kept) -> None:
-        """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""
-        if self.link.forked:
-            self.link.check()
-        self._check_kept(kept)
-        self.link.check()
+    def check(self, kept: Kept, by: Link | None = None) -> None:
+        """Raise unless it can be used: freed, or made by a call that failed, or its group is closed.
 
-    def _check_kept(self, kept: Kept) -> None:
+        It isn't asked whether its group can be called where that is the one that uses it: whoever calls has looked.
+        """
+        if self.link.forked and by is not self.link:
+            self.link.check()
         if kept.freed_by is not None:
             raise ClosedError(f"resident of {kept.source.label} was freed by {kept.freed_by}", closed_by=kept.freed_by)
         if (error := kept.error) is not None:
@@ -228,13 +227,12 @@ class Residents:
             # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group
             # holds the original for as long as the handle lives.
             raise copy.copy(error)
+        if by is not self.link:
+            self.link.check()
 
     def use(self, kept: Kept, by: Link) -> None:
         """Make it an argument of a call of a group that can be called, which may be this one."""
-        if by is self.link:
-            self._check_kept(kept)
-        else:
-            self.check(kept)
+        self.check(kept, by)
         kept.used = True
 
     def hold(self, kept: Kept) -> Hold:
@@ -475,7 +473,7 @@ class Residents:
         deadline = self.made(kept, timeout)
         source = kept.source
         wanted = list(source.collect.sources(source.ranks))
-        answers = dict(zip(wanted, self._ask(kept, wanted, True, deadline), strict=True))
+        answers = dict(zip(wanted, self.ask(kept, wanted, True, deadline), strict=True))
         parts = [
             result_of(self.link, kept.call, source.slot(rank), answers[rank]) if rank in answers else None
             for rank in source.holders
@@ -483,25 +481,7 @@ class Residents:
         ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
         return source.collect.join(parts, ranks)
 
-    def spec_of(self, kept: Kept) -> ResidentSpec:
-        """Return what a resident holds."""
-        deadline = self.made(kept, None)
-        source = kept.source
-        counted = source.collect.sources(source.ranks) or source.holders
-        body = self._ask(kept, counted[:1], False, deadline)[0]
-        structure = result_of(self.link, kept.call, source.slot(counted[0]), body)
-        sizes = tuple(size[0] for size in kept.call.bodies)
-        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
-
-    def rows_of(self, kept: Kept) -> list[int]:
-        """Return the rows of each part of a resident, in the order in which parts are joined; waits for them."""
-        self.made(kept, FOREVER_S)
-        if not isinstance(kept.source.collect, Concat):
-            # It is no sequence of parts: only the value itself tells.
-            return [batch.rows(self.fetch(kept), f"the resident of {kept.source.label}")]
-        return kept.sizes()
-
-    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
+    def ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
         """Ask some ranks for their parts, or for the structure of these; observers are told of contents."""
         (requests, tell), link, call = self._asking, self.link, kept.call
 
@@ -511,7 +491,7 @@ class Residents:
         def too_late(owing: str) -> str:
             return f"worker {owing} has not sent its part of the resident in time"
 
-        def ask() -> list[Any]:
+        def get() -> list[Any]:
             hold, asked = self.hold(kept), time.time()
             try:
                 bodies = requests.ask([kept.source.slot(rank) for rank in ranks], send, deadline, too_late)
@@ -526,7 +506,7 @@ class Residents:
                 link.services.tell("colocate_result_fetched", record)
             return bodies
 
-        return off_main(ask)
+        return off_main(get)
 
     def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
         """Take the part that a worker has sent."""
@@ -592,7 +572,12 @@ class Reference(OnDriver, Deferred):
 
     def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
         """Return the rows of each part; waits for the call that makes the value."""
-        sizes = self._residents.rows_of(self._kept)
+        kept = self._kept
+        self._residents.made(kept, FOREVER_S)
+        if isinstance(kept.source.collect, Concat):
+            sizes = kept.sizes()
+        else:  # it is no sequence of parts: only the value itself tells
+            sizes = [batch.rows(self._residents.fetch(kept), f"the resident of {kept.source.label}")]
         return sizes if self._finds_own(axis, mesh, count) else even_sizes(sum(sizes), count, of)
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
@@ -711,7 +696,12 @@ class KeptResident(Resident[T_co]):
     @property
     def spec(self) -> ResidentSpec:
         """Its structure, shapes, dtypes and bytes; waits until it is there."""
-        return self._residents.spec_of(self._kept)
+        residents, kept = self._residents, self._kept
+        deadline, source = residents.made(kept, None), kept.source
+        counted = source.collect.sources(source.ranks) or source.holders
+        body = residents.ask(kept, counted[:1], False, deadline)[0]
+        structure = result_of(residents.link, kept.call, source.slot(counted[0]), body)
+        return ResidentSpec(structure, tuple(size[0] for size in kept.call.bodies), tuple(kept.call.rows))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it is there, in the workers."""
