@@ -127,7 +127,12 @@ class Connection(Owned):
     def require(self, capability: type, what: str) -> None:
         """Raise `CapabilityError` if the executor can't do something: who can is named."""
         if not isinstance(self.services.executor, capability):
-            having = having_capability(capability)
+            having = tuple(  # as the installed executors say; none of them is imported
+                about.capabilities[capability.__name__]
+                for info, about in abouts()
+                if capability.__name__ in about.capabilities
+                and None not in info.engine().values()  # one whose engine isn't installed can't be recommended
+            )
             raise CapabilityError(
                 f"executor {self.name!r} can't {what}: it lacks {capability.__name__}; "
                 f"these have it: {', '.join(having) or 'no installed one'}",
@@ -169,16 +174,6 @@ class Connection(Owned):
                 live.pop(id(self), None)
                 self.life.end()
         raise_together(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
-
-
-def having_capability(capability: type) -> tuple[str, ...]:
-    """What to connect to for a capability, as the installed executors say (`About`); none of them is imported."""
-    return tuple(
-        about.capabilities[capability.__name__]
-        for info, about in abouts()
-        if capability.__name__ in about.capabilities
-        and None not in info.engine().values()  # one whose engine isn't installed can't be recommended
-    )
 
 
 @atexit.register

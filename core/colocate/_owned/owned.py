@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from colocate._role.call import OnDriver
 from colocate._signals.at_work import refuse_to_wait
@@ -265,9 +265,6 @@ class Owned(OnDriver):
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name!r} {self.state}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")
 
     @property
     def state(self) -> str:
