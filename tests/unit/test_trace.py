@@ -7,10 +7,8 @@ import json
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import numpy
 import pytest
 
@@ -174,21 +172,6 @@ def test_failures(tmp_path: Path) -> None:
         assert 0.05e6 <= span["dur"] <= (late_one.finished - late_one.submitted) * 1e6 + 1
     assert failed.unfinished == ()
     assert {*later.raised, *(rank for rank, _ in later.unfinished)} == {0, 1}
-
-
-def test_of_a_group_that_is_gone(tmp_path: Path) -> None:
-    """What it has done lies where it was done, though it has gone before anybody is told of that."""
-    path, go_on = tmp_path / "trace.json", threading.Event()
-    with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
-        group = spawned(pool)
-        with runtime.trace(path):
-            runtime._node.services.dispatcher.soon(lambda: go_on.wait(20))
-            group.role("other", Worker).work()
-            group.close()
-            go_on.set()
-        assert runtime._node._gone == {}
-    (span,) = (event for event in events(path, "X") if event["name"] == "other.work")
-    assert rows(path)[span["pid"], span["tid"]].startswith("slot 1")
 
 
 def test_a_worker_that_dies(tmp_path: Path) -> None:
@@ -356,17 +339,6 @@ def test_what_sleeps_after_a_restart(tmp_path: Path) -> None:
     assert [e["args"] for e in events(path, "C")] == [{"mortal": gone}, {"mortal": 0}] * 2
 
 
-def test_nobody_listens() -> None:
-    """Then nothing is noted, neither here nor in the workers."""
-    with colocate.connect("local", processes=True) as runtime, runtime.reserve(2, cpus=0) as pool:
-        group = pool.spawn({"one": colocate.role(Numbers), "other": colocate.role(Numbers)}, name="group")
-        made = group.role("one", Numbers).make.keep(8)
-        call = group.role("other", Numbers).use.submit(made.ref)
-        assert len(call.result()) == 16
-        pending: Any = call._underway
-        assert (pending.sent, pending.taken) == (0, {})
-
-
 def test_two_of_one_file(tmp_path: Path) -> None:
     """The second would write into the first one's lines. One that has ended is replaced."""
     path = tmp_path / "trace.json"
@@ -379,27 +351,3 @@ def test_two_of_one_file(tmp_path: Path) -> None:
         with runtime.trace(path):
             pass
     assert path.read_text().count("[") == before.count("[")
-
-
-def test_a_trace_where_nobody_may_write(tmp_path: Path) -> None:
-    with colocate.connect() as runtime, pytest.raises(FileNotFoundError):
-        runtime.trace(tmp_path / "nowhere" / "trace.json")
-
-
-def test_by_which_way(tmp_path: Path) -> None:
-    """What went from GPU to GPU, and why something didn't."""
-    path = tmp_path / "trace.json"
-    told: list[colocate.CallRecord] = []
-    with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
-        group = spawned(pool)
-        runtime.observe(SimpleNamespace(colocate_call_finished=told.append))
-        with runtime.trace(path):
-            group.role("one", Worker).work()
-            services = runtime._node.services
-            services.settle()
-            common = (0, "group", "one", "work", 1, 100, 1.0, 2.0)
-            ways = (colocate.TransferRecord(*common, lent=90), colocate.TransferRecord(*common, refusal="not shared"))
-            services.observers.tell("colocate_call_finished", attrs.evolve(told[0], transfers=ways))
-    args = [event["args"] for event in events(path, "X") if event["cat"] == "transfers"]
-    assert [each.get("bytes_from_gpu_to_gpu") for each in args] == [90, None]
-    assert [each.get("not_from_gpu_to_gpu") for each in args] == [None, "not shared"]
