@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.gpu.test_gpu import DEVICE, DRY, Sleeper, connect, needs_cuda
+from tests.gpu.test_gpu import DEVICE, DRY, Sleeper, connect, needs_cuda, record_naps, spawned
 
 torch = pytest.importorskip("torch")
 
@@ -172,9 +172,8 @@ class TestAddresses:
     @pytest.mark.alone
     def test_a_graph_is_replayed(self, threads: bool) -> None:
         """Bit for bit, after its weights were away and others had written where they had been."""
-        with connect(threads=threads) as runtime:
-            roles = {"graphed": colocate.role(Graphed, 256).on(sleep="vmm"), "filling": colocate.role(Filling)}
-            group = runtime.reserve().spawn(roles)
+        roles = {"graphed": colocate.role(Graphed, 256).on(sleep="vmm"), "filling": colocate.role(Filling)}
+        with spawned(roles, threads=threads) as group:
             graphed, filling = group.role("graphed", Graphed), group.role("filling", Filling)
             graphed.capture()
             before, places = [graphed.replay(seed)[0].cpu() for seed in range(3)], graphed.addresses()
@@ -197,9 +196,8 @@ class TestAddresses:
     @pytest.mark.alone
     def test_wake_without_room(self) -> None:
         """It sleeps on, as often as it is tried, and nothing has changed; its graph is replayed when there is room."""
-        with connect() as runtime:
-            roles = {"graphed": colocate.role(Graphed, 2048).on(sleep="vmm"), "filling": colocate.role(Filling)}
-            group = runtime.reserve().spawn(roles)
+        roles = {"graphed": colocate.role(Graphed, 2048).on(sleep="vmm"), "filling": colocate.role(Filling)}
+        with spawned(roles) as group:
             graphed, filling = group.role("graphed", Graphed), group.role("filling", Filling)
             graphed.capture()
             before, places = graphed.replay(1)[0].cpu(), graphed.addresses()
@@ -221,8 +219,7 @@ class TestAddresses:
     @pytest.mark.alone
     def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
         """The GPU has it, and 98 % of it at least; and the ledger's parts say so."""
-        with connect() as runtime:
-            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, mib).on(sleep="vmm")})
+        with spawned({"actor": colocate.role(Sleeper, mib).on(sleep="vmm")}) as group:
             actor = group.role("actor", Sleeper)
             actor.train()
             before, awake, (slot,) = actor.digest(), taken(), group.memory().slots
@@ -238,20 +235,9 @@ class TestAddresses:
             assert min(nobodys) >= 0
             assert sum(nobodys) <= 0.02 * size
             group.wake("actor")
-            seconds = []
-            for _ in range(5):
-                begin = time.perf_counter()
-                group.sleep("actor")
-                group.wake("actor")
-                seconds.append(time.perf_counter() - begin)
-            assert actor.digest() == before
-            (speed,) = actor.copy_speed(1024)
-            median = sorted(seconds)[2]
             what = f"sleep and wake of {size / 2**30:.0f} GiB, addresses kept"
-            record_property(what, f"{2 * size / median / 1e9:.1f} GB/s")
-            record_property(f"{what}, beside pinned copies", f"{2 * size / median / speed:.2f} x")
-            slowest = f"{first:.1f} s, {max(seconds):.2f} s"
-            record_property(f"{what}: the first sleep, which pins memory; the slowest of both later", slowest)
+            record_naps(record_property, group, what, size, first)
+            assert actor.digest() == before
 
     @pytest.mark.parametrize("threads", [False, True])
     def test_training_goes_on(self, threads: bool) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu.test_gpu import DEVICE, DRY, Sharded, connect, needs_cuda
+from tests.gpu.test_gpu import DEVICE, DRY, Sharded, connect, needs_cuda, spawned
 
 torch = pytest.importorskip("torch")
 
@@ -203,9 +203,8 @@ class TestGroups:
 
     def test_fifty(self, record_property: Any) -> None:
         """A role's and the default one, each cut and made anew 25 times; the GPU's memory doesn't go with them."""
-        with connect() as runtime:
-            role = colocate.role(Sharded, "ddp").on(default_group=True)
-            group = runtime.reserve().spawn({"sharded": role}, name="sharded")
+        role = colocate.role(Sharded, "ddp").on(default_group=True)
+        with spawned({"sharded": role}, name="sharded") as group:
             sharded = group.role("sharded", Sharded)
             sharded.step(0)
             sharded.cut()

@@ -6,6 +6,7 @@ COLOCATE_GPU_DRY=1, what needs no CUDA runs on slots of the CPU: so these tests 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -83,6 +84,13 @@ class GpuRuntime(Runtime):
 def connect(seed: int = 0, strict: bool = False, threads: bool = False) -> Runtime:
     executor = OneGpuOfThreads() if threads else OneGpu()
     return GpuRuntime._of(Connection("local", executor, seed, strict, None, 60.0, None, None))
+
+
+@contextlib.contextmanager
+def spawned(roles: Any, threads: bool = False, **options: Any) -> Iterator[ColocatedGroup]:
+    """A group on one slot of its own runtime."""
+    with connect(threads=threads) as runtime:
+        yield runtime.reserve().spawn(roles, **options)
 
 
 class TestCore(Calls, Dispatching, Contexts, Residents, TensorResidents, Failures):
@@ -471,6 +479,17 @@ class Capturing(Sleeper):
         return self._train()
 
 
+@contextlib.contextmanager
+def in_turns(role: Any, mib: int, name: str, budget: str | None, moves: list[Any]) -> Iterator[ColocatedGroup]:
+    """Three roles that take turns within a budget, or none without; `moves` gets what memory has moved."""
+    more: Any = {} if budget is None else {"residency": "swap", "device_memory": budget, "step": STEP}
+    with connect() as runtime:
+        runtime.observe(SimpleNamespace(colocate_memory_moved=moves.append))
+        roles = {each: colocate.role(role, mib) for each in ("one", "two", "three")}
+        yield runtime.reserve().spawn(roles, name=name, **more)
+        runtime._node.services.settle()
+
+
 class TestTurns:
     """Roles that don't fit together take turns on the GPU."""
 
@@ -479,13 +498,8 @@ class TestTurns:
         """The next role's comes beside it: no graph ends of it, and results are the same."""
         digests, moves = {}, []
         for name, budget in (("free", None), ("turns", "2304MiB")):
-            with connect() as runtime:
-                runtime.observe(SimpleNamespace(colocate_memory_moved=moves.append))
-                roles = {each: colocate.role(Capturing, 256) for each in ("one", "two", "three")}
-                more: Any = {} if budget is None else {"residency": "swap", "device_memory": budget, "step": STEP}
-                group = runtime.reserve().spawn(roles, name=name, **more)
+            with in_turns(Capturing, 256, name, budget, moves) as group:
                 digests[name] = [group.role(each, Capturing).capture() for _ in range(4) for each in STEP]
-                runtime._node.services.settle()
         assert digests["turns"] == digests["free"]
         assert any(move.ahead for move in moves)
 
@@ -493,9 +507,8 @@ class TestTurns:
     def test_roles_take_turns(self, threads: bool) -> None:
         """They compute what they do without, within what they may have."""
         names = ("one", "two", "three")
-        with connect(threads=threads) as runtime:
-            roles = {name: colocate.role(Dozing, 8) for name in names}
-            turns = runtime.reserve().spawn(roles, name="turns", residency="swap", device_memory="72MiB")
+        roles = {name: colocate.role(Dozing, 8) for name in names}
+        with spawned(roles, name="turns", residency="swap", device_memory="72MiB", threads=threads) as turns:
             free = {}
             for name in [*names, "two"] * 4:
                 free.setdefault(name, []).append(turns.role(name, Dozing).train())
@@ -503,17 +516,15 @@ class TestTurns:
                 assert sum(sum(role.device.values()) for role in slot.roles) <= 72 * 2**20
             assert sum(role.asleep for role in slot.roles) >= 24 * 2**20
             turns.close()
-        with connect(threads=threads) as runtime:
-            group = runtime.reserve().spawn({name: colocate.role(Dozing, 8) for name in names}, name="free")
+        with spawned({name: colocate.role(Dozing, 8) for name in names}, name="free", threads=threads) as group:
             for name, digests in free.items():
                 assert [group.role(name, Dozing).train() for _ in digests] == digests
 
     @needs_cuda
     def test_a_budget_beside_the_allocator(self) -> None:
         """What torch has allocated is what the ledger says, and no more than the budget."""
-        with connect() as runtime:
-            roles = {name: colocate.role(Sleeper, 256) for name in ("one", "two", "three")}
-            turns = runtime.reserve().spawn(roles, residency="swap", device_memory="2304MiB")
+        roles = {name: colocate.role(Sleeper, 256) for name in ("one", "two", "three")}
+        with spawned(roles, residency="swap", device_memory="2304MiB") as turns:
             for name in ("one", "two", "three") * 3:
                 turns.role(name, Sleeper).train()
                 (slot,) = turns.memory().slots
@@ -526,17 +537,12 @@ class TestTurns:
         mib, rounds, steps = (8, 1, 4) if DRY else (512, 100, 6)
         seconds, digests, moves = {}, {}, []
         for name, budget in (("free", None), ("turns", f"{9 * mib}MiB")):
-            with connect() as runtime:
-                runtime.observe(SimpleNamespace(colocate_memory_moved=moves.append))
-                roles = {each: colocate.role(Computing, mib) for each in ("one", "two", "three")}
-                more: Any = {} if budget is None else {"residency": "swap", "device_memory": budget, "step": STEP}
-                group = runtime.reserve().spawn(roles, name=name, **more)
+            with in_turns(Computing, mib, name, budget, moves) as group:
                 took: list[float] = []
                 for _ in range(steps):
                     began = time.perf_counter()
                     digests[name] = [group.role(each, Computing).compute(rounds) for each in STEP]
                     took.append(time.perf_counter() - began)
-                runtime._node.services.settle()
                 seconds[name] = sum(took[3:])
                 last = time.time() - seconds[name]
         assert digests["turns"] == digests["free"]
@@ -554,22 +560,36 @@ class TestTurns:
         """Each has more than half of the GPU: one makes room before the other is constructed, and for each call."""
         _, total = torch.cuda.mem_get_info(DEVICE)
         mib = int(0.28 * total / 2**20)  # a role has its weights, and a cache as large
-        with connect() as runtime:
-            roles = {name: colocate.role(Sleeper, mib) for name in ("one", "two")}
-            budget = f"{int(0.7 * total / 2**20)}MiB"
-            group = runtime.reserve().spawn(roles, residency="swap", device_memory=budget)
+        roles = {name: colocate.role(Sleeper, mib) for name in ("one", "two")}
+        budget = f"{int(0.7 * total / 2**20)}MiB"
+        with spawned(roles, residency="swap", device_memory=budget) as group:
             one, two = (group.role(name, Sleeper) for name in roles)
             before = one.digest(), two.digest()
             assert (one.digest(), two.digest()) == before
 
     def test_more_than_it_may(self) -> None:
         """The error says who has what, and the group goes on."""
-        with connect() as runtime:
-            group = runtime.reserve().spawn({"one": colocate.role(Dozing, 8).on(device_memory="24MiB")})
+        with spawned({"one": colocate.role(Dozing, 8).on(device_memory="24MiB")}) as group:
             with pytest.raises(colocate.MemoryBudgetError, match=r"one 32 MiB \(parameters 8 MiB, gradients 8 MiB"):
                 group.role("one", Dozing).train()
             group.sleep("one", ("optimizer", "grads"))
             assert group.role("one", Dozing).look()
+
+
+def record_naps(record_property: Any, group: ColocatedGroup, what: str, size: int, first: float) -> None:
+    """Note how fast the memory of a `Sleeper` goes and comes, five times; the first time took so many seconds."""
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        group.sleep("actor")
+        group.wake("actor")
+        seconds.append(time.perf_counter() - begin)
+    (speed,) = group.role("actor", Sleeper).copy_speed(1024)
+    median = sorted(seconds)[2]
+    record_property(what, f"{2 * size / median / 1e9:.1f} GB/s")
+    record_property(f"{what}, beside pinned copies", f"{2 * size / median / speed:.2f} x")
+    slowest = f"{first:.1f} s, {max(seconds):.2f} s"
+    record_property(f"{what}: the first sleep, which pins memory; the slowest of both later", slowest)
 
 
 class TestSleep:
@@ -578,9 +598,8 @@ class TestSleep:
     @pytest.mark.parametrize("threads", [False, True])
     def test_sleep_and_wake(self, threads: bool) -> None:
         """All comes back as it was, and training goes on as where nothing has slept."""
-        with connect(threads=threads) as runtime:
-            roles = {name: colocate.role(Dozing, 8) for name in ("actor", "other")}
-            group = runtime.reserve().spawn(roles, name="sleepy")
+        roles = {name: colocate.role(Dozing, 8) for name in ("actor", "other")}
+        with spawned(roles, name="sleepy", threads=threads) as group:
             actor, other = group.role("actor", Dozing), group.role("other", Dozing)
             for tags in (None, ("weights",), ("optimizer", "grads"), ("cache",)):
                 before, objects = actor.digest(), actor.places()
@@ -601,8 +620,7 @@ class TestSleep:
     @needs_cuda
     def test_what_others_have_by_reference(self) -> None:
         """Between threads: it stays as long as somebody may have it, and is what it was."""
-        with connect(threads=True) as runtime:
-            group = runtime.reserve().spawn({"actor": colocate.role(Dozing, 8)}, name="shared")
+        with spawned({"actor": colocate.role(Dozing, 8)}, name="shared", threads=True) as group:
             actor = group.role("actor", Dozing)
             before = actor.train()
             (weights,) = actor.weights()
@@ -622,8 +640,7 @@ class TestSleep:
 
     def test_discard(self) -> None:
         """What nobody needs comes back as zeros, whether it slept already or not, and all else as it was."""
-        with connect() as runtime:
-            group = runtime.reserve().spawn({"actor": colocate.role(Dozing, 8)}, name="forgetful")
+        with spawned({"actor": colocate.role(Dozing, 8)}, name="forgetful") as group:
             actor = group.role("actor", Dozing)
             for slept in (False, True):
                 actor.train()
@@ -639,8 +656,7 @@ class TestSleep:
     @pytest.mark.parametrize("mib", [1024, 3584])
     def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
         """The GPU has it, and 98 % of it at least."""
-        with connect() as runtime:
-            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, mib)})
+        with spawned({"actor": colocate.role(Sleeper, mib)}) as group:
             actor = group.role("actor", Sleeper)
             actor.train()
             before, (awake,), (slot,) = actor.digest(), actor.used(), group.memory().slots
@@ -656,28 +672,16 @@ class TestSleep:
             first = time.perf_counter() - begin
             (asleep,) = actor.used()
             group.wake("actor")
-            seconds = []
-            for _ in range(5):
-                begin = time.perf_counter()
-                group.sleep("actor")
-                group.wake("actor")
-                seconds.append(time.perf_counter() - begin)
             assert awake[1] - asleep[1] >= 0.98 * size, (awake, asleep, size)
             assert actor.digest() == before
-            (speed,) = actor.copy_speed(1024)
-            median = sorted(seconds)[2]
-            what = f"sleep and wake of {size / 2**30:.0f} GiB"
-            record_property(what, f"{2 * size / median / 1e9:.1f} GB/s")
-            record_property(f"{what}, beside pinned copies", f"{2 * size / median / speed:.2f} x")
-            slowest = f"{first:.1f} s, {max(seconds):.2f} s"
-            record_property(f"{what}: the first sleep, which pins memory; the slowest of both later", slowest)
+            record_naps(record_property, group, f"sleep and wake of {size / 2**30:.0f} GiB", size, first)
+            assert actor.digest() == before
 
     @needs_cuda
     @pytest.mark.alone
     def test_wake_without_room(self) -> None:
         """It sleeps on, as often as it is tried; and wakes when there is room."""
-        with connect() as runtime:
-            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, 1024), "other": colocate.role(Sleeper, 1)})
+        with spawned({"actor": colocate.role(Sleeper, 1024), "other": colocate.role(Sleeper, 1)}) as group:
             actor, other = group.role("actor", Sleeper), group.role("other", Sleeper)
             before = actor.digest()
             group.sleep("actor")
@@ -805,9 +809,8 @@ class TestErrors:
 
     @needs_cuda
     def test_it_is_restarted(self) -> None:
-        with connect() as runtime:
-            roles = {"spoiler": colocate.role(Spoiler)}
-            group = runtime.reserve().spawn(roles, name="spoiled", on_failure="restart")
+        roles = {"spoiler": colocate.role(Spoiler)}
+        with spawned(roles, name="spoiled", on_failure="restart") as group:
             spoiler = group.role("spoiler", Spoiler)
             with pytest.raises(RoleError, match="device-side assert"):
                 spoiler.spoil()
@@ -817,8 +820,7 @@ class TestErrors:
     @needs_cuda
     def test_peaks(self) -> None:
         """What a method has had at most is known beside what its role holds."""
-        with connect() as runtime:
-            group = runtime.reserve().spawn({"spoiler": colocate.role(Spoiler)})
+        with spawned({"spoiler": colocate.role(Spoiler)}) as group:
             group.role("spoiler", Spoiler).fill(256)
             group.role("spoiler", Spoiler).fill(64)
             (role,) = group.memory().slots[0].roles
@@ -857,9 +859,8 @@ class TestErrors:
     @needs_cuda
     def test_streams(self) -> None:
         """Each role computes on its own, for which its calls wait, too; what a method leaves is forgotten."""
-        with connect() as runtime:
-            roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler), "other": colocate.role(Spoiler)}
-            group = runtime.reserve().spawn(roles)
+        roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler), "other": colocate.role(Spoiler)}
+        with spawned(roles) as group:
             for name in roles:
                 role = group.role(name, Spoiler)
                 role.begin()
@@ -873,9 +874,8 @@ class TestErrors:
     @pytest.mark.parametrize("threads", [False, True])
     def test_residents_between_streams(self, threads: bool) -> None:
         """Two hundred times: who uses one sees what was made on another stream, also where memory was used before."""
-        with connect(threads=threads) as runtime:
-            roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler)}
-            group = runtime.reserve().spawn(roles)
+        roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler)}
+        with spawned(roles, threads=threads) as group:
             side, one = group.role("side", Spoiler), group.role("one", Spoiler)
             seen = []
             for number in range(100):
