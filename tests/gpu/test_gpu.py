@@ -602,12 +602,12 @@ class TestSleep:
         with spawned(roles, name="sleepy", threads=threads) as group:
             actor, other = group.role("actor", Dozing), group.role("other", Dozing)
             for tags in (None, ("weights",), ("optimizer", "grads"), ("cache",)):
-                before, objects = actor.digest(), actor.places()
+                before, objects = actor.digest(), actor.objects()
                 gone = group.sleep("actor", tags)
                 assert gone > 0 or actor.digest() == before  # no gradients yet
                 assert group.memory().slots[0].roles[0].asleep >= gone * 0.98
                 group.wake("actor", tags)
-                assert (actor.digest(), actor.places()) == (before, objects)
+                assert (actor.digest(), actor.objects()) == (before, objects)
                 group.sleep("actor", tags)
                 assert actor.train() == other.train()
 
@@ -644,12 +644,12 @@ class TestSleep:
             actor = group.role("actor", Dozing)
             for slept in (False, True):
                 actor.train()
-                (before,), objects = actor.parts(), actor.places()
+                (before,), objects = actor.parts(), actor.objects()
                 if slept:
                     group.sleep("actor", ["grads"])
                 assert group.sleep("actor", discard=["grads", "cache"])
                 kept = {tag: before[tag] for tag in ("weights", "optimizer")}
-                assert (actor.parts(), actor.places()) == ([kept], objects)
+                assert (actor.parts(), actor.objects()) == ([kept], objects)
 
     @needs_cuda
     @pytest.mark.alone

@@ -110,8 +110,7 @@ class RoleSpec(Generic[R]):
                 activations, which nobody can know beforehand.
             sleep: "vmm": what its constructor makes on a GPU of NVIDIA's keeps its addresses when it sleeps
                 (`group.sleep`), for CUDA graphs that were captured before. Workers compile what they need for it with
-                `cc`. What is made later has other addresses afterwards, as everything has without; the host's memory
-                keeps its addresses as it is.
+                `cc`. What is made later has other addresses afterwards, as everything has without.
         """
         changes: dict[str, Any] = {}
         if slots is not None:
