@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, need_torch, reset_current, set_current
-from colocate.worker.memory.holdings import held_by, optimizers_of
-from colocate.worker.memory.storages import Storages
+from colocate.worker.memory.holdings import Storages, held_by, optimizers_of
 
 __all__ = [
     "Context",

@@ -106,7 +106,7 @@ def lost_byte() -> None:
 
 def unkept_budget() -> None:
     """Roles that take turns are woken, and none makes room."""
-    from colocate.worker.memory.residency import Residency
+    from colocate.worker.memory.turns import Residency
 
     _replace(Residency, "_make_room", lambda self, name, coming: None)
     _replace(Residency, "_clear", lambda self, name: None)

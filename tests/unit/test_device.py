@@ -20,8 +20,8 @@ from colocate.testing.executors.turns import STEP
 from colocate.testing.probes.sleepers import Dozing
 from colocate.worker import device as devices
 from colocate.worker.device import Device
-from colocate.worker.memory.residency import Residency
-from colocate.worker.memory.sleeping import Sleeper
+from colocate.worker.memory.sleep import Sleeper
+from colocate.worker.memory.turns import Residency
 from colocate.worker.torch_groups.settings import Setting, Settings
 
 torch = pytest.importorskip("torch")

@@ -8,7 +8,6 @@ import inspect
 import shutil
 import subprocess
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +21,7 @@ import colocate
 from colocate import Role, gpus, method
 from colocate._plugins import needs
 from colocate.errors import CapabilityError, RoleStartError
-from colocate.worker.memory import vmm as vmm_module
-from colocate.worker.memory.storages import Objects
+from colocate.worker.memory.holdings import Objects
 from colocate.worker.memory.vmm import Vmm, VmmError, compiled, kept_addresses
 from colocate.worker.serving import build
 
@@ -130,18 +128,6 @@ class TestConstructors:
             assert len(played.pools) == 2
         assert not played.pools
 
-    def test_a_constructor_that_raises(self, played: PlayedTorch) -> None:
-        """It is the same there."""
-
-        def construct() -> None:
-            with kept_addresses("cuda:0"):
-                raise ValueError("on purpose")
-
-        with pytest.raises(ValueError, match="on purpose"):
-            construct()
-        assert played.inside == []
-        assert not played.pools
-
     def test_memory_of_a_role_that_has_ended(self, played: PlayedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
         """Torch gives it back as the next one is constructed, which may have no more segments than that; or later."""
         import torch
@@ -191,35 +177,6 @@ class TestConstructors:
         with kept_addresses("cuda:0") as elsewhere:
             assert elsewhere is not None
         assert elsewhere(held) == 0
-
-    def test_an_allocator_in_the_place_of_torch_s(self, played: PlayedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nobody knows what is where: nothing of it fails."""
-        import torch
-
-        def unknown() -> Any:
-            raise RuntimeError("does not yet support snapshot")
-
-        monkeypatch.setattr(torch.cuda, "memory_snapshot", unknown)
-        with kept_addresses("cuda:0") as elsewhere:
-            assert elsewhere is not None
-        assert elsewhere([SimpleNamespace(data_ptr=lambda: 512)]) == 0
-
-    def test_two_threads(self, played: PlayedTorch) -> None:
-        """There is one for the process: it knows what torch has of it."""
-        made: list[Any] = []
-        both = threading.Barrier(2)
-
-        def make() -> None:
-            both.wait()
-            made.append(Vmm.made())
-
-        threads = [threading.Thread(target=make) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(played.compiled) == 1
-        assert made[0] is made[1]
 
     def test_a_device_that_can_not(self, played: PlayedTorch, gpu: PlayedVmm) -> None:
         """The role isn't constructed."""
@@ -271,22 +228,9 @@ class TestHadHere:
         with pytest.raises(VmmError, match="cuCtxGetCurrent isn't in it"):
             Vmm(path, str(old))
 
-    def test_what_a_device_can(self, gpu: PlayedVmm) -> None:
-        assert gpu.vmm.supported(0)
-        gpu.driver.played_supported(0)
-        assert not gpu.vmm.supported(0)
-
     def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         with pytest.raises(CapabilityError, match=r"needs a C compiler .* install one"):
-            compiled(tmp_path)
-
-    def test_a_compiler_that_fails(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        broken = tmp_path / "cc"
-        broken.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
-        broken.chmod(0o700)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        with pytest.raises(CapabilityError, match=f"{broken} can't compile what it needs: no headers"):
             compiled(tmp_path)
 
     def test_a_machine_without_a_gpu(self, gpu: PlayedVmm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -300,22 +244,6 @@ class TestHadHere:
             Vmm.made()
         assert list(folder.iterdir()) == []
         assert Vmm.in_use() is None
-
-    def test_a_slot_of_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nothing is done there."""
-        pytest.importorskip("torch")
-        monkeypatch.setattr(vmm_module, "compiled", None)
-        with kept_addresses("cpu") as elsewhere:
-            assert elsewhere is None
-
-    def test_a_torch_for_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        torch = pytest.importorskip("torch")
-        monkeypatch.setattr(torch.version, "cuda", None)
-        with (
-            pytest.raises(CapabilityError, match=r"is for GPUs of NVIDIA, and this torch isn't"),
-            kept_addresses("cuda:0"),
-        ):
-            pass
 
     @pytest.mark.parametrize("maker", ["AMD", "Intel"])
     def test_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
@@ -350,14 +278,3 @@ class TestHadHere:
             assert isinstance(told.value.__cause__, CapabilityError)
             assert pool.spawn({"one": colocate.role(Holds, 0).on(sleep="vmm")}).role("one", Plain).look() == [1]
         assert [len(storages) for storages in asked] == [1, 0]
-
-    def test_a_role_that_can_not_have_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its constructor's rank says what is missing, and nothing else of the group is left."""
-        torch = pytest.importorskip("torch")
-        monkeypatch.setattr(torch.version, "cuda", "12.9")
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-        monkeypatch.setattr(needs, "KIND", gpus.KINDS["NVIDIA"])
-        with colocate.connect("local", gpus=1) as runtime, runtime.reserve(gpus=1) as pool:
-            with pytest.raises(RoleStartError, match=r"rank 0: .*needs a C compiler on the machine of the worker"):
-                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
-            pool.spawn({"one": colocate.role(Plain)}).close()

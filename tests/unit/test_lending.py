@@ -14,10 +14,9 @@ import pytest
 from colocate import First, wire
 from colocate._devices import cuda_driver, lending
 from colocate._devices.cuda_driver import HANDLE_BYTES, Driver, DriverError, driver
-from colocate._protocol.consequence import Consequence, Poisoned
+from colocate._protocol.consequence import Poisoned
 from colocate._protocol.taken import Taken
 from colocate._protocol.uses import Origin, Source
-from colocate._values import batch
 from colocate._values.codec import BY_VALUE
 from colocate._values.mesh import Ranks
 from colocate.worker.residents.peers import ChannelPeers
@@ -128,14 +127,6 @@ def test_a_driver_that_refuses(two: Two, who: str) -> None:
     assert two.cuda.copied == 4 * [2 * BYTES]  # once to the host, and from there to each
 
 
-def test_let_go_of_meanwhile(two: Two) -> None:
-    """What may have been another's memory by the time that it was copied is nobody's value."""
-    two.keep(two.cuda.ones(2, ROW))
-    two.driver.amid = lambda: two.store.free([KEY])
-    with pytest.raises(Consequence, match=r"role\.make was let go of while it was copied"):
-        two.part()
-
-
 def test_written_into_meanwhile(two: Two) -> None:
     """Who reads it is told what is wrong with it, as where it goes by the host."""
     x = two.keep(two.cuda.ones(2, ROW))
@@ -149,31 +140,9 @@ def test_written_into_meanwhile(two: Two) -> None:
         two.part()
 
 
-def test_rows_are_taken_where_they_are_packed(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the same stream: those of a jagged tensor have offsets of their own, which are worked out."""
-    two.keep(two.cuda.ones(8, ROW))
-    slice_rows, aside = batch.slice_rows, []
-
-    def slicing(value: Any, start: int, stop: int) -> Any:
-        aside.append(two.is_aside)
-        return slice_rows(value, start, stop)
-
-    monkeypatch.setattr(batch, "slice_rows", slicing)
-    two.reader.slice(SOURCE, 0, 3, 6, [])
-    assert aside == [True]
-
-
 @attrs.frozen
 class Batch:
     x: Any
-
-
-def test_in_a_class_of_the_users(two: Two) -> None:
-    """So is what lies in a dataclass, or one made by attrs."""
-    x = two.keep(Batch(two.cuda.ones(2, ROW))).x
-    found, taken = two.part()
-    assert torch.equal(found.x, x)
-    assert taken[5:] == (2 * BYTES, "")
 
 
 def test_an_error_of_the_device(two: Two) -> None:
@@ -198,17 +167,6 @@ def test_what_cannot_be_lent(two: Two) -> None:
     assert taken[5:] == (0, "")
     lender = lending.Lender("cuda:0", [x])
     assert lender.handle(two.cuda.ones(2, ROW)) is None
-    assert two.driver.asked == 0
-
-
-def test_who_is_elsewhere(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another machine, say, or with another torch: nobody tries."""
-    x = two.keep(two.cuda.ones(2, ROW))
-    places = iter(["here cuda", "there cuda"])
-    monkeypatch.setattr("colocate.worker.residents.peers.place", lambda device: next(places))
-    found, taken = two.part()
-    assert torch.equal(found, x)
-    assert taken[5:] == (0, "")
     assert two.driver.asked == 0
 
 
@@ -325,18 +283,6 @@ def test_beside_captures(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     assert not library.within
     with cuda_driver.beside_captures("cpu"):
         pass
-
-
-def test_captures_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is as it was."""
-    library: Any = Library()
-    library.cuThreadExchangeStreamCaptureMode = None
-    monkeypatch.setattr(cuda_driver, "driver", lambda device: Driver(library, device))
-    done = []
-    with cuda_driver.beside_captures("cuda:3"):
-        done.append("all")
-    assert done == ["all"]
-    assert not library.within
 
 
 def test_where_there_is_no_driver() -> None:

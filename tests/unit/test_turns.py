@@ -1,99 +1,80 @@
-"""Who makes room when a role's turn comes: in which order roles are called, and who of them is needed last."""
+"""Who of several roles makes room for another one."""
 
 from __future__ import annotations
 
-import random
+from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from colocate.worker.memory.turns import Order, until_it_fits
 
 
-def told(order: Order, roles: str) -> None:
-    """Calls of roles."""
-    for role in roles:
-        order.begins(role)
-
-
 def ahead(order: Order) -> str | None:
-    """The turns from the one that is on."""
+    """The turns of a step, as a word."""
     found = order.ahead()
     return None if found is None else "".join(found)
 
 
-def test_an_order_that_is_found() -> None:
-    """What was gone through twice; calls of one role after each other are one turn."""
-    order = Order()
-    told(order, "abAcabA")  # "a" and "A" are two roles
-    assert ahead(order) is None
-    told(order, "c")
-    assert ahead(order) == "cabA"
-    assert not order.begins("c")
-    told(order, "abA")
-    assert ahead(order) == "Acab"
+def told(order: Order, roles: str) -> Order:
+    """Call roles one after the other."""
+    for role in roles:
+        order.begins(role)
+    return order
 
 
-def test_an_order_within_another_one() -> None:
-    """What is done again and again inside of a step is no step, once the whole has been gone through twice."""
-    order = Order()
-    told(order, "rxacac")
-    assert ahead(order) == "ca"
-    told(order, "rxacac")
-    assert ahead(order) == "crxaca"
-    told(order, "rxacac" + "e" + "rxacac")  # what comes in between changes nothing
-    assert ahead(order) == "crxaca"
-    told(order, "acacac")  # it does, as this is more than what has come as it was known since
-    assert ahead(order) == "ca"
+@given(st.text("abcd", min_size=2, max_size=8), st.integers(2, 4))
+def test_what_comes_again(step: str, times: int) -> None:
+    """Whoever has been through a step twice knows whose turn is next, to its end, and who is needed last."""
+    assume(all(one != other for one, other in pairwise(step + step[0])))
+    assume(all(step != step[:size] * (len(step) // size) for size in range(1, len(step))))
+    assume(all(step[at : at + 2 * size] != 2 * step[at : at + size] for size in (1, 2, 3) for at in range(len(step))))
+    order = told(Order(), step * times)
+    for number in range(len(step)):
+        assert order.begins(step[number])
+        following = step[number:] + step[:number]
+        assert ahead(order) == following
+        needed = sorted(set(step), key=following.find, reverse=True)
+        assert order.by_need(set(step), order.ahead()) == needed
 
 
-def test_an_order_with_a_gap() -> None:
-    """A call that is left out once is no other step: what comes after it is foreseen as before."""
-    order = Order()
-    told(order, "bac" * 10 + "ac")
-    for role, foreseen in zip("bacbacbac", "acbacbacb", strict=True):
-        told(order, role)
-        assert (found := ahead(order)) is not None
-        assert found[:2] == role + foreseen
-
-
-def test_an_order_that_is_declared() -> None:
-    """It is there from the first call on, and is found again after what isn't in it."""
-    order = Order(["a", "a", "b", "c", "a"])
-    order.begins("a")
-    assert ahead(order) == "abc"
-    told(order, "bc")
-    assert ahead(order) == "cab"
-    order.begins("x")
-    assert ahead(order) is None
-    order.begins("b")
-    assert ahead(order) == "bca"
-
-
-def test_an_order_that_changes() -> None:
-    """What is done instead from then on is found; what is done in between isn't lasting."""
-    order = Order()
-    told(order, "abcabcab")
-    assert ahead(order) == "bca"
-    told(order, "ca" + "dada")
-    assert ahead(order) == "ad"
+@pytest.mark.parametrize(
+    ("declared", "calls", "found"),
+    [
+        ("", "abA", None),
+        ("", "abAcabAc", "cabA"),  # "a" and "A" are two roles
+        ("", "abAcabAccc", "cabA"),  # a turn goes on
+        ("", "rxacac", "ca"),
+        ("", "rxacacrxacac", "crxaca"),  # what is done again and again inside of a step is no step
+        ("", "rxacacrxacac" + "e" + "rxacac", "crxaca"),  # what comes in between changes nothing
+        ("", "rxacacrxacac" + "acacac", "ca"),  # it does, as this is more than what has come since it was known
+        ("", "bac" * 10 + "ac" + "ba", "acb"),  # a call that is left out once is no other step
+        ("", "abcabcab" + "ca" + "dada", "ad"),  # what is done instead from then on is found
+        ("aabca", "a", "abc"),  # there from the first call on
+        ("aabca", "abc", "cab"),
+        ("aabca", "abcx", None),
+        ("aabca", "abcxb", "bca"),  # and found again after what isn't in it
+    ],
+)
+def test_orders(declared: str, calls: str, found: str | None) -> None:
+    assert ahead(told(Order(declared), calls)) == found
 
 
 def test_who_is_needed_last() -> None:
-    """Goes first; where nothing is known, who was called longest ago."""
-    order = Order()
-    told(order, "dabc")
+    """Where nothing is known, who was called longest ago goes first; so it is beside a function."""
+    order = told(Order(), "dabc")
     assert order.by_need("abcd", order.ahead()) == ["d", "a", "b", "c"]
     told(order, "abcabc")
     assert order.by_need("abd", order.ahead()) == ["d", "b", "a"]
+    assert order.by_need("abd", None) == ["d", "a", "b"]
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_no_more_go_than_must(seed: int) -> None:
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 9)), st.integers(-3, 40))
+def test_no_more_go_than_must(sizes: dict[str, int], excess: Any) -> None:
     """Those that go make room, and none of them could stay; None where all together don't."""
-    draw = random.Random(seed)
-    sizes = {name: draw.randint(0, 9) for name in "abcdef"}
-    excess = draw.randint(-3, sum(sizes.values()) + 3)
-    going = until_it_fits("abcdef", sizes, excess)
+    going = until_it_fits(sizes, sizes, excess)
     if going is None:
         assert sum(sizes.values()) < excess
         return

@@ -34,31 +34,6 @@ def chunks(segment: Segment, *indices: int, used: int = 0) -> list[Chunk]:
     return [Chunk(segment.address + index * segment.chunk, segment.serial, used) for index in indices]
 
 
-def test_away_and_back(gpu: PlayedVmm) -> None:
-    """Others have the memory meanwhile; addresses stay, and so does what lies in the other chunks."""
-    gpu.limit(4 * GRAIN)
-    segment = made(gpu, 4 * GRAIN - 5)
-    assert (segment.size, segment.chunk) == (4 * GRAIN, GRAIN)
-    fill(segment.address, segment.size, 7)
-    gpu.vmm.take(0, chunks(segment, 0, 2, used=10))
-    assert gpu.vmm.absent(0) == (2 * GRAIN, 20)
-    assert gpu.vmm.absent(1) == (0, 0)
-    assert gpu.vmm.present(segment.address + 5, GRAIN) == 5
-    assert gpu.vmm.present(segment.address, segment.size) == 2 * GRAIN
-    assert holds(segment.address + GRAIN, GRAIN, 7)
-    other = made(gpu, 2 * GRAIN)
-    with pytest.raises(VmmError, match="cuMemCreate: out of memory"):
-        gpu.vmm.give(0, [(segment.address, segment.size)])
-    assert gpu.vmm.absent(0) == (2 * GRAIN, 20)
-    gpu.free(other.address)
-    gpu.vmm.give(0, [(segment.address + 9, segment.size - 9)])
-    assert gpu.vmm.absent(0) == (0, 0)
-    assert holds(segment.address + 3 * GRAIN, GRAIN, 7)
-    assert not holds(segment.address, GRAIN, 7)
-    fill(segment.address, segment.size, 8)
-    assert holds(segment.address, segment.size, 8)
-
-
 def test_large_segments_have_large_chunks(gpu: PlayedVmm) -> None:
     """Of the last one there is what there is; a range may end within one."""
     gpu.limit(512 << 20)
@@ -69,14 +44,6 @@ def test_large_segments_have_large_chunks(gpu: PlayedVmm) -> None:
     assert gpu.vmm.present(segment.address, 320 << 20) == 128 << 20
     gpu.vmm.give(0, [(segment.address + (257 << 20), 1)])
     assert gpu.vmm.absent(0)[0] == 128 << 20
-
-
-def test_it_waits_for_the_device(gpu: PlayedVmm) -> None:
-    """Nothing is taken that is being computed with."""
-    segment = made(gpu, GRAIN)
-    before = gpu.driver.played_synchronized()
-    gpu.vmm.take(0, chunks(segment, 0))
-    assert gpu.driver.played_synchronized() == before + 1
 
 
 def test_a_segment_that_is_no_more(gpu: PlayedVmm) -> None:
@@ -111,47 +78,6 @@ def test_threads_without_a_context(gpu: PlayedVmm) -> None:
     assert not failures
     with pytest.raises(VmmError, match="cuDeviceGet"):
         gpu.vmm.take(99, [])
-
-
-def test_an_allocation_that_fails(gpu: PlayedVmm) -> None:
-    """Wherever that is, nothing of it is left."""
-    before = gpu.state()
-    segment = made(gpu, 3 * GRAIN)
-    calls = gpu.calls()
-    gpu.free(segment.address)
-    assert calls == 2 + 3 * 3
-    for call in range(1, calls + 1):
-        gpu.fail_at(call)
-        assert gpu.alloc(3 * GRAIN) is None
-        gpu.fail_at(0)
-        assert gpu.state() == before
-    gpu.limit(2 * GRAIN)
-    assert gpu.alloc(3 * GRAIN) is None
-    assert gpu.alloc(0) is None
-    assert gpu.state() == before
-
-
-@pytest.mark.parametrize("there", [(), (1,), (0, 3)])
-def test_a_wake_that_fails(gpu: PlayedVmm, there: tuple[int, ...]) -> None:
-    """Wherever that is, nothing has changed: what had memory has it, with its contents, and it can be tried again."""
-    one, other = made(gpu, 4 * GRAIN), made(gpu, GRAIN)
-    for segment in (one, other):
-        fill(segment.address, segment.size, 7)
-    gone = [index for index in range(4) if index not in there]
-    gpu.vmm.take(0, [*chunks(one, *gone, used=1), *chunks(other, 0)])
-    before, absent = gpu.state(), gpu.vmm.absent(0)
-    ranges = [(one.address, one.size), (other.address, other.size)]
-    for call in range(1, 3 * (len(gone) + 1) + 1):
-        gpu.fail_at(call)
-        with pytest.raises(VmmError, match=r"on purpose|out of memory"):
-            gpu.vmm.give(0, ranges)
-        gpu.fail_at(0)
-        assert (gpu.state(), gpu.vmm.absent(0)) == (before, absent)
-        for index in there:
-            assert holds(one.address + index * GRAIN, GRAIN, 7)
-    gpu.vmm.give(0, ranges)
-    assert gpu.calls() == 3 * (len(gone) + 1)
-    assert gpu.vmm.absent(0) == (0, 0)
 
 
 def test_a_sleep_that_fails(gpu: PlayedVmm) -> None:

@@ -26,7 +26,7 @@ EXECUTORS = layers.CORE.parents[1] / "executors"
 # The first one waits for answers; of the others those do whose reason says why it can't be there.
 KNOWN = {
     "_protocol.requests": "answers",
-    "_devices.device_copies": "a device, for copies that it was given",
+    "_devices.copies": "a device, for copies that it was given",
     "_role.call": "calls, by whoever has made them",
     "_signals.off_main": "what is done off the main thread, and the flag that is waited for",
     "_system.jobs": "jobs, by the threads that run them; the end of such a thread, and what several have begun",
@@ -44,7 +44,7 @@ KNOWN = {
     "keeper.slots": "the connection to a keeper, and its end",
     "worker.lane": "work",
     "worker.birth.main": "the host, which is made beside the main thread; and its end",
-    "worker.memory.gradients": "the lane, for a moment, by who looks at a worker's memory",
+    "worker.memory.ledger": "the lane, for a moment, by who looks at a worker's memory",
     "worker.serving.tasks": "async calls, while nothing else comes",
     "worker.residents.store": "residents that are being made here",
     "worker.torch_groups.groups": "the end of whoever looks for groups to cut",

@@ -22,8 +22,7 @@ from colocate._definitions import making
 from colocate._definitions.ids import id_of
 from colocate._definitions.packed import Packed, Plain
 from colocate._definitions.pickler import Pickler, is_special
-from colocate._devices.device_copies import Copies, exposed, flat, line_of
-from colocate._devices.host_copies import on_host
+from colocate._devices.copies import Copies, exposed, flat, line_of, on_host
 from colocate._devices.lending import handle_of
 from colocate._system.by_type import by_type
 from colocate.errors import SerializationError

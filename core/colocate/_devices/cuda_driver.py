@@ -43,11 +43,7 @@ class Driver:
         self._primary: ctypes.c_void_p | None = None
 
     def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
-        """What another process opens to get at some memory, and where in that it begins.
-
-        Raises:
-            DriverError: It can't be lent: it is of an allocator, say, that maps it piece by piece.
-        """
+        """What another process opens to get at some memory, and where in that it begins."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         with self._context():
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -58,11 +54,7 @@ class Driver:
         return bytes(handle.reserved), offset
 
     def open(self, handle: bytes) -> int:
-        """The address at which memory of another process is from now on.
-
-        Raises:
-            DriverError: It can't be had.
-        """
+        """The address at which memory of another process is from now on."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         with self._context():
@@ -70,11 +62,7 @@ class Driver:
         return address.value
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Begin to copy memory of devices.
-
-        Raises:
-            DriverError: The device has lost its context, say.
-        """
+        """Begin to copy memory of devices."""
         size, where = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
         with self._context():
             self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
@@ -85,31 +73,19 @@ class Driver:
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Have some memory of the host's stay where it is: the device copies from and to it by itself.
-
-        Raises:
-            DriverError: It can't.
-        """
+        """Have some memory of the host's stay where it is: the device copies from and to it by itself."""
         size = ctypes.c_size_t(nbytes)
         with self._context():
             self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
 
     def unpin(self, address: int) -> None:
-        """Have it be as others.
-
-        Raises:
-            DriverError: It can't.
-        """
+        """Have it be as others."""
         with self._context():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     @contextlib.contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """See `beside_captures`.
-
-        Raises:
-            DriverError: It can't be had: the device has lost its context, say.
-        """
+        """See `beside_captures`."""
         mode = ctypes.c_int(_THREAD_LOCAL)
         try:
             with self._context():
@@ -168,9 +144,6 @@ def beside_captures(device: str) -> Iterator[None]:
 
     A capture in torch's default mode is for all threads: what the driver calls unsafe, as to ask an event whether it is
     over, fails on any of them meanwhile, and ends the capture. A thread may say that it takes no part.
-
-    Args:
-        device: As torch calls it.
     """
     found = driver(device)
     with contextlib.ExitStack() as stack:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from colocate._devices.copies import SideStream, is_plain
 from colocate._devices.cuda_driver import Driver, DriverError, driver
-from colocate._devices.device_copies import SideStream, is_plain
 from colocate._system.imported import imported
 from colocate.gpus import in_use
 
@@ -101,12 +101,7 @@ class Borrower:
 
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
-        """A block in which this thread unpacks what is lent; all copies are complete at its end.
-
-        Raises:
-            NotLentError: Something can't be had.
-            RuntimeError: The device says that something was wrong with a copy.
-        """
+        """A block in which this thread unpacks what is lent; all copies are complete at its end."""
         found = driver(self._device)
         assert found is not None
         _here.borrower = loan = _Loan(found, self._device, self._side)

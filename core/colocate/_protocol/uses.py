@@ -221,19 +221,6 @@ def _is_cut(kind: type) -> bool:
     return issubclass(kind, Cut)
 
 
-def _owned(arguments: Mapping[str, Any]) -> list[int]:
-    """The residents among some arguments of which each rank has a part of its own, in order."""
-    found: list[int] = []
-
-    def note(item: Any) -> Any:
-        if isinstance(item, Own):
-            found.append(item.source.key)
-        return item
-
-    map_leaves(arguments, note, _is_placeholder)
-    return found
-
-
 Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
 
 
@@ -241,15 +228,7 @@ class Resolver:
     """Replaces the placeholders in one call's arguments, on the rank that runs it."""
 
     def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: Aligned, notes: bool = False) -> None:
-        """Resolve the arguments of one call.
-
-        Args:
-            peers: Where parts come from.
-            own_group: The group of the rank.
-            own_slot: Its slot.
-            aligned: Asks which of some residents have the partition of another one (all of them kept here).
-            notes: Whether `taken` is wanted.
-        """
+        """Resolve the arguments of one call."""
         self._peers = peers
         self._group = own_group
         self._slot = own_slot
@@ -287,19 +266,20 @@ class Resolver:
     def _leaf(self, item: Any) -> Any:
         if isinstance(item, Cut):
             return self._beside(item)
-        self.keys.append(item.source.key)
-        value = self._value(item)
-        self._values.append((item.source, value))
-        return value
-
-    def _value(self, item: Use) -> Any:
+        source = item.source
+        self.keys.append(source.key)
         if isinstance(item, (Part, Own)):
-            return self._part(item)
-        if isinstance(item, Rows):
-            return self._range(item.source, item.start, item.stop)
-        if isinstance(item, Item):
-            return self._item(item)
-        return self._whole(item.source)
+            value = self._part(item)
+        elif isinstance(item, Rows):
+            value = self._range(source, item.start, item.stop)
+        elif isinstance(item, Item) and type(source.collect) is Gather:  # the very result of a rank
+            value = self._peers.part(source, source.holders[item.index], self.taken)
+        elif isinstance(item, Item):
+            value = check_items(item.parameter, self._whole(source), item.count)[item.index]
+        else:
+            value = self._whole(source)
+        self._values.append((source, value))
+        return value
 
     def watch(self) -> None:
         """Have `written` see from now on who writes into what was taken; also where that is a copy from elsewhere."""
@@ -317,13 +297,6 @@ class Resolver:
             rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
             ranks = attrs.evolve(ranks, rows=rows)
         return source.collect.join(parts, ranks)
-
-    def _item(self, item: Item) -> Any:
-        """The very result of a rank, where the value is the list of those."""
-        source = item.source
-        if type(source.collect) is Gather:
-            return self._peers.part(source, source.holders[item.index], self.taken)
-        return check_items(item.parameter, self._whole(source), item.count)[item.index]
 
     def _beside(self, cut: Cut) -> Any:
         """The rows that lie beside this worker's own part of a resident."""
@@ -366,12 +339,8 @@ class Resolver:
         return self._range(part.source, start, start + self.valid)
 
     def _own_part(self, source: Source) -> tuple[int, Any]:
-        """The part that lies here, or the one that counts in its place where the method has returned nothing here.
-
-        Returns:
-            Whose part it is, and the part.
-        """
-        rank = self._rank_here(source)
+        """The part that lies here, or the one that counts in its place where the method has returned nothing here."""
+        rank = source.slots.index(self._slot)
         if (value := self._peers.part(source, rank, self.taken)) is None:
             rank = source.collect.sources(source.ranks)[self._index_here(source)]
             value = self._peers.part(source, rank, self.taken)
@@ -391,7 +360,14 @@ class Resolver:
         if part.count == 1 or part.source.key == key:
             return True
         if self._aligned is None:
-            owned = dict.fromkeys(_owned(self._arguments))
+            owned: dict[int, None] = {}  # those of which each rank has a part of its own, in order
+
+            def note(item: Any) -> Any:
+                if isinstance(item, Own):
+                    owned[item.source.key] = None
+                return item
+
+            map_leaves(self._arguments, note, _is_placeholder)
             self._aligned = self._ask_aligned(key, [own for own in owned if own != key])
         return part.source.key in self._aligned
 
@@ -445,10 +421,7 @@ class Resolver:
             offset += size
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
-    def _rank_here(self, source: Source) -> int:
-        return source.origin.slots.index(self._slot)
-
     def _index_here(self, source: Source) -> int:
         """Where along the axis of its parts the one of this worker is."""
         assert isinstance(source.collect, Concat)
-        return source.ranks.mesh(source.collect.mesh).coordinate(self._rank_here(source), source.collect.axis)
+        return source.ranks.mesh(source.collect.mesh).coordinate(source.slots.index(self._slot), source.collect.axis)

@@ -29,37 +29,8 @@ _books = threading.Lock()
 
 
 def record() -> None:
-    """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it.
-
-    Those on gloo share the thread of their connections, too.
-    """
-    _record_sockets()
-    _record_transfers()
-
-
-def _record_transfers() -> None:
-    """Gloo counts them as operations of the group, which they aren't: two ranks have a part in each."""
+    """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it."""
     from torch.distributed import ProcessGroup
-
-    for name in ("send", "recv", "recv_anysource"):
-        transfer: Callable[..., Any] = getattr(ProcessGroup, name)
-        if not getattr(transfer, "is_recorded", False):
-            setattr(ProcessGroup, name, _counting(transfer))
-
-
-def _counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
-        found = transfer(group, tensors, *args)
-        name = _name_of(group)
-        if name is not None:
-            _transfers[name] = _transfers.get(name, 0) + int(tensors[0].device.type == "cpu")
-        return found
-
-    counted.is_recorded = True  # type: ignore[attr-defined]
-    return counted
-
-
-def _record_sockets() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL, ranks would wait for each other before each operation, within torch, where
@@ -79,8 +50,21 @@ def _record_sockets() -> None:
                     _sockets[name] = connections(device, before)
         return group, store
 
+    def counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
+        # Gloo counts them as operations of the group, which they aren't: two ranks have a part in each.
+        def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
+            found = transfer(group, tensors, *args)
+            name = _name_of(group)
+            if name is not None:
+                _transfers[name] = _transfers.get(name, 0) + int(tensors[0].device.type == "cpu")
+            return found
+
+        return counted
+
     recording.records_sockets = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = recording
+    for name in ("send", "recv", "recv_anysource"):
+        setattr(ProcessGroup, name, counting(getattr(ProcessGroup, name)))
 
 
 def all_groups() -> dict[str, ProcessGroup]:
@@ -183,12 +167,8 @@ def _backends(group: Any) -> list[Any]:
 
 
 def cut(names: Collection[str]) -> threading.Thread | None:
-    """Free whoever waits for this rank in these groups; none of them is of any use after that.
-
-    Returns:
-        What goes on with that, if not all is done.
-    """
-    # The lock is left with sockets only: a group that this thread still named would look like one a role holds.
+    """Free whoever waits for this rank in these groups, of no use after that; return what goes on with it, if any."""
+    names = [*names]  # without groups, if they are a table of these: one that is named looks like one a role holds
     bare = [name.partition("#")[0] for name in names if named(name) is not None]
     with _books:
         connections = [connection for name in bare for connection in _sockets.get(name, ())]
@@ -197,39 +177,32 @@ def cut(names: Collection[str]) -> threading.Thread | None:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # the peer has closed it already, or this worker has
             pass
-    aborted = [name for name in names if _aborts(name)]
-    if not aborted:
+
+    def abort() -> None:
+        backends = _that_abort(names)
+        # All of them as one: an abort waits for the communicators that share its device.
+        together = [backend for backend in backends if hasattr(backend, "_group_start")]
+        if together:
+            together[0]._group_start()
+        try:
+            for backend in backends:
+                backend.abort()
+        finally:
+            if together:
+                together[0]._group_end()
+
+    if not _that_abort(names):
         return None
     # Not here: it waits for the device, on which a kernel may wait for a peer that is cut in the same moment.
-    thread = threading.Thread(target=_abort, args=(aborted,), name="colocate-abort", daemon=True)
+    thread = threading.Thread(target=abort, name="colocate-abort", daemon=True)
     thread.start()
     return thread
 
 
-def _aborts(name: str) -> bool:
-    """Whether a group has a backend that frees its peers when it is aborted; gloo's does nothing then."""
-    group = named(name)
-    return group is not None and any(not _is_gloo(backend) for backend in _backends(group))
-
-
-def _abort(names: Sequence[str]) -> None:
-    """All of them as one: an abort waits for the communicators that share its device."""
-    backends = [
-        backend
-        for name in names
-        if (group := named(name)) is not None
-        for backend in _backends(group)
-        if not _is_gloo(backend)
-    ]
-    together = [backend for backend in backends if hasattr(backend, "_group_start")]
-    if together:
-        together[0]._group_start()
-    try:
-        for backend in backends:
-            backend.abort()
-    finally:
-        if together:
-            together[0]._group_end()
+def _that_abort(names: Iterable[str]) -> list[Any]:
+    """The backends of groups that free their peers when they are aborted; gloo's do nothing then."""
+    groups = [group for name in names if (group := named(name)) is not None]
+    return [backend for group in groups for backend in _backends(group) if not _is_gloo(backend)]
 
 
 def lost_a_peer(names: Iterable[str]) -> bool:
@@ -343,24 +316,23 @@ def _is_gloo(backend: Any) -> bool:
 
 def connections(device: Device, before: Collection[int]) -> list[socket.socket]:
     """Duplicates of a device's connections that weren't there before, by their inodes."""
-    new = (_duplicate(fd, inode) for fd, inode in device.sockets() if inode not in before)
-    return [connection for connection in new if connection is not None]
-
-
-def _duplicate(fd: int, inode: int) -> socket.socket | None:
-    """Of a connection; None if the descriptor is something else by now, or isn't connected to anybody."""
-    try:
-        own = os.dup(fd)
-    except OSError:
-        return None
-    found = os.fstat(own)
-    if found.st_ino != inode or not stat.S_ISSOCK(found.st_mode):
-        os.close(own)
-        return None
-    connection = socket.socket(fileno=own)
-    try:
-        connection.getpeername()
-    except OSError:
-        connection.close()
-        return None
-    return connection
+    found: list[socket.socket] = []
+    for fd, inode in device.sockets():
+        if inode in before:
+            continue
+        try:
+            own = os.dup(fd)
+        except OSError:
+            continue
+        status = os.fstat(own)
+        if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # it is something else by now
+            os.close(own)
+            continue
+        connection = socket.socket(fileno=own)
+        try:
+            connection.getpeername()
+        except OSError:  # it isn't connected to anybody
+            connection.close()
+            continue
+        found.append(connection)
+    return found

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from colocate._definitions.codec import is_trained
-from colocate._devices.device_copies import Copies, exposed, flat
+from colocate._devices.copies import Copies, exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._system.jobs import error_text

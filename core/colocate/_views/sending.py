@@ -42,7 +42,7 @@ from colocate._values.mesh import Mesh
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
-from colocate.worker.memory.sleeping import Outcome
+from colocate.worker.memory.sleep import Outcome
 from colocate.worker.serving.functions import SPECS, WAKE, Functions
 
 # A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them

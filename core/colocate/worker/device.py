@@ -16,11 +16,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from colocate._devices.copies import SideStream
 from colocate._devices.cuda_driver import beside_captures
-from colocate._devices.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate.gpus import in_use
-from colocate.worker.memory.storages import Storages
+from colocate.worker.memory.holdings import Storages
 
 
 class Device:

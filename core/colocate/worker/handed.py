@@ -15,8 +15,7 @@ from typing import Any
 
 from colocate._system.imported import imported
 from colocate._values.leaves import PLAIN
-from colocate.worker.memory.holdings import lie_near
-from colocate.worker.memory.storages import Objects, WeakStorage
+from colocate.worker.memory.holdings import Objects, WeakStorage, search
 
 _FEW = 1024
 _LOOKS = 1024  # a call's arguments may be millions of things, and on threads sending them costs nothing
@@ -35,7 +34,7 @@ class Handed:
         """A value is handed over, from one slot or the driver to another one of them. `device`: a slot's of these."""
         if PLAIN.issuperset(map(type, value.values() if type(value) is dict else (value,))):  # as nearly always
             return
-        holdings = lie_near(value, partial(Objects, device), _LOOKS)
+        holdings = search(value, most=_LOOKS).holdings(partial(Objects, device))
         with self._lock:
             for pieces in holdings.values():
                 assert isinstance(pieces, Objects)

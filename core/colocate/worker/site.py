@@ -22,11 +22,10 @@ from colocate.executor import Boot
 from colocate.worker.device import Device
 from colocate.worker.handed import HANDED
 from colocate.worker.lane import Lane
-from colocate.worker.memory.accounts import Accounts
-from colocate.worker.memory.gradients import Gradients
-from colocate.worker.memory.process_memory import ProcessMemory
-from colocate.worker.memory.residency import Residency
-from colocate.worker.memory.sleeping import Sleeper
+from colocate.worker.memory.ledger import Accounts
+from colocate.worker.memory.site import ProcessMemory
+from colocate.worker.memory.sleep import Sleeper
+from colocate.worker.memory.turns import Residency
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.hosted import HostedRole
@@ -55,7 +54,6 @@ class Site:
         setting: What makes torch's settings.
         sleeper: What of its roles' memory sleeps.
         accounts: What they have, and may have.
-        gradients: Those of them, for who looks beside the lane.
         residency: Who is awake, where they take turns.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
@@ -84,8 +82,7 @@ class Site:
         self.setting = Setting(boot.device, in_process, self.device.leaves)
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device, boot.ports)
         self.sleeper = Sleeper(self)
-        self.gradients = Gradients(self)
-        self.accounts = Accounts(self, self.sleeper, self.gradients)
+        self.accounts = Accounts(self, self.sleeper)
         self.residency = Residency(self, self.sleeper, self.accounts)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()

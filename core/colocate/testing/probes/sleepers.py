@@ -10,7 +10,7 @@ import colocate
 from colocate import Role, method
 from colocate._system.room import free_memory
 from colocate.testing.gate import Address, pass_gate
-from colocate.worker.memory.sleeping import Sleeper
+from colocate.worker.memory.sleep import Sleeper
 
 if TYPE_CHECKING:
     from torch import Tensor

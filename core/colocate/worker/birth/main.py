@@ -26,7 +26,7 @@ from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.birth.template import renew
-from colocate.worker.memory.process_memory import ProcessMemory
+from colocate.worker.memory.site import ProcessMemory
 from colocate.worker.residents.peers import ChannelPeers
 from colocate.worker.serving.handlers import guard, leave
 from colocate.worker.serving.host import WorkerHost

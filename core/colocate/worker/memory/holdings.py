@@ -1,35 +1,295 @@
-"""What a role holds: the memory of its tensors and arrays, found in its modules, optimizers and attributes.
+"""What a role holds: the memory of its tensors and arrays, found in its modules, optimizers, attributes and containers.
 
-An object's attributes are looked at, those of tensors and the object of a bound method too, containers are looked into,
-and so on from what they hold; nobody's code is called. Models that share weights, views, and an optimizer beside its
-model hold the same memory: what is counted is storages, each of them once.
+Nobody's code is called for that: objects are looked into by their dicts and slots. What lies elsewhere (closures,
+attributes of classes or tensors, C++) a role names in `device_state()`. Models that share weights, views, and an
+optimizer beside its model hold the same memory: what is counted is storages, each of them once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain, compress, islice
-from typing import Any, TypeAlias
+from itertools import chain, islice
+from typing import Any, Literal, TypeAlias
+
+import attrs
 
 from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import PLAIN, is_collection
-from colocate._values.leaving import has_memory, memories, slots
-from colocate.worker.memory.storages import Storages
+from colocate._values.leaving import has_memory, memories, slots, sparse_parts
+from colocate.gpus import in_use
 
 # A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.
 _LOOKS = 200_000
 
 
+# -- pieces of memory
+
+
+class Storages(dict[str, dict[int, int]]):
+    """Pieces of memory that tensors and arrays may share: by device, as torch has it, the size of each by its address.
+
+    There are no objects for them: a hundred thousand new ones would have the garbage collector look at all others.
+
+    Attributes:
+        has_arrays: Whether some are of arrays. Tensors may be made of parts of one: their storages lie in it.
+    """
+
+    has_arrays = False
+
+    def include(self, more: Storages) -> None:
+        """Note what others note, too."""
+        self.has_arrays |= more.has_arrays
+        for place, sizes in more.items():
+            self._put(place, dict(sizes))
+
+    def add_all(self, values: Iterable[Any]) -> None:
+        """Note the memory of the tensors and arrays in values, of plain tensors together: nearly all are."""
+        torch, values = imported("torch"), [*values]
+        kinds = frozenset(() if torch is None else (torch.Tensor, torch.nn.Parameter))
+        plain = values
+        if not kinds.issuperset(map(type, values)):
+            plain = [each for each in values if type(each) in kinds]
+            for value in values:
+                if type(value) not in kinds and type(value) not in PLAIN:
+                    self.add(value)
+        # Nearly always all are the host's, with memory of their own. To look for others first would take as long again:
+        # a hundred thousand tensors aren't in the processor's caches, and each look fetches them there.
+        with contextlib.suppress(RuntimeError):  # one is sparse, say
+            sizes = {(its := each.untyped_storage()).data_ptr(): its.nbytes() for each in plain if each.is_cpu}
+            if sizes and len(sizes) == len(plain):
+                self.add_pieces(plain, sizes, name_of(plain[0].device))
+                return
+        devices = {each.device for each in plain}
+        for device in devices:
+            tensors = plain if len(devices) == 1 else [each for each in plain if each.device == device]
+            try:
+                sizes = {(storage := each.untyped_storage()).data_ptr(): storage.nbytes() for each in tensors}
+            except RuntimeError:  # one is sparse, say
+                sizes = {}
+            if len(sizes) == len(tensors) and device.type != "meta":
+                self.add_pieces(tensors, sizes, name_of(device))
+            else:  # they share some, or have it from an array of which each has a part
+                for tensor in tensors:
+                    self.add_tensor(tensor, torch)
+
+    def add(self, value: Any) -> None:
+        """Note the memory of the tensors and arrays in a value."""
+        torch, numpy = imported("torch"), imported("numpy")
+        for item in memories(value):
+            if numpy is not None and isinstance(item, numpy.ndarray):
+                item = _whole(item, numpy)
+                if torch is None or not isinstance(item.base, torch.Tensor):
+                    if item.nbytes:
+                        self.add_array(*_reach(item))
+                    continue
+                item = item.base  # `tensor.numpy()`
+            if torch is not None and isinstance(item, torch.Tensor):
+                self.add_tensor(item, torch)
+
+    def add_tensor(self, item: Any, torch: Any) -> None:
+        """Note the memory of a tensor, or of the tensors that it is made of: sparse ones, jagged ones, DTensors."""
+        if _is_made_of_others(item, torch):
+            self.add_parts(item, *_parts(item, torch), torch)
+        elif (storage := _storage_of(item)) is not None:
+            self.add_pieces([item], {storage.data_ptr(): storage.nbytes()}, name_of(item.device))
+
+    def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
+        """Note the memory of the tensors that a tensor is made of."""
+        for part in [*values, *indices]:
+            self.add_tensor(part, torch)
+
+    def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
+        """Note pieces of a device's memory, and the tensors that have them."""
+        if 0 in sizes.values():
+            sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
+        if sizes:
+            self._put(device, sizes)
+
+    def add_array(self, address: int, size: int) -> None:
+        """Note the memory of an array which is no view of another one."""
+        self.has_arrays = True
+        self._put("cpu", {address: size})
+
+    def _put(self, place: str, sizes: dict[int, int]) -> None:
+        known = self.setdefault(place, {})
+        if not known.keys().isdisjoint(sizes):  # a part of an array begins where all of it does
+            sizes = {address: max(size, known.get(address, 0)) for address, size in sizes.items()}
+        known.update(sizes)
+
+
+class Objects(Storages):
+    """Storages with the objects themselves: pieces are named by what torch has for these, which stays as memory goes.
+
+    Attributes:
+        storages: The storages, by that.
+        trained: The names of those of tensors that have gradients.
+        indices: Likewise, of tensors that say where the values of a sparse or a jagged one are.
+        pinned: Those of the host that a device reads and writes by itself, at the pages that they have.
+        arrays: The sizes of arrays that are no tensors', by their addresses.
+        tensors: The tensors that lie there, by piece.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        """Args: device: The slot's, as torch calls it."""
+        super().__init__()
+        self._pins = in_use(device) is not None
+        self.storages: dict[int, Any] = {}
+        self.trained: set[int] = set()
+        self.indices: set[int] = set()
+        self.pinned: set[int] = set()
+        self.arrays: dict[int, int] = {}
+        self.tensors: dict[int, list[weakref.ref[Any]]] = {}
+
+    def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
+        """Note the memory of the tensors that a tensor is made of. It is that which has gradients, not they."""
+        super().add_parts(item, values, indices, torch)
+        for parts, names in ((indices, self.indices), (values if item.requires_grad else [], self.trained)):
+            plain = (_storage_of(part) for part in parts if not _is_made_of_others(part, torch))
+            names.update(storage._cdata for storage in plain if storage is not None)
+
+    def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
+        """Note pieces of a device's memory, and the tensors that have them."""
+        pieces = self.setdefault(device, {})
+        for item in items:
+            storage = item.untyped_storage()
+            key = storage._cdata
+            pieces[key] = storage.nbytes()
+            self.storages[key] = storage
+            self.tensors.setdefault(key, []).append(weakref.ref(item))
+            if self._pins and item.is_pinned():
+                self.pinned.add(key)
+            if item.requires_grad:
+                self.trained.add(key)
+
+    def add_array(self, address: int, size: int) -> None:
+        """Note the memory of an array which is no view of another one."""
+        super().add_array(address, size)
+        self.arrays[address] = size
+
+
+class WeakStorage:
+    """Tells whether a storage is there, and finds it; keeps none."""
+
+    __slots__ = ("_again", "_weak")
+
+    def __init__(self, storage: Any) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._again: Callable[[int], Any] = type(storage)._new_with_weak_ptr
+
+    def expired(self) -> bool:
+        """Whether the storage isn't there any more."""
+        return bool(self._weak.expired())
+
+    def storage(self) -> Any:
+        """Return the storage; None where it isn't there any more."""
+        return self._again(self._weak.cdata)
+
+
+def _storage_of(item: Any) -> Any:
+    """A tensor's; None where there is no memory: it isn't made yet (lazy modules), or there for tracing (an export)."""
+    try:
+        storage = item.untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        storage.data_ptr()
+    except (RuntimeError, ValueError):
+        return None
+    return storage
+
+
+def _is_made_of_others(item: Any, torch: Any) -> bool:
+    if item.layout is not torch.strided or hasattr(item, "__tensor_flatten__"):
+        return True
+    return type(item) not in (torch.Tensor, torch.nn.Parameter) and not item.is_meta and _storage_of(item) is None
+
+
+def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
+    """The tensors that a tensor is made of: its values, and what says where these are."""
+    if (parts := sparse_parts(item)) is not None:
+        return parts[-1:], parts[:-1]
+    # Without that method they are in attributes, such as those of a masked tensor.
+    names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else list(vars(item))
+    # A DTensor names its mesh there, too.
+    tensors = {name: each for name in names if isinstance(each := getattr(item, name), torch.Tensor)}
+    if item.layout is torch.jagged:
+        return [tensors.pop("_values")], list(tensors.values())
+    return list(tensors.values()), []
+
+
+def _whole(item: Any, numpy: Any) -> Any:
+    """Return the array of which another one is a view, or that itself."""
+    while True:
+        base = item.base
+        if type(base).__module__.startswith("numpy.") and not isinstance(base, numpy.ndarray):
+            base = getattr(base, "base", None)  # `as_strided` has an object between the two
+        if not isinstance(base, numpy.ndarray):
+            return item
+        item = base
+
+
+def _reach(item: Any) -> tuple[int, int]:
+    """Where the memory of an array begins, and its size: strides may go backwards, and over the same memory again."""
+    steps = [(count - 1) * stride for count, stride in zip(item.shape, item.strides, strict=True)]
+    before = sum(step for step in steps if step < 0)
+    behind = item.itemsize + sum(step for step in steps if step > 0)
+    return item.__array_interface__["data"][0] + before, behind - before
+
+
+@functools.lru_cache(maxsize=64)
+def name_of(device: Any) -> str:
+    """Return what torch calls a device."""
+    return str(device)
+
+
+# -- what somebody holds
+
 Holdings: TypeAlias = dict[Purpose, Storages]
 """What somebody has, by what it is for."""
+
+
+@attrs.define(eq=False)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        noted: Tensors and arrays, by what they are for.
+        parameters: Those that are trained, by id.
+        tensors: Others that may have gradients.
+        optimizers: Torch's.
+        met: Whether it has come upon what wasn't to be looked into.
+        complete: Whether it has come to an end.
+    """
+
+    noted: dict[Purpose, list[Any]] = attrs.field(factory=lambda: {purpose: [] for purpose in Purpose})
+    parameters: dict[int, Any] = attrs.field(factory=dict)
+    tensors: list[Any] = attrs.field(factory=list)
+    optimizers: list[Any] = attrs.field(factory=list)
+    met: bool = False
+    complete: bool = True
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The tensors that may have gradients."""
+        return [*self.parameters.values(), *self.tensors]
+
+    def holdings(self, storages: Callable[[], Storages] = Storages) -> Holdings:
+        """Return the memory of what was found, by what it is for."""
+        held = {purpose: storages() for purpose in Purpose}
+        held[Purpose.PARAMETERS].add_all(self.parameters.values())
+        for purpose, values in self.noted.items():
+            held[purpose].add_all(values)
+        return held
 
 
 def held_by(
@@ -38,365 +298,135 @@ def held_by(
     apart: Iterable[object] = (),
     storages: Callable[[], Storages] = Storages,
 ) -> tuple[Holdings, bool]:
-    """What an object holds, on the lane.
-
-    Args:
-        instance: The object, a role's instance.
-        declared: What it says that it holds besides.
-        apart: What isn't looked into, though it may lead there: other roles.
-        storages: Makes what notes them.
-
-    Returns:
-        What was found, and whether that is all.
-    """
-    search = _Search(apart)
-    complete = search.through(instance)
-    search.note(Purpose.DECLARED, declared)
-    search.note(Purpose.GRADIENTS, gradients_of(search.leaves))
-    return search.found(storages), complete
+    """Return what an object holds, on the lane, and whether that is all."""
+    found = search(instance, apart=apart)
+    found.noted[Purpose.DECLARED] += declared
+    found.noted[Purpose.GRADIENTS] += gradients_of(found.leaves)
+    return found.holdings(storages), found.complete
 
 
-def held_beside(
-    instance: object, declared: Iterable[Any] = (), apart: Iterable[object] = ()
-) -> tuple[Holdings, bool, list[Any]]:
-    """What an object holds, beside the lane; see `held_by`.
+def gradients_of(leaves: Iterable[Any]) -> list[Any]:
+    """Return the gradients of tensors, on the lane."""
+    return [gradient for each in leaves if each.is_leaf and (gradient := each.grad) is not None]
 
-    Returns:
-        What was found, whether that is all, and the tensors whose gradients belong to it, too: see `Gradients`.
-    """
-    search = _Search(apart)
-    complete = search.through(instance)
-    search.note(Purpose.DECLARED, declared)
-    return search.found(Storages), complete, search.leaves
+
+def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
+    """Return torch's optimizers that an object holds; see `held_by`."""
+    return search(instance, apart=apart).optimizers
 
 
 def lie_in(
     values: Iterable[object], apart: Iterable[object], storages: Callable[[], Storages] = Storages
 ) -> tuple[Holdings, list[Any]]:
-    """What residents hold, which may be values of any kind; see `held_by`.
+    """Return what residents hold, which may be values of any kind, and the tensors whose gradients belong to them, too.
 
     Where there is too much to look at, it is all that lies in their lists, dicts and dataclasses.
-
-    Returns:
-        What was found, and the tensors whose gradients belong to it, too.
     """
-    search, roots = _Search(apart), list(values)
-    if not search.through(*roots):
-        search.note(Purpose.TENSORS, memories(roots))
-    return search.found(storages), search.leaves
+    found, roots = search(*(roots := list(values)), apart=apart), roots
+    if not found.complete:
+        found.noted[Purpose.TENSORS] += memories(roots)
+    return found.holdings(storages), found.leaves
 
 
-def lie_near(value: object, storages: Callable[[], Storages], looks: int) -> Holdings:
-    """What lies in a value, among the things that are nearest in it; so many are looked at."""
-    search = _Search((), looks)
-    search.through(value)
-    return search.found(storages)
-
-
-def leaves_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
-    """The tensors of an object that may have gradients; see `held_by`."""
-    search = _Search(apart)
-    search.through(instance)
-    return search.leaves
-
-
-def gradients_of(leaves: Iterable[Any]) -> list[Any]:
-    """The gradients of tensors, on the lane."""
-    return [gradient for each in leaves if each.is_leaf and (gradient := each.grad) is not None]
-
-
-def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
-    """Torch's optimizers that an object holds; see `held_by`."""
-    search = _Search(apart)
-    search.through(instance)
-    return search.optimizers
-
-
-def leads_to(instance: object, other: object) -> bool:
-    """Whether one role's object leads to another one's; see `held_by`."""
-    search = _Search([other])
-    search.through(instance)
-    return search.met
-
-
-class _Search:
-    """Breadth first, so that what is nearest is found when there is too much.
+def search(*roots: object, apart: Iterable[object] = (), most: int | None = None) -> Found:
+    """Look at objects and all that they lead to: breadth first, so that what is nearest is found if there is too much.
 
     What is equally near is looked at together, by its type, and so are all pieces of memory in the end: most of the
     time is spent on what is done for each of them.
+
+    Args:
+        roots: Where it begins.
+        apart: What isn't looked into.
+        most: So many things of a container, and in all; None for what a role may hold.
     """
+    torch, found = imported("torch"), Found()
+    apart = [*apart]
+    closed = frozenset(map(id, apart))
+    left = most or _LOOKS
+    seen: dict[Purpose | None, set[int]] = {}
+    near: dict[Purpose | None, list[Any]] = {None: [*roots]}
 
-    def __init__(self, apart: Iterable[object], most: int | None = None) -> None:
-        """Begin. Args: apart: What isn't looked into. most: So many things of a container, and in all."""
-        self._most = most
-        self._noted: dict[Purpose, list[Any]] = {purpose: [] for purpose in Purpose}
-        self._apart = list(apart)
-        self._apart_ids = frozenset(map(id, self._apart))
-        self._seen = set(self._apart_ids)
-        self.met = False  # what isn't looked into
-        self._parameters: set[int] = set()
-        self._next: list[Any] = []
-        self.leaves: list[Any] = []
-        self.optimizers: list[Any] = []
-        self._torch: Any = imported("torch")
-        self._usual = frozenset[str]() if self._torch is None else _usual(self._torch)
+    def add(purpose: Purpose | None, items: Iterable[Any]) -> None:
+        copied = list(islice(items, most))  # in one step: other threads go on with theirs
+        if not PLAIN.issuperset(map(type, copied)):
+            near.setdefault(purpose, []).extend(_matter(copied))
 
-    def through(self, *roots: object) -> bool:
-        """Look at objects and all that they lead to; whether it came to an end."""
-        left = self._most or _LOOKS
-        self._next += roots
-        while self._next:
-            near, self._next = self._next[: self._most], []
-            for kind, items in self._new(near).items():
+    while near:
+        level, near = near, {}
+        for purpose, items in level.items():
+            known = seen.setdefault(purpose, set(closed))
+            by_id = {id(each): each for each in items[:most]}
+            again = by_id.keys() & known
+            found.met |= not closed.isdisjoint(again)
+            for key in again:
+                del by_id[key]
+            known.update(by_id)
+            for kind, some in _by_kind(by_id.values()).items():
                 if left <= 0:
-                    return False
-                _look_at(kind)(self, items[:left])
-                left -= len(items)
-        return left >= 0
-
-    def found(self, storages: Callable[[], Storages]) -> Holdings:
-        """The memory of what was found."""
-        held = {purpose: storages() for purpose in Purpose}
-        for purpose, values in self._noted.items():
-            held[purpose].add_all(values)
-        return held
-
-    def note(self, purpose: Purpose, values: Iterable[Any]) -> None:
-        """Note the memory of values."""
-        self._noted[purpose] += values
-
-    def _note_in(self, purpose: Purpose, values: Iterable[Any]) -> None:
-        """Note the memory of values, and of what lies in containers among them."""
-        left, seen = [list(values)], set[int]()
-        while left:
-            for kind, items in _by_kind(left.pop()).items():
-                look = _look_at(kind)
-                if look in (_Search._tensors, _Search._memories):
-                    self.note(purpose, items)
-                elif look in (_Search._dicts, _Search._containers):
-                    new = [each for each in items if id(each) not in seen]
-                    seen.update(map(id, new))
-                    # Each is copied in one step, as in `_all`.
-                    left += map(list, map(dict.values, new) if look is _Search._dicts else new)
-
-    def _new(self, items: Iterable[Any]) -> dict[type, list[Any]]:
-        """What wasn't seen yet, each once, by type."""
-        by_id = dict(zip(map(id, items), items, strict=True))
-        known = by_id.keys() & self._seen
-        self.met |= not self._apart_ids.isdisjoint(known)
-        for key in known:
-            del by_id[key]
-        self._seen.update(by_id)
-        return _by_kind(by_id.values())
-
-    def _all(self, items: Iterable[Any]) -> None:
-        copied = list(islice(items, self._most))  # in one step: other threads go on with theirs
-        if PLAIN.issuperset(map(type, copied)):
-            return
-        tracked = [*filter(gc.is_tracked, copied)]
-        self._next += tracked
-        if len(tracked) < len(copied):
-            self._next += _with_arrays(copied)
-
-    def _containers(self, items: list[Any]) -> None:
-        for item in items:
-            self._all(item)
-
-    def _dicts(self, items: list[Any]) -> None:
-        for item in items:
-            self._all(dict.values(item))  # a class made from it may load something when it is asked for them
-
-    def _objects(self, items: list[Any]) -> None:
-        kind = type(items[0])
-        if name := _accumulates_in(kind):
-            gradients = [gradient for item in items if (gradient := getattr(item, name, None)) is not None]
-            self._seen.update(map(id, gradients))
-            self.note(Purpose.GRADIENTS, gradients)
-        purpose = _purpose_in(kind)
-        for item in items:
-            held = _attributes(item)
-            if purpose is not None:
-                self._note_in(purpose, held)
-            self._all(held)
-
-    def _modules(self, modules: list[Any]) -> None:
-        owns = [*map(vars, modules)]
-        names = "_parameters", "_buffers", "_modules"
-        parameters, buffers, below = (_values([held for own in owns if (held := own.get(name))]) for name in names)
-        self._next += below
-        purpose = _purpose_in(type(modules[0]))
-        # By name: those of a kind have nearly always the same few that not every module has. A hundred at a time, in
-        # case each of them has its own.
-        for some in [owns[i : i + 100] for i in range(0, len(owns), 100)]:
-            for name in set[str]().union(*some) - self._usual:
-                held = [own.get(name) for own in some]
-                if purpose is not None:
-                    self._note_in(purpose, held)
-                self._all(held)
-        self._note_parameters(parameters)
-        self._seen.update(map(id, buffers))
-        self.note(Purpose.BUFFERS, buffers)
-
-    def _note_parameters(self, parameters: list[Any]) -> None:
-        known = self._parameters
-        by_id = {key: each for each in parameters if (key := id(each)) not in known and each is not None}
-        known.update(by_id)
-        self._seen.update(by_id)
-        self.note(Purpose.PARAMETERS, by_id.values())
-        self.leaves += by_id.values()
-        self._attached(by_id.values())
-
-    def _optimizers(self, optimizers: list[Any]) -> None:
-        states: list[Any] = []
-        options: list[Any] = []
-        for optimizer in optimizers:
-            own = dict(vars(optimizer))
-            # One that wraps another one may have none of these, or properties that ask that one.
-            groups, state = own.pop("param_groups", None), own.pop("state", None)
-            own.pop("defaults", None)
-            self._all(own.values())
-            if groups is None:
-                continue
-            self.optimizers.append(optimizer)
-            for group in list(groups):
-                self._note_parameters(list(group["params"]))
-                options += [value for name, value in list(group.items()) if name != "params"]
-            kept = list((state or {}).values())
-            dicts = [each for each in kept if isinstance(each, dict)]
-            states += _values(dicts)
-            if len(dicts) < len(kept):
-                states += [each for each in kept if not isinstance(each, dict)]
-        self._of_optimizers(states)
-        self._of_optimizers(options)
-
-    def _of_optimizers(self, values: list[Any]) -> None:
-        kinds = set(map(type, values))
-        tensors = set(filter(has_memory, kinds - PLAIN))
-        self.note(Purpose.OPTIMIZER, values if kinds == tensors else [each for each in values if type(each) in tensors])
-        others = kinds - PLAIN - tensors
-        if not others:
-            return
-        # By itself: what lies in such objects is the optimizer's state, though the role may have it elsewhere, too.
-        search = _Search([*self._apart, *self.optimizers])
-        search.through(*[value for value in values if type(value) in others])
-        for found in search._noted.values():
-            self.note(Purpose.OPTIMIZER, found)
-
-    def _tensors(self, tensors: list[Any]) -> None:
-        # Torch's own check is made in Python: nothing to do for each plain tensor.
-        if type(tensors[0]) is not self._torch.Tensor:
-            is_parameter = [isinstance(each, self._torch.nn.Parameter) for each in tensors]
-            self._note_parameters(list(compress(tensors, is_parameter)))
-            tensors = [each for each, its in zip(tensors, is_parameter, strict=True) if not its]
-        self.note(Purpose.TENSORS, tensors)
-        self.leaves += tensors
-        self._attached(tensors)
-
-    def _attached(self, tensors: Iterable[Any]) -> None:
-        # Nearly none has attributes, and to ask one for them would make it a dict. The garbage collector's way doesn't.
-        found = gc.get_referents(*tensors)
-        if dict not in set(map(type, found)):
-            return
-        for held in found:
-            if type(held) is dict:
-                if (gradient := held.get("main_grad")) is not None:  # Megatron's, in another dtype than the parameter's
-                    self._seen.add(id(gradient))
-                    self.note(Purpose.GRADIENTS, [gradient])
-                self._all(held.values())
-
-    def _memories(self, items: list[Any]) -> None:
-        self.note(Purpose.TENSORS, items)
-        numpy = imported("numpy")
-        for item in items:
-            if numpy is not None and isinstance(item, numpy.ndarray) and item.dtype.hasobject:
-                self._all(item.ravel().tolist())
-
-    def _proxies(self, items: list[Any]) -> None:
-        self._next += gc.get_referents(*items)  # their mappings, which may be of a kind that runs code when it is asked
-
-
-@functools.cache
-def _usual(torch: Any) -> frozenset[str]:
-    """What every module has: its parameters, hooks and the like."""
-    return frozenset(vars(torch.nn.Module()))
-
-
-def _values(dicts: list[Any]) -> list[Any]:
-    """What lies in dicts, or what is like them, but what is plain there."""
-    found = None
-    if {dict}.issuperset(map(type, dicts)):
-        # The garbage collector's way is three times as fast. It goes to the keys, too, where they aren't all strings.
-        referents = gc.get_referents(*dicts)
-        if len(referents) == sum(map(len, dicts)):
-            found = referents
-    if found is None:
-        found = [*chain.from_iterable(each.values() for each in dicts)]
-    return found if PLAIN.isdisjoint(map(type, found)) else [each for each in found if type(each) not in PLAIN]
-
-
-def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
-    """Items by type, but those in which nothing is to be found."""
-    found: dict[type, list[Any]] = {}
-    for item in items:
-        if (kind := type(item)) in found:
-            found[kind].append(item)
-        elif not _is_barren(kind):
-            found[kind] = [item]
+                    found.complete = False
+                    return found
+                left, some = left - len(some), some[:left]
+                look, of_kind = _looks(kind)
+                if look == "tensor":
+                    if purpose is not Purpose.OPTIMIZER and kind is not torch.Tensor:
+                        trained = [each for each in some if isinstance(each, torch.nn.Parameter)]
+                        found.parameters.update(zip(map(id, trained), trained, strict=True))
+                        some = [each for each in some if id(each) not in found.parameters]
+                    if purpose is not Purpose.OPTIMIZER:
+                        found.tensors += some
+                    found.noted[purpose or Purpose.TENSORS] += some
+                elif look == "array":
+                    found.noted[purpose or Purpose.TENSORS] += some
+                elif look == "dict":
+                    for item in some:
+                        add(purpose, dict.values(item))  # a class made from it may load something when it is asked
+                elif look == "container":
+                    for item in some:
+                        add(purpose, item)
+                elif look == "object":
+                    if (name := _ACCUMULATED.get(kind.__name__)) and of_kind is Purpose.BUFFERS:
+                        sums = [each for item in some if (each := getattr(item, name, None)) is not None]
+                        found.noted[Purpose.GRADIENTS] += sums
+                    inner = of_kind or (purpose if purpose is Purpose.OPTIMIZER else None)
+                    for item in some:
+                        add(inner, _attributes(item))
+                elif purpose is not None:  # what modules and optimizers hold is for what they are
+                    add(None, some)
+                elif look == "module":
+                    owns = [*map(vars, some)]
+                    trained = _values(own.get("_parameters") for own in owns)
+                    found.parameters.update(zip(map(id, trained), trained, strict=True))
+                    found.noted[Purpose.BUFFERS] += _values(own.get("_buffers") for own in owns)
+                    add(None, _values(own.get("_modules") for own in owns))
+                    # Those of a kind have nearly always the same few names that not every module has.
+                    for part in [owns[start : start + 100] for start in range(0, len(owns), 100)]:
+                        names = set[str]().union(*part) - _usual(torch)
+                        add(of_kind, [own.get(name) for own in part for name in names])
+                else:
+                    for item in some:
+                        rest = dict(vars(item))
+                        # One that wraps another one may have none of these, or properties that ask that one.
+                        groups, state = rest.pop("param_groups", None), rest.pop("state", None)
+                        add(None, rest.values())
+                        if groups is None:
+                            continue
+                        found.optimizers.append(item)
+                        for group in list(groups):
+                            trained = list(group["params"])
+                            found.parameters.update(zip(map(id, trained), trained, strict=True))
+                            add(Purpose.OPTIMIZER, [each for name, each in list(group.items()) if name != "params"])
+                        kept = _values([state])
+                        add(Purpose.OPTIMIZER, _values(each for each in kept if type(each) is dict))
+                        add(Purpose.OPTIMIZER, [each for each in kept if type(each) is not dict])
+    found.complete = left >= 0
     return found
 
 
-def _with_arrays(items: Iterable[Any]) -> list[Any]:
-    """The arrays among items that the garbage collector doesn't track, and dicts and tuples that hold such things.
-
-    It tracks what may refer to others that it tracks, which arrays aren't: so a dict of them is as the many that have
-    strings and numbers only.
-    """
-    by_kind: dict[type, list[Any]] = {}
-    for kind in set(map(type, items)) - PLAIN:
-        if kind in (dict, tuple) or _look_at(kind) is _Search._memories:
-            by_kind[kind] = [each for each in items if type(each) is kind and not gc.is_tracked(each)]
-    for kind in by_kind.keys() & {dict, tuple}:
-        values: Callable[[Any], Iterable[Any]] = dict.values if kind is dict else iter
-        if PLAIN.issuperset(map(type, chain.from_iterable(map(values, by_kind[kind])))):
-            del by_kind[kind]
-        else:
-            # Copied in one step, as in `_all`.
-            by_kind[kind] = [each for each in by_kind[kind] if not PLAIN.issuperset(map(type, tuple(values(each))))]
-    return [*chain.from_iterable(by_kind.values())]
-
-
-@by_type
-def _look_at(kind: type) -> Callable[[_Search, list[Any]], None]:
-    """How objects of a type are looked at, one or more of them."""
-    torch, numpy = imported("torch"), imported("numpy")
-    if has_memory(kind):  # others may call an attribute `nbytes` too, and hold tensors
-        if torch is not None and issubclass(kind, torch.Tensor):
-            return _Search._tensors
-        if is_collection(kind) or (numpy is not None and issubclass(kind, numpy.ndarray)):
-            return _Search._memories
-    if issubclass(kind, dict):
-        return _Search._dicts
-    if kind is types.MappingProxyType:
-        return _Search._proxies
-    if issubclass(kind, (list, tuple, set, frozenset, deque)):
-        return _Search._containers
-    if torch is not None and issubclass(kind, torch.nn.Module):
-        return _Search._modules
-    if torch is not None and issubclass(kind, torch.optim.Optimizer):
-        return _Search._optimizers
-    return _Search._objects
-
+_Look: TypeAlias = Literal["tensor", "array", "dict", "container", "module", "optimizer", "object"]
 
 # What FSDP2 has accumulated and not reduced yet is in no parameter's `grad` where it is reduced in another dtype, nor
 # where replicas of shards are told of it later.
 _ACCUMULATED = {"FSDPParam": "unsharded_accumulated_grad", "FSDPParamGroup": "_partial_reduce_output"}
-
-
-@by_type
-def _accumulates_in(kind: type) -> str | None:
-    """The attribute in which objects of a type of torch's have gradients."""
-    return _ACCUMULATED.get(kind.__name__) if kind.__module__.startswith("torch.distributed.fsdp.") else None
-
 
 # What objects of torch's own have is no cache: contents that must not be lost. State of training, or constants.
 _OF_TRAINING = (
@@ -406,18 +436,6 @@ _OF_TRAINING = (
     "torch.distributed.algorithms.",  # what hooks of communication owe
 )
 _OF_PROGRAMS = ("torch.export.", "torch.fx.")  # modules that were made of others, with their constants as attributes
-
-
-@by_type
-def _purpose_in(kind: type) -> Purpose | None:
-    """What tensors in attributes of objects of a type are for, where the type says so."""
-    name = kind.__module__
-    if _look_at(kind) is _Search._modules:
-        return Purpose.BUFFERS if name.startswith(_OF_PROGRAMS) else None
-    if name.startswith(_OF_TRAINING):
-        return Purpose.OPTIMIZER
-    return Purpose.BUFFERS if name.startswith("torch.") else None
-
 
 _NOT_INTO = (
     type,
@@ -435,23 +453,80 @@ _NOT_INTO = (
 
 
 @by_type
+def _looks(kind: type) -> tuple[_Look, Purpose | None]:
+    """How objects of a type are looked at, and what tensors in their attributes are for, where the type says so."""
+    torch, numpy, of = imported("torch"), imported("numpy"), kind.__module__
+    if has_memory(kind):  # others may call an attribute `nbytes` too, and hold tensors
+        if torch is not None and issubclass(kind, torch.Tensor):
+            return "tensor", None
+        if is_collection(kind) or (numpy is not None and issubclass(kind, numpy.ndarray)):
+            return "array", None
+    if issubclass(kind, dict):
+        return "dict", None
+    if issubclass(kind, (list, tuple, set, frozenset, deque)):
+        return "container", None
+    if torch is not None and issubclass(kind, torch.nn.Module):
+        return "module", Purpose.BUFFERS if of.startswith(_OF_PROGRAMS) else None
+    if torch is not None and issubclass(kind, torch.optim.Optimizer):
+        return "optimizer", None
+    if of.startswith(_OF_TRAINING):
+        return "object", Purpose.OPTIMIZER
+    return "object", Purpose.BUFFERS if of.startswith("torch.") else None
+
+
+@by_type
 def _is_barren(kind: type) -> bool:
     """Whether nothing is to be found in values of this type."""
     return kind in PLAIN or issubclass(kind, _NOT_INTO)
 
 
+@functools.cache
+def _usual(torch: Any) -> frozenset[str]:
+    """What every module has: its parameters, hooks and the like."""
+    return frozenset(vars(torch.nn.Module()))
+
+
+def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
+    """Return items by type, but those in which nothing is to be found."""
+    found: dict[type, list[Any]] = {}
+    for item in items:
+        if (kind := type(item)) in found:
+            found[kind].append(item)
+        elif not _is_barren(kind):
+            found[kind] = [item]
+    return found
+
+
+def _values(mappings: Iterable[Any]) -> list[Any]:
+    """Return what lies in dicts, or what is like them, but None."""
+    return [each for held in mappings if held for each in list(held.values()) if each is not None]
+
+
+def _matter(items: list[Any]) -> list[Any]:
+    """Return those of items in which something may be found, without a look at each of a million rows of text.
+
+    The garbage collector tracks what may refer to others that it tracks, which arrays aren't: so a dict of arrays is to
+    it as the many that have strings and numbers only.
+    """
+    found = [*filter(gc.is_tracked, items)]
+    for kind in set(map(type, items)) - PLAIN if len(found) < len(items) else ():
+        if kind in (dict, tuple):
+            values: Callable[[Any], Iterable[Any]] = dict.values if kind is dict else iter
+            rest = [each for each in items if type(each) is kind and not gc.is_tracked(each)]
+            if not PLAIN.issuperset(map(type, chain.from_iterable(map(values, rest)))):
+                found += [each for each in rest if not PLAIN.issuperset(map(type, tuple(values(each))))]
+        elif _looks(kind)[0] == "array":
+            found += [each for each in items if type(each) is kind and not gc.is_tracked(each)]
+    return found
+
+
 def _attributes(item: Any) -> list[Any]:
-    """What an object has in its own dict and slots; no property is asked."""
+    """Return what an object has in its own dict and slots; no property is asked."""
     kind = type(item)
-    found = list(getattr(item, "__dict__", {}).values()) if _has_dict(kind) else []
+    found = list(getattr(item, "__dict__", {}).values()) if kind.__dictoffset__ else []
     for slot in slots(kind):
         try:
             found.append(slot.__get__(item))
         except AttributeError:  # nothing is in it
             continue
     return found
-
-
-@by_type
-def _has_dict(kind: type) -> bool:
-    return bool(kind.__dictoffset__)

@@ -16,22 +16,21 @@ import ctypes
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 
+from colocate._devices.copies import SideStream
 from colocate._devices.cuda_driver import DriverError, driver
-from colocate._devices.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate._system.jobs import by_threads
 from colocate._system.libc import libc
 from colocate._system.numbers import size_text
 from colocate._system.room import SpillFile, free_memory
 from colocate.gpus import in_use
-from colocate.worker.memory.digests import digests
-from colocate.worker.memory.storages import WeakStorage, name_of
+from colocate.worker.memory.holdings import WeakStorage, name_of
 from colocate.worker.memory.vmm import Mapped
 
 GRAIN = 512  # bytes: where pieces may begin
@@ -40,6 +39,10 @@ _THREADS = 8
 _TOUCHED_BYTES = 64 << 20
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14
 HOST = "cpu"
+_WORDS_AT_ONCE = 1 << 20  # what is looked at needs twice as much memory beside it
+_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+_PRIME = 1_000_003
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
@@ -60,11 +63,7 @@ class Resized:
         return 0
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
-        """Give memory to storages, of such sizes, if they have none: to all, or to none.
-
-        Raises:
-            RuntimeError: There isn't that much: nothing has changed.
-        """
+        """Give memory to storages, of such sizes, if they have none: to all, or to none."""
         there: list[Any] = []
         try:
             for storage, nbytes in storages:
@@ -108,13 +107,7 @@ class Offload:
     def __init__(
         self, device: str, free: Callable[[], int] = free_memory, spill_dir: Callable[[], str | None] = lambda: None
     ) -> None:
-        """Nothing is.
-
-        Args:
-            device: The slot's, as torch calls it.
-            free: How much of the host's memory is free.
-            spill_dir: The folder that was named for what goes to a file.
-        """
+        """Nothing is."""
         self._device = device
         self._free = free
         self._spill_dir = spill_dir
@@ -132,11 +125,7 @@ class Offload:
         return self._pinned.nbytes
 
     def file(self) -> SpillFile:
-        """The file to which the host's memory goes, made when it is first needed.
-
-        Raises:
-            ValueError: There is no place for one.
-        """
+        """The file to which the host's memory goes, made when it is first needed."""
         if self._file is None:
             self._file = SpillFile.somewhere(self._spill_dir())
         return self._file
@@ -146,10 +135,10 @@ class Offload:
         storages: Mapping[Key, Any],
         emptied: Mapping[Key, Any] = MappingProxyType({}),
         once: Collection[Key] = (),
-    ) -> Offloading:
-        """Copy storages to where they go; they keep their memory until `Offloading.put_away`.
+    ) -> Mapping[Key, _Copy]:
+        """Copy storages to where they go, and return the copies; they keep their memory until `put_away`.
 
-        What is there already as it is now isn't copied again.
+        What is there already as it is now isn't copied again. Nothing has to be done to leave it at that.
 
         Args:
             storages: Those.
@@ -172,7 +161,7 @@ class Offload:
             for key, storage in storages.items():
                 known = None if key in once else self._copies.get(key)
                 if known is not None and _is_same(known, storage, found.get(key)):
-                    copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))
+                    copies[key] = self._copy(storage, known.room, known.digest)
                 else:
                     new[key] = found.get(key)
                 self._copies.pop(key, None)
@@ -185,7 +174,7 @@ class Offload:
                 copies[key] = attrs.evolve(known, room=None, digest=None)
             else:
                 copies[key] = self._copy(storage, None, None)
-        return Offloading(self, copies)
+        return copies
 
     def away(self, key: Key) -> bool:
         """Whether a storage has no memory."""
@@ -200,8 +189,10 @@ class Offload:
         """Whether a storage, which has its memory, is in the same place after it was away."""
         return any(isinstance(each, Mapped) and each.has(storage) for each in self._backings)
 
-    def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool) -> int:
-        """Take the memory from storages whose contents are elsewhere. The bytes that the device keeps of it.
+    def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool = True) -> int:
+        """Take the memory from storages whose contents are elsewhere; return the bytes that the device keeps of it.
+
+        With `gives_back` others get that memory, for which the device waits until nothing is computed.
 
         Raises:
             RuntimeError: It can't be taken from one of them: all have theirs again.
@@ -261,11 +252,7 @@ class Offload:
         self._give_back()
 
     def close(self, restores: bool = False) -> None:
-        """Nothing sleeps any more, nor will.
-
-        Args:
-            restores: Storages that somebody else has get their memory back: on threads, what a module has, say.
-        """
+        """Nothing sleeps any more, nor will."""
         if restores:
             asleep = {key: copy for key, copy in self._copies.items() if copy.storage is not None}
             for copy in asleep.values():
@@ -282,12 +269,7 @@ class Offload:
             self._file = None
 
     def _reserve(self, storages: list[Any], needed: Collection[Key]) -> None:
-        """Have room for some copies. Where it is short, copies of what is awake go, which might serve again.
-
-        Raises:
-            MemoryError: The host hasn't that much.
-            OSError: Nor the disk.
-        """
+        """Have room for some copies. Where it is short, copies of what is awake go, which might serve again."""
         by_arena: dict[Arena, list[int]] = {}
         for storage in storages:
             by_arena.setdefault(self._arena(storage), []).append(storage.nbytes())
@@ -327,10 +309,8 @@ class Offload:
         return [torch.frombuffer(self._mapped[-1], dtype=torch.uint8)]
 
     def _copy(self, storage: Any, room: Room | None, digest: int | None) -> _Copy:
-        return _Copy(storage.nbytes(), room, digest, storage, WeakStorage(storage), self._backing_of(storage))
-
-    def _backing_of(self, storage: Any) -> Resized | Mapped:
-        return next(each for each in self._backings if each.has(storage))
+        backing = next(each for each in self._backings if each.has(storage))
+        return _Copy(storage.nbytes(), room, digest, storage, WeakStorage(storage), backing)
 
     def _take(self, copies: Collection[_Copy]) -> int:
         return sum(
@@ -360,25 +340,6 @@ class Offload:
         if (module := in_use(self._device)) is not None:
             with contextlib.suppress(RuntimeError):  # another thread captures a graph: torch can't meanwhile
                 module.empty_cache()
-
-
-@attrs.frozen
-class Offloading:
-    """Storages whose contents are elsewhere, too. Nothing has to be done to leave it at that."""
-
-    _offload: Offload
-    _copies: Mapping[Key, _Copy]
-
-    def put_away(self, gives_back: bool = True) -> int:
-        """Have them be there only.
-
-        Args:
-            gives_back: Whether others get the memory, for which the device waits until nothing is computed.
-
-        Returns:
-            The bytes that the device keeps all the same.
-        """
-        return self._offload.put_away(self._copies, gives_back)
 
 
 def _along(view: Any, room: Room) -> Iterator[tuple[Any, Any]]:
@@ -420,46 +381,6 @@ class _Span(NamedTuple):
         return self.stop - self.start
 
 
-class _Spans:
-    """What is nobody's: spans of which none begins where another one ends."""
-
-    def __init__(self) -> None:
-        self._placed: list[_Span] = []  # by where they are
-        self._sized: list[tuple[int, _Span]] = []
-
-    def __len__(self) -> int:
-        return len(self._placed)
-
-    @property
-    def size(self) -> int:
-        return sum(size for size, _ in self._sized)
-
-    def best(self, nbytes: int) -> _Span:
-        """Takes the smallest that has room for so much; else the largest, which has for some of it."""
-        at = bisect.bisect_left(self._sized, (nbytes,))
-        found = self._sized[min(at, len(self._sized) - 1)][1]
-        self._remove(found)
-        return found
-
-    def give(self, span: _Span) -> None:
-        """It is nobody's, and so one with those beside it that are nobody's."""
-        at = bisect.bisect_left(self._placed, span)
-        beside = self._placed[max(0, at - 1) : at + 1]
-        for other in beside:
-            if other.region == span.region and other.stop == span.start:
-                self._remove(other)
-                span = span._replace(start=other.start)
-            elif other.region == span.region and other.start == span.stop:
-                self._remove(other)
-                span = span._replace(stop=other.stop)
-        bisect.insort(self._placed, span)
-        bisect.insort(self._sized, (span.size, span))
-
-    def _remove(self, span: _Span) -> None:
-        del self._placed[bisect.bisect_left(self._placed, span)]
-        del self._sized[bisect.bisect_left(self._sized, (span.size, span))]
-
-
 @attrs.frozen(eq=False)
 class Room:
     """Some of the memory: it is taken for as long as there is a reference to this.
@@ -478,7 +399,8 @@ class Arena:
         """Args: grow: Gives new regions of so many bytes together, as tensors of bytes; raises where there are none."""
         self._grow = grow
         self._regions: list[Any] = []
-        self._spans = _Spans()
+        self._placed: list[_Span] = []  # what is nobody's, by where it is: none begins where another one ends
+        self._sized: list[tuple[int, _Span]] = []
         self._left: deque[_Span] = deque()  # by rooms that are gone; on whatever thread, amid whatever else
 
     @property
@@ -491,25 +413,32 @@ class Arena:
         """How much of that is the process's own: what torch pins is shared with the driver."""
         return sum(region.numel() for region in list(self._regions) if not region.untyped_storage().resizable())
 
-    def reserve(self, sizes: list[int]) -> None:
-        """Have room for pieces of such sizes, which are then taken one by one; raises what `grow` raises."""
+    def reserve(self, sizes: list[int]) -> int:
+        """Have room for pieces of such sizes, which are then taken one by one; return what is nobody's.
+
+        Raises what `grow` raises.
+        """
         while self._left:
-            self._spans.give(self._left.popleft())
-        more = sum(map(_rounded, sizes)) - self._spans.size
-        if more <= 0:
-            return
-        for region in self._grow(-(-more // _REGION_BYTES) * _REGION_BYTES):
-            self._regions.append(region)
-            self._spans.give(_Span(len(self._regions) - 1, 0, region.numel()))
+            self._give(self._left.popleft())
+        spare = sum(size for size, _ in self._sized)
+        if (more := sum(map(_rounded, sizes)) - spare) > 0:
+            for region in self._grow(-(-more // _REGION_BYTES) * _REGION_BYTES):
+                self._regions.append(region)
+                self._give(_Span(len(self._regions) - 1, 0, region.numel()))
+                spare += region.numel()
+        return spare
 
     def take(self, nbytes: int) -> Room:
-        """Some of what was reserved."""
+        """Return some of what was reserved."""
         taken, needed = [], _rounded(nbytes)
         while needed:
-            span = self._spans.best(needed)
+            # The smallest that has room for so much; else the largest, which has for some of it.
+            at = bisect.bisect_left(self._sized, (needed,))
+            span = self._sized[min(at, len(self._sized) - 1)][1]
+            self._remove(span)
             used = span._replace(stop=min(span.stop, span.start + needed))
             if used.stop < span.stop:
-                self._spans.give(span._replace(start=used.stop))
+                self._give(span._replace(start=used.stop))
             taken.append(used)
             needed -= used.size
         parts = [self._regions[each.region][each.start : each.stop] for each in taken]
@@ -521,7 +450,24 @@ class Arena:
 
     def close(self) -> None:
         """It is given back, as soon as no room of it is left."""
-        self._regions, self._spans, self._left = [], _Spans(), deque()
+        self._regions, self._placed, self._sized, self._left = [], [], [], deque()
+
+    def _give(self, span: _Span) -> None:
+        """A span is nobody's, and so one with those beside it that are nobody's."""
+        at = bisect.bisect_left(self._placed, span)
+        for other in self._placed[max(0, at - 1) : at + 1]:
+            if other.region == span.region and other.stop == span.start:
+                self._remove(other)
+                span = span._replace(start=other.start)
+            elif other.region == span.region and other.start == span.stop:
+                self._remove(other)
+                span = span._replace(stop=other.stop)
+        bisect.insort(self._placed, span)
+        bisect.insort(self._sized, (span.size, span))
+
+    def _remove(self, span: _Span) -> None:
+        del self._placed[bisect.bisect_left(self._placed, span)]
+        del self._sized[bisect.bisect_left(self._sized, (span.size, span))]
 
 
 class _Pages(mmap.mmap):
@@ -538,39 +484,20 @@ class _Pages(mmap.mmap):
 
 
 def pinned(nbytes: int, device: str) -> list[Any]:
-    """New memory of the host's, as tensors of bytes, from and to which a device copies by itself.
-
-    Args:
-        nbytes: How much: some regions.
-        device: As torch calls it; where none is in use, nothing is pinned.
-
-    Raises:
-        OSError: The host hasn't that much.
-        RuntimeError: Nor does torch get it.
-    """
+    """Return new memory of the host's, as tensors of bytes, from and to which a device copies by itself."""
     if in_use(device) is None:
         return [_memory(nbytes)[1]]
-    found = driver(device)
-    memory = None if found is None else _by_driver(nbytes, found)
-    return _by_torch(nbytes) if memory is None else [memory]
-
-
-def _by_driver(nbytes: int, found: Any) -> Any:
-    """None where it can't, as in some virtual machines: nothing is left of it then."""
-    pages, memory = _memory(nbytes)
-    _touch(memory)
-    try:
-        found.pin(memory.data_ptr(), nbytes)
-    except DriverError:
-        return None
-    pages.pinned_by, pages.address = found, memory.data_ptr()
-    return memory
-
-
-def _by_torch(nbytes: int) -> list[Any]:
-    """It pins powers of two: of 33 GiB in one piece 64."""
+    if (found := driver(device)) is not None:
+        pages, memory = _memory(nbytes)
+        # Torch itself has several threads for what is larger than a part.
+        by_threads(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.split(_TOUCHED_BYTES), _THREADS)
+        with contextlib.suppress(DriverError):  # it can't, as in some virtual machines: nothing is left of it then
+            found.pin(memory.data_ptr(), nbytes)
+            pages.pinned_by, pages.address = found, memory.data_ptr()
+            return [memory]
+        del pages, memory
     torch, regions = imported("torch"), []
-    while nbytes:
+    while nbytes:  # torch pins powers of two: of 33 GiB in one piece 64
         regions.append(torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, pin_memory=True))
         nbytes -= regions[-1].numel()
     return regions
@@ -590,11 +517,48 @@ def _memory(nbytes: int) -> tuple[_Pages, Any]:
     return pages, torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _touch(memory: Any) -> None:
-    """Have all pages be there."""
-    parts = memory.split(_TOUCHED_BYTES)  # torch itself has several threads for larger ones
-    by_threads(lambda part: part[:: mmap.PAGESIZE].zero_(), parts, _THREADS)
-
-
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // GRAIN) * GRAIN
+
+
+def digests(views: Sequence[Any]) -> list[int | None]:
+    """Return numbers of 64 bits that depend on each byte, its place, and how many there are.
+
+    They tell whether memory of a device has changed, and are worked out where it is.
+
+    Each word is mixed with its place before all are added (two rounds of SplitMix64, Steele et al. 2014): a sum of
+    products would be the same for many permutations, and wherever an even number of signs have changed.
+
+    Args:
+        views: Bytes, as tensors of one device.
+
+    Returns:
+        One for each; None for those for which the device hasn't even the room: what sleeps then is what others want.
+    """
+    if not views:
+        return []
+    torch = imported("torch")
+    totals: list[Any] = []
+    try:
+        most = min(_WORDS_AT_ONCE, max(view.numel() // 8 for view in views))
+        places = torch.arange(1, most + 1, dtype=torch.int64, device=views[0].device).mul_(_WEYL)
+        for view in views:
+            totals.append(_digest(view, places))
+        numbers: list[int | None] = torch.stack(totals).tolist()  # for which the device is waited for, once
+    except torch.OutOfMemoryError:
+        numbers = [int(total) for total in totals]
+    return [*numbers, *[None] * (len(views) - len(numbers))]
+
+
+def _digest(view: Any, places: Any) -> Any:
+    torch = imported("torch")
+    whole = view.numel() // 8 * 8
+    total = torch.full((), view.numel(), dtype=torch.int64, device=view.device)
+    for part in view[:whole].view(torch.int64).split(_WORDS_AT_ONCE):
+        mixed = part + places[: part.numel()]
+        for shift, factor in _ROUNDS:
+            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total = total * _PRIME + mixed.sum()
+    for byte in view[whole:].tolist():
+        total = total * _PRIME + byte
+    return total

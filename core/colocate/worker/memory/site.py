@@ -1,21 +1,49 @@
-"""A worker as the parts of it that look after its memory know it."""
+"""A worker as the parts of it that look after its memory know it; and what its process has in all."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
 from colocate._protocol.message import Message
 from colocate.executor import Boot
 from colocate.worker.device import Device
 from colocate.worker.lane import Lane
-from colocate.worker.memory.process_memory import ProcessMemory
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.hosted import HostedRole
 from colocate.worker.torch_groups.settings import Setting
 
 
+class ProcessMemory:
+    """What the worker's process has that is its own, in bytes.
+
+    Attributes:
+        empty: What it had before the first role was constructed.
+    """
+
+    empty = 0
+
+    def begin(self) -> None:
+        """The worker is empty now."""
+        self.empty = private_bytes()
+
+    def look(self, pinned: int) -> dict[str, int]:
+        """Return what there is now, as a ledger calls it. `pinned`: for a device's memory that sleeps."""
+        with open("/proc/self/smaps_rollup") as file:  # what this process was forked from has it, too, and other forks
+            shared = next(1024 * int(line.split()[1]) for line in file if line.startswith("Shared_Dirty:"))
+        return {"private": private_bytes(), "empty": self.empty, "pinned": pinned, "shared": shared}
+
+
+def private_bytes() -> int:
+    """Return the memory of this process that isn't mapped from files or shared on purpose."""
+    # Not by psutil: each worker asks once as it starts, and to import that takes as long as all the rest of a start.
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+
 class Worker(Protocol):
-    """What they need of it; see `Site`."""
+    """What they need of a worker; see `Site`."""
 
     boot: Boot
     store: Store
@@ -34,3 +62,13 @@ class Worker(Protocol):
     def say(self, message: Message) -> None:
         """Tell the driver."""
         ...
+
+
+def named(site: Worker) -> dict[str, HostedRole]:
+    """Return the roles of a worker by name, without what functions run in; on any thread."""
+    return {role.name: role for role in list(site.roles.values()) if role.name is not None}
+
+
+def beside(site: Worker, name: str | None = None) -> list[object]:
+    """Return the objects of a worker's roles but for one role: they aren't looked into with that."""
+    return [role.instance for each, role in named(site).items() if each != name]

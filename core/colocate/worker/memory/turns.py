@@ -1,24 +1,52 @@
-"""Who of a worker's roles makes room for another one when they take turns: whose next turn is farthest.
+"""Roles of a worker that take turns within its budget (`residency="swap"`).
 
-The order in which a step calls its roles is the same again and again, so it is known what is needed next (Belady 1966);
-where it isn't known, who was called longest ago goes. `residency.py` has them go and come.
+Each worker decides for itself, on the lane: where a role's memory is makes no difference to what it computes, so ranks
+needn't agree. Before a call, who isn't needed makes room, and the role is woken; after it, where it has come to hold
+more, others make room again.
+
+Whose next turn is farthest makes room. The order in which a step calls its roles is the same again and again, so it is
+known what is needed next (Belady 1966); where it isn't known, who was called longest ago goes.
+
+The next role's memory comes while the present one computes: what moves is found and noted on the lane, and a thread
+does the copying. Whoever needs to know that it is done waits for it (`settle`). What can't be done so is as it was, and
+is done, or fails, when its turn comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice, repeat
+from types import MappingProxyType
+from typing import Any
 
+import attrs
+
+from colocate._devices.cuda_driver import beside_captures
+from colocate._protocol import from_worker
+from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS, Purpose
+from colocate._role import torch_works
 from colocate._role.budget import Limit
-from colocate.worker.memory.accounts import Accounts
-from colocate.worker.memory.ledger import Shares
-from colocate.worker.memory.site import Worker
-from colocate.worker.memory.sleeping import Sleeper
+from colocate._role.context import running_call
+from colocate._role.method_spec import MethodSpec
+from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.numbers import size_text
+from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
+from colocate.worker.memory.ledger import Accounts, Shares
+from colocate.worker.memory.site import Worker, named
+from colocate.worker.memory.sleep import Coming, Going, Sleeper, lacks_room, reason
+from colocate.worker.serving.hosted import HostedRole
 
 _SHORTEST = 2
 _LONGEST = 64
 """Turns of a step at most; what comes again after more isn't looked for."""
+_ALL = tuple(TAGS)
+_TOLD_BY_THEMSELVES = ("sleep", "wake")
+"""Functions that tell what has moved, and are no calls of anybody's."""
 
 
 class Order:
@@ -78,13 +106,13 @@ class Order:
         return 0 if self._place is None else alike(self._place)
 
 
-def until_it_fits(goers: Iterable[str], sizes: Mapping[str, int], excess: int) -> frozenset[str] | None:
+def until_it_fits(victims: Iterable[str], sizes: Mapping[str, int], excess: int) -> frozenset[str] | None:
     """Return the first of some roles that make room for so many bytes together, without those that needn't go.
 
     None where all of them don't.
     """
     going: list[str] = []
-    for each in goers:
+    for each in victims:
         if excess <= 0:
             break
         going.append(each)
@@ -98,126 +126,471 @@ def until_it_fits(goers: Iterable[str], sizes: Mapping[str, int], excess: int) -
     return frozenset(going)
 
 
-class Turns:
-    """What is known of the roles' turns.
+@attrs.define
+class _Use:
+    """What runs, and whom it uses.
 
     Attributes:
-        order: In which they come.
-        limit: What all may have together.
+        awake: The roles that are to stay awake.
+        reach: Those that it may use, also such as need nothing awake; nobody, of functions and of what is no call.
+        is_call: Whether it is somebody's call.
     """
 
+    awake: frozenset[str] = frozenset()
+    reach: frozenset[str] = frozenset()
+    is_call: bool = False
+
+
+@attrs.define(eq=False)
+class _Moves:
+    """What moves beside the lane.
+
+    Attributes:
+        going: What goes first, by role.
+        name: Whose memory comes then.
+        coming: That.
+        gone: The roles whose memory has gone.
+        has_come: Whether it has.
+        is_over: Whether nothing more is done.
+    """
+
+    going: Mapping[str, Going]
+    name: str
+    coming: Coming
+    gone: set[str] = attrs.field(factory=set)
+    has_come: bool = False
+    is_over: threading.Event = attrs.field(factory=threading.Event)
+
+    @property
+    def roles(self) -> set[str]:
+        """The roles of which memory moves."""
+        return {self.name, *self.going}
+
+
+class Residency:
+    """Has the roles of a worker be awake when they are called, and keeps all of them within the budget.
+
+    Attributes:
+        takes_turns: Whether they take turns.
+    """
+
+    _limit: Limit  # what all may have together, where they do
+
     def __init__(self, site: Worker, sleeper: Sleeper, accounts: Accounts) -> None:
-        """Args: accounts: With the budgets."""
         self._site = site
         self._sleeper = sleeper
         self._accounts = accounts
-        budgets = accounts.budgets
-        self.order = Order()
-        self.limit = min((each for each in budgets.limits if each.role is None and each.device), key=_nbytes)
-        self._declared: Sequence[str] = budgets.step
+        self.takes_turns = False
+        self._order = Order()
+        self._declared: Sequence[str] = ()
         self._peaks: dict[str, int] = {}  # what roles have had at most
+        self._uses: dict[object, _Use] = {}  # calls by their numbers, other uses of a role by its name
+        self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
+        self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
+        self._moves: _Moves | None = None
+        self._thread = JobThread(f"colocate-prefetch-{site.boot.worker}", lambda error: report_exception())
 
-    def begins(self, name: str) -> bool:
-        """Return whether a role's turn begins as it is called."""
+    def begin(self) -> None:
+        """The budgets are known."""
+        budgets = self._accounts.budgets
+        self.takes_turns, self._declared = budgets.swap, budgets.step
+        if budgets.swap:
+            limits = [each for each in budgets.limits if each.role is None and each.device]
+            self._limit = min(limits, key=lambda each: each.nbytes)
+
+    # -- around calls
+
+    @contextlib.contextmanager
+    def constructing(self, name: str) -> Iterator[None]:
+        """A block in which a role is constructed: how much it comes to hold nobody knows, so all others make room."""
+        with self._holding(name):
+            if self.takes_turns:
+                self._clear(name)
+            yield
+
+    def enter(self, seq: int, role: HostedRole, spec: MethodSpec) -> None:
+        """A method is about to run: what it needs is awake afterwards."""
+        if not self.takes_turns:
+            return
+        use = self._uses[seq] = _Use(is_call=role.name is not None or spec.name not in _TOLD_BY_THEMSELVES)
+        name = role.name
+        if name is None:
+            return
+        use.reach = self._with_siblings(name)
+        if self._moves is not None and use.reach & self._moves.roles:
+            self.settle()  # also where it needs nothing awake: it may write there, or let go of it
+        if spec.awake == ():
+            return
+        self.settle()
+        tags = _ALL if spec.awake is None else spec.awake
         if self._declared:  # roles that live on other slots have no turn here
-            self.order = Order([each for each in self._declared if each in self._site.roles])
+            self._order = Order([each for each in self._declared if each in self._site.roles])
             self._declared = ()
-        return self.order.begins(name)
+        if self._order.begins(name):
+            self._wanted[name] = tags
+        use.awake, why = use.reach, f"needed by {role.label(spec.name)}"
+        if (name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
+            self._known.add((name, spec.name))
+            self._clear(name)
+        for each in sorted(use.awake - {name}):
+            self._awaken(each, _ALL, why)
+        self._awaken(name, tags, why)
+        self._look_ahead(name)
 
-    def note(self, name: str, shares: Shares) -> None:
-        """What a role has come to hold."""
-        self._peaks[name] = max(self._peaks.get(name, 0), self._size(name, shares))
+    def leave(self, seq: int) -> None:
+        """A call has ended."""
+        self._uses.pop(seq, None)
 
-    def awake(self, name: str, shares: Shares) -> int:
-        """The bytes of a role that could go."""
-        here = self._site.boot.device
-        owned = shares.owned.get(name, {})
-        return sum(size for (kind, where), size in owned.items() if where == here and kind != _RESIDENTS)
+    def reach(self, name: str) -> None:
+        """A role's object is wanted, in whatever runs."""
+        if not self.takes_turns:
+            self._sleeper.refuse(name)
+            return
+        for use in list(self._uses.values()):
+            use.awake |= {name}
+        with self._site.setting.amid():
+            if self._moves is not None and name in self._moves.roles:
+                self.settle()
+            if self._sleeper.asleep.tags(name):
+                self._site.device.forget()
+            call = running_call.get()
+            work = None if call is None else self._site.lane.running.get(call.seq)
+            self._awaken(name, _ALL, f"needed by {'another role' if work is None else work.label}")
 
-    def over(self, shares: Shares, name: str | None) -> int:
-        """The bytes that are too many, while a role runs."""
-        activations = self._accounts.budgets.activations.get(name or "", 0)
-        return self._accounts.used(shares, self.limit) + activations - self.limit.nbytes
+    @contextlib.contextmanager
+    def awake(self, role: HostedRole, why: str) -> Iterator[None]:
+        """A block in which all of a role is awake, on this rank as on all others; what it holds may change there.
 
-    def growth(self, name: str, shares: Shares) -> int:
-        """What a role has had besides what it has: gradients, say, that it has let go of."""
-        return max(0, self._peaks.get(name, 0) - self._size(name, shares))
+        Where roles don't take turns, what slept sleeps again behind it: whoever has put several to sleep has no room
+        for all of them at once.
+        """
+        name = role.name
+        assert name is not None
+        self.settle()
+        with self._holding(name):
+            slept: Coming | None = None
+            if self.takes_turns:
+                self._awaken(name, _ALL, why)
+            elif asleep := self._sleeper.asleep.tags(name):
+                slept = self._sleeper.asleep.coming(name, asleep)
+                self._sleeper.refuse_more(name, slept.on_device, True, True)
+                self._sleeper.refuse_more(name, slept.anew, False, True)
+                self._wake(name, asleep, why)
+            try:
+                yield
+            except BaseException as error:
+                try:
+                    self._sleep_again(name, slept)
+                except Exception as second:
+                    error.add_note(error_text(second))
+                raise
+            finally:
+                self._accounts.changed(name)
+            self._sleep_again(name, slept)
 
-    def goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
+    def make_room(self, name: str) -> None:
+        """A role is about to be woken: have others make room, as far as they can."""
+        self.settle()
+        if self.takes_turns:
+            with contextlib.suppress(MemoryBudgetError):  # the wake finds that, too, and tells all ranks of it
+                self._make_room(name, self._sleeper.size(name, _ALL))
+
+    def check(self, role: str | None, what: str, more: Mapping[str, Any] | None = None) -> None:
+        """A role has run, or been constructed: raise when all have more than they may, and nobody can make room."""
+        if not self._accounts.budgets:
+            return
+        self.settle()
+        self._accounts.changed(role)
+        shares = self._accounts.shares(more)
+        if self.takes_turns:
+            if role is not None:
+                self._peaks[role] = max(self._peaks.get(role, 0), self._size(role, shares))
+            shares = self._have_others_go(shares, role, 0, lambda shares: self._over(shares, role), more)
+        self._accounts.judge(role, what, shares)
+
+    # -- ahead of a turn
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether memory moves beside what runs, or has and isn't settled yet."""
+        return self._moves is not None
+
+    def settle(self) -> None:
+        """Wait until what is moved ahead of time is where it is to be from now on."""
+        moves, asleep = self._moves, self._sleeper.asleep
+        if moves is None:
+            return
+        moves.is_over.wait()
+        self._moves = None
+        for each in moves.going.keys() - moves.gone:
+            asleep.remove(each, moves.going[each])
+        if moves.has_come:
+            self._sleeper.offload.let_go(moves.coming.emptied)
+        else:
+            asleep.add(moves.name, moves.coming)
+        for each in moves.roles:
+            self._accounts.moved(each)
+
+    def close(self) -> None:
+        """The worker ends."""
+        if self._moves is not None:
+            self._moves.is_over.wait()
+        self._thread.close()
+
+    def _look_ahead(self, name: str) -> None:
+        """While a role runs, have the next one come, where there is room for both and nothing more is copied so."""
+        ahead, runs, tasks = self._order.ahead(), self._site.roles[name], self._site.lane.tasks
+        if self._moves is not None or ahead is None or len(ahead) < 2 or ahead[0] != name:
+            return
+        # What a role has left there may write into its memory whenever something is awaited.
+        if tasks is not None and tasks.has_others():
+            return
+        # What it lets go of meanwhile torch gives to others who compute on the usual stream, as what has come to it was
+        # made there: they wait for that stream, and not for its own.
+        if runs.setting.is_aside(runs.settings) or torch_works.pending():
+            return
+        follows = ahead[1]
+        asleep = [tag for tag in self._sleeper.asleep.tags(follows) if tag in self._wanted.get(follows, ())]
+        if not asleep:
+            return
+        coming, shares = self._sleeper.asleep.coming(follows, asleep), self._accounts.shares()
+        victims = self._choice(shares, follows, {follows}, coming.on_device, [*ahead[1:], name])
+        # No code of theirs has to run for it. What keeps its addresses goes when the device has done all that it had
+        # to, for which must not be waited while somebody captures a graph.
+        in_use = self._in_use().union(*(use.reach for use in self._uses.values()))
+        if victims is None or any(
+            each in in_use or self._is_told(each) or self._site.roles[each].keeps_addresses
+            for each in (follows, *victims)
+        ):
+            return
+        less = sum(self._awake(each, shares) for each in victims)
+        if self._over(shares, name) - less + coming.on_device + self._growth(name, shares) > 0:
+            return
+        try:
+            going = {each: self._sleeper.going(each, _ALL) for each in victims}
+        except ColocateError:  # its turn will tell it
+            return
+        try:
+            self._thread.start()
+        except RuntimeError:  # none can be started: memory moves when its turn comes
+            return
+        for each, its in going.items():
+            self._sleeper.asleep.add(each, its)
+        self._sleeper.asleep.remove(follows, coming)
+        moves = self._moves = _Moves(going, follows, coming)
+        self._thread.soon(partial(self._move, moves))
+        for each in moves.roles:
+            self._accounts.changed(each)
+
+    def _move(self, moves: _Moves) -> None:
+        """On the thread."""
+        room, offload = f"room for role {moves.name!r}", self._sleeper.offload
+        try:
+            with beside_captures(self._site.boot.device):
+                for name, going in moves.going.items():
+                    start = time.time()
+                    offload.put_away(offload.write(going.storages, going.emptied), gives_back=False)
+                    moves.gone.add(name)
+                    kept = self._sleeper.asleep.kept_awake(name)
+                    self._tell(name, True, going.size, start, True, room, kept, ahead=True)
+                start = time.time()
+                offload.bring_back(moves.coming.pieces)
+                moves.has_come = True
+                self._tell(moves.name, False, moves.coming.size, start, False, "its turn is next", ahead=True)
+        except (OSError, MemoryError, ValueError):
+            pass  # there is no room, or it can't be read: whoever needs it finds that, and tells it
+        finally:
+            moves.is_over.set()
+
+    # -- how
+
+    @contextlib.contextmanager
+    def _holding(self, name: str) -> Iterator[None]:
+        """A block in which a role is used: it stays awake, and so do the siblings that it asks for."""
+        self._uses[name] = _Use(frozenset({name}))
+        try:
+            yield
+        finally:
+            del self._uses[name]
+
+    def _in_use(self) -> frozenset[str]:
+        """The roles that are to stay awake."""
+        return frozenset().union(*(use.awake for use in self._uses.values()))
+
+    def _with_siblings(self, name: str) -> frozenset[str]:
+        """A role, and the roles of its worker that it has asked for, and may have kept."""
+        found: set[str] = set()
+        todo = [name]
+        while todo:
+            each = todo.pop()
+            if each not in found and each in self._site.roles:
+                found.add(each)
+                todo.extend(self._site.roles[each].ctx._asked)
+        return frozenset(found)
+
+    def _awaken(self, name: str, tags: Sequence[str], why: str) -> None:
+        if not set(tags).isdisjoint(self._sleeper.asleep.tags(name)):
+            self.settle()
+        self._make_room(name, self._sleeper.size(name, tags))
+        if asleep := [tag for tag in self._sleeper.asleep.tags(name) if tag in tags]:
+            self._wake(name, asleep, why)
+
+    def _clear(self, name: str) -> None:
+        """Have all others of whom nothing is needed make room, as far as they can."""
+        self.settle()
+        with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
+            self._have_others_go(self._accounts.shares(), name, 0, lambda shares: 1)
+
+    def _make_room(self, name: str, coming: int) -> None:
+        """Have so many bytes be free, and what the role needs while it runs."""
+
+        def excess(shares: Shares) -> int:
+            return self._over(shares, name) + coming + self._growth(name, shares)
+
+        shares = self._have_others_go(self._accounts.shares(), name, coming, excess)
+        if not coming or self._over(shares, name) + coming <= 0:
+            return
+        needed = coming + self._accounts.budgets.activations.get(name, 0)
+        if not self._accounts.has_outgrown(shares, name, self._limit, needed):
+            what = f"waking role {name!r} needs {size_text(coming)}"
+            if stay := sorted(self._in_use() - {name}):
+                what += f" beside {', '.join(stay)}, in use with it or asked for by ctx.sibling"
+            raise self._accounts.exceeded(shares, self._limit, what, needed)
+
+    def _have_others_go(
+        self,
+        shares: Shares,
+        name: str | None,
+        coming: int,
+        excess: Callable[[Shares], int],
+        more: Mapping[str, Any] | None = None,
+    ) -> Shares:
+        """Have others make room for a role, as far as they can; what all have then."""
+        stay = self._in_use() | ({name} if name is not None else set())
+        tried: set[str] = set()
+        anew = False
+        room = "room for a function" if name is None else f"room for role {name!r}"
+        while excess(shares) > 0:
+            victims = self._victims(shares, name, stay | tried, coming)
+            if not victims:
+                if not anew:
+                    break
+                tried, anew = set(), False  # who could not go may have it to itself now
+                continue
+            for each in victims:
+                tried.add(each)
+                before = self._sleeper.asleep.tags(each)
+                self._put_to_sleep(each, room, f"could not make {room}")
+                anew |= self._sleeper.asleep.tags(each) != before
+            shares = self._accounts.shares(more)
+        return shares
+
+    def _victims(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int) -> Iterable[str]:
         """Who is to make room next, so that a role can run; all who can where nothing else helps.
 
         Who sleeps may have come to hold something since, or have it to itself only now: nobody else helps any more. Nor
         does it count who has what another one has, too, where that begins elsewhere (a part of an array).
         """
-        goers = self.choice(shares, name or "", stay, coming, self.order.ahead())
-        if goers is None:
-            goers = frozenset(self._candidates(shares, stay))
-        others = [each for each in self._names() if each not in stay]
-        holders = {each for each in others if self.awake(each, shares)}
-        return goers or holders or {each for each in others if self._may_go(each)}
+        ahead = self._order.ahead()
+        victims = self._choice(shares, name, stay, coming, ahead if ahead is not None and ahead[0] == name else None)
+        if victims := frozenset(self._could_go(shares, stay)) if victims is None else victims:
+            return victims
+        others = [each for each in named(self._site) if each not in stay]
+        if holders := [each for each in others if self._awake(each, shares)]:
+            return holders
+        asleep = self._sleeper.asleep
+        return [each for each in others if len(asleep.tags(each)) < len(TAGS) and not self._is_told(each)]
 
-    def choice(
-        self, shares: Shares, runs: str, stay: frozenset[str], coming: int, ahead: Sequence[str] | None
+    def _choice(
+        self, shares: Shares, name: str | None, stay: Collection[str], coming: int, ahead: Sequence[str] | None
     ) -> frozenset[str] | None:
-        """Who is to make room for a role; None where that doesn't help.
-
-        Args:
-            shares: What all have.
-            runs: The role; "" for a function.
-            stay: Who can't.
-            coming: What comes to the role.
-            ahead: The turns of one step from the role's on, where they are known.
-        """
-        candidates = self._candidates(shares, stay)
-        if not candidates:
-            return frozenset()
-        if ahead is not None and ahead[0] != runs:
-            ahead = None
-        sizes = {each: self.awake(each, shares) or self._size(each, shares) for each in candidates}
+        """Who is to make room for a role to which something comes; None where that doesn't help. See `Order.ahead`."""
+        could = self._could_go(shares, stay)
+        sizes = {each: self._awake(each, shares) or self._size(each, shares) for each in could}
         # What several hold counts with one of them: it goes when all do.
-        excess = self.over(shares, runs) + coming + (self.growth(runs, shares) if runs else 0)
-        excess += sum(sizes[each] - self.awake(each, shares) for each in candidates)
-        return until_it_fits(self.order.by_need(candidates - {runs}, ahead), sizes, excess)
+        excess = self._over(shares, name) + coming + (self._growth(name, shares) if name is not None else 0)
+        excess += sum(sizes[each] - self._awake(each, shares) for each in could)
+        return until_it_fits(self._order.by_need(could, ahead), sizes, excess) if could else frozenset()
 
-    def moves_ahead(self, name: str) -> bool:
-        """Whether a role's memory may go and come while another one runs: no code of it has to.
-
-        What keeps its addresses goes when the device has done all that it had to, for which must not be waited while
-        somebody captures a graph.
-        """
-        return not self._site.roles[name].keeps_addresses and not self._is_told(name)
-
-    def _may_go(self, name: str) -> bool:
-        """Whether a role may be put to sleep of which nothing counts: not where it would be told of it."""
-        return len(self._sleeper.asleep.tags(name)) < len(TAGS) and not self._is_told(name)
+    def _could_go(self, shares: Shares, stay: Collection[str]) -> list[str]:
+        """Who can make room. What several hold counts with one of them, and stays as long as another one is awake."""
+        return [
+            each
+            for each in named(self._site)
+            if each not in stay
+            and (self._awake(each, shares) or shares.shared.get(each))
+            and len(self._sleeper.asleep.tags(each)) < len(TAGS)
+        ]
 
     def _is_told(self, name: str) -> bool:
         """Whether a role has means of its own to sleep or to wake, which are its code."""
         return any(self._site.roles[name].hook(each) is not None for each in ("sleep", "wake"))
 
+    def _awake(self, name: str, shares: Shares) -> int:
+        """The bytes of a role that could go."""
+        here, residents = self._site.boot.device, Purpose.RESIDENTS.word
+        owned = shares.owned.get(name, {})
+        return sum(size for (kind, where), size in owned.items() if where == here and kind != residents)
+
     def _size(self, name: str, shares: Shares) -> int:
         """The bytes of a role that could go, with what sleeps of it."""
-        return self.awake(name, shares) + shares.asleep.get(name, 0)
+        return self._awake(name, shares) + shares.asleep.get(name, 0)
 
-    def _candidates(self, shares: Shares, stay: frozenset[str]) -> set[str]:
-        """Who can make room.
+    def _growth(self, name: str, shares: Shares) -> int:
+        """What a role has had besides what it has: gradients, say, that it has let go of."""
+        return max(0, self._peaks.get(name, 0) - self._size(name, shares))
 
-        What several hold counts with one of them, and stays as long as another one is awake.
-        """
-        return {
-            each
-            for each in self._names()
-            if each not in stay
-            and (self.awake(each, shares) or shares.shared.get(each))
-            and len(self._sleeper.asleep.tags(each)) < len(TAGS)
-        }
+    def _over(self, shares: Shares, name: str | None) -> int:
+        """The bytes that are too many, while a role runs."""
+        activations = self._accounts.budgets.activations.get(name or "", 0)
+        return self._accounts.used(shares, self._limit) + activations - self._limit.nbytes
 
-    def _names(self) -> list[str]:
-        return [each.name for each in list(self._site.roles.values()) if each.name is not None]
+    def _wake(self, name: str, asleep: Sequence[str], why: str) -> None:
+        start = time.time()
+        try:
+            nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep)
+        except Exception as error:  # of its own hook, too
+            kind = MemoryBudgetError if lacks_room(error) else SleepingError
+            why_not, trace = reason(error)
+            raise kind(f"role {name!r} could not be woken: {why_not}", remote_traceback=trace) from error
+        finally:
+            self._accounts.moved(name)
+        self._tell(name, False, nbytes, start, False, why)
 
+    def _sleep_again(self, name: str, slept: Coming | None) -> None:
+        if slept is not None:
+            self._put_to_sleep(name, "as before", "could not be put back to sleep", slept.tags, slept)
 
-_RESIDENTS = Purpose.RESIDENTS.word
+    def _put_to_sleep(
+        self, name: str, why: str, failing: str, tags: Sequence[str] = _ALL, only: Coming | None = None
+    ) -> None:
+        """See `Sleeper.sleep_alone`. `why`: what for; `failing`: what is wrong with the role if it can't."""
+        self.settle()
+        start, before = time.time(), self._sleeper.asleep.tags(name)
+        try:
+            nbytes = self._sleeper.sleep_alone(name, tags, only)
+        except Consequence:  # of a peer's failure
+            raise
+        except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
+            why_not, trace = reason(error)
+            raise MemoryBudgetError(f"role {name!r} {failing}: {why_not}", remote_traceback=trace) from error
+        finally:
+            self._accounts.moved(name)
+        if nbytes or self._sleeper.asleep.tags(name) != before:
+            whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
+            self._tell(name, True, nbytes, start, whole, why, kept)
 
-
-def _nbytes(limit: Limit) -> int:
-    return limit.nbytes
+    def _tell(
+        self,
+        name: str,
+        asleep: bool,
+        nbytes: int,
+        start: float,
+        whole: bool,
+        why: str,
+        kept: Mapping[str, int] = MappingProxyType({}),
+        ahead: bool = False,
+    ) -> None:
+        in_call = not ahead and any(use.is_call for use in self._uses.values())
+        told = name, asleep, nbytes, start, time.time(), whole, why, ahead, in_call, dict(kept)
+        self._site.say(from_worker.Moved(*told))

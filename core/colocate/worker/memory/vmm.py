@@ -70,16 +70,7 @@ class Vmm:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: Path, driver: str = "libcuda.so.1") -> None:
-        """Load it.
-
-        Args:
-            path: Where it was compiled to; needn't be there afterwards.
-            driver: CUDA's driver.
-
-        Raises:
-            OSError: It can't be loaded from there.
-            VmmError: The driver isn't there, or lacks something.
-        """
+        """Load it."""
         self._library = ctypes.CDLL(str(path))
         self._library.colocate_vmm_segments.restype = ctypes.c_size_t
         self._library.colocate_vmm_present.restype = ctypes.c_uint64
@@ -90,11 +81,7 @@ class Vmm:
             raise VmmError(f"{driver}: {missing.decode(errors='replace')}")
 
     def supported(self, device: int) -> bool:
-        """Whether a device can do it.
-
-        Raises:
-            VmmError: The driver doesn't say.
-        """
+        """Whether a device can do it."""
         found = ctypes.c_int()
         self._call("supported", device, ctypes.byref(found))
         return bool(found.value)
@@ -120,20 +107,12 @@ class Vmm:
         return absent.value, used.value
 
     def take(self, device: int, chunks: Sequence[Chunk]) -> None:
-        """Take the memory from chunks, when the device is through with what it has to do.
-
-        Raises:
-            VmmError: The driver doesn't let go of some; the others have none.
-        """
+        """Take the memory from chunks, when the device is through with what it has to do."""
         flat = [number for chunk in chunks for number in (chunk.address, chunk.serial, chunk.used)]
         self._call("take", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(chunks)))
 
     def give(self, device: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Give memory to all chunks of some ranges, by address and size, or to none.
-
-        Raises:
-            VmmError: The device hasn't that much, say.
-        """
+        """Give memory to all chunks of some ranges, by address and size, or to none."""
         flat = [number for each in ranges for number in each]
         self._call("give", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(ranges)))
 
@@ -170,14 +149,7 @@ class Vmm:
 
 
 def compiled(folder: Path) -> Path:
-    """Compile `vmm.c` with this machine's compiler.
-
-    Args:
-        folder: Where it goes.
-
-    Raises:
-        CapabilityError: There is no compiler, or it fails.
-    """
+    """Compile `vmm.c` with this machine's compiler."""
     compiler, path = shutil.which("cc"), folder / "vmm.so"
     if compiler is None:
         raise CapabilityError(
@@ -224,11 +196,7 @@ class Mapped:
         return sum(vmm.present(storage.data_ptr(), storage.nbytes()) for storage in storages)
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
-        """Give memory to storages, of such sizes: to all, or to none.
-
-        Raises:
-            RuntimeError: The device hasn't that much: nothing has changed.
-        """
+        """Give memory to storages, of such sizes: to all, or to none."""
         vmm = Vmm.in_use()
         if vmm is None or not storages:
             return
@@ -243,30 +211,27 @@ class Mapped:
         self._asleep.difference_update(address for address, _ in ranges)
 
     def _unused(self, vmm: Vmm) -> Iterator[Chunk]:
-        """The chunks of segments with storages that sleep in which nothing is awake."""
+        """Yield the chunks of segments with storages that sleep in which nothing is awake."""
         # Their order: a segment that torch has let go of in between, and another one made there, has another serial.
         segments = {segment.address: segment for segment in vmm.segments(number_of(self._device))}
         for found in in_use(self._device).memory_snapshot():
-            if (segment := segments.get(found["address"])) is not None:
-                yield from self._unused_of(segment, found)
-
-    def _unused_of(self, segment: Segment, found: Mapping[str, Any]) -> Iterator[Chunk]:
-        used: dict[int, int] = {}
-        stay: set[int] = set()
-        for begin, block in blocks(found):
-            end = begin + block["size"]
-            first, last = ((each - segment.address) // segment.chunk for each in (begin, end - 1))
-            if begin in self._asleep:
-                for index in range(first, last + 1):
-                    start = segment.address + index * segment.chunk
-                    share = min(end, start + segment.chunk) - max(begin, start)
-                    used[index] = used.get(index, 0) + share
-            elif block["state"] != "inactive":
-                stay.update(range(first, last + 1))
-        if used:  # else it is somebody else's, who may be about to make something there
-            for index in range(-(-segment.size // segment.chunk)):
-                if index not in stay:
-                    yield Chunk(segment.address + index * segment.chunk, segment.serial, used.get(index, 0))
+            if (segment := segments.get(found["address"])) is None:
+                continue
+            used: dict[int, int] = {}
+            stay: set[int] = set()
+            for begin, block in blocks(found):
+                end = begin + block["size"]
+                first, last = ((each - segment.address) // segment.chunk for each in (begin, end - 1))
+                if begin in self._asleep:
+                    for index in range(first, last + 1):
+                        start = segment.address + index * segment.chunk
+                        used[index] = used.get(index, 0) + min(end, start + segment.chunk) - max(begin, start)
+                elif block["state"] != "inactive":
+                    stay.update(range(first, last + 1))
+            if used:  # else it is somebody else's, who may be about to make something there
+                for index in range(-(-segment.size // segment.chunk)):
+                    if index not in stay:
+                        yield Chunk(segment.address + index * segment.chunk, segment.serial, used.get(index, 0))
 
 
 def absent(device: str) -> tuple[int, int]:
@@ -314,7 +279,8 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number), contextlib.ExitStack() as stack:
         torch.cuda.empty_cache()  # where a pool is used, torch doesn't give back what it has, also when it needs more
-        known, before, usual = _serials(vmm, number), torch.cuda.memory_allocated(number), _usual()
+        known = {segment.serial for segment in vmm.segments(number)}
+        before, usual = torch.cuda.memory_allocated(number), _usual()
         with _pools_lock:
             pools = _pools.setdefault(number, [])
             pools.append(torch.cuda.MemPool(allocator.allocator()))
@@ -327,7 +293,8 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
             return sum(storage.nbytes() for storage in storages if storage.data_ptr() in made)
 
         yield elsewhere
-        if torch.cuda.memory_allocated(number) > before and _serials(vmm, number) <= known:
+        new = {segment.serial for segment in vmm.segments(number)} - known
+        if torch.cuda.memory_allocated(number) > before and not new:
             raise CapabilityError(
                 f'sleep="vmm": torch has not asked for the memory on {device} in the way that keeps its addresses: is '
                 "there another allocator, by PYTORCH_CUDA_ALLOC_CONF say? Leave that out, or sleep="
@@ -351,10 +318,6 @@ def _usual() -> frozenset[int]:
         return frozenset()
     usual = [each for each in segments if tuple(each["segment_pool_id"]) == (0, 0)]
     return frozenset(begin for each in usual for begin, block in blocks(each) if block["state"] == "active_allocated")
-
-
-def _serials(vmm: Vmm, device: int) -> set[int]:
-    return {segment.serial for segment in vmm.segments(device)}
 
 
 def _end(device: int) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import attrs
 
-from colocate._devices.device_copies import WORTH_BYTES
-from colocate._devices.host_copies import HostCopies
+from colocate._devices.copies import WORTH_BYTES, HostCopies
 from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
 from colocate._protocol.uses import Written
 from colocate._values import batch

@@ -21,8 +21,7 @@ from colocate._system.tracebacks import rebuilding
 from colocate._values.leaving import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
-from colocate.worker.memory.holdings import held_by
-from colocate.worker.memory.storages import Objects
+from colocate.worker.memory.holdings import Objects, held_by
 from colocate.worker.memory.vmm import Elsewhere, kept_addresses
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.hosted import HostedRole

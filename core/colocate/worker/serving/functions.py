@@ -16,7 +16,7 @@ from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
 from colocate._values.mesh import Mesh
-from colocate.worker.memory.sleeping import Outcome
+from colocate.worker.memory.sleep import Outcome
 from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
 from colocate.worker.serving.handlers import calls_role_code

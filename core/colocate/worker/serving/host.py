@@ -30,7 +30,7 @@ from colocate.wire import Turns
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.lane import Lane, Work
-from colocate.worker.memory.ledger import LookError, ledger
+from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
@@ -276,7 +276,7 @@ class WorkerHost(Site):
 
     def _tell_ledger(self, token: int) -> None:
         try:
-            told = from_worker.LedgerTold(token, ledger(self, self.sleeper, self.gradients.of))
+            told = from_worker.LedgerTold(token, self.accounts.ledger())
         except LookError as error:
             told = from_worker.LedgerTold(token, None, error.role, error.trace)
         except Exception:  # CUDA's, say, which is out of order
@@ -323,9 +323,9 @@ def glimpse(site: Site) -> dict[str, Any]:
     found: Ledger | None = None
     trouble: str | None = None
     try:
-        found = ledger(site, site.sleeper, site.gradients.of)
+        found = site.accounts.ledger()
     except LookError as error:
-        trouble = f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
+        trouble = str(error)
     except Exception as error:  # CUDA's, say, which is out of order
         trouble = error_text(error)
     running = [(work.message.role, work.began, now) for work in site.lane.started() if isinstance(work.message, Call)]
@@ -348,7 +348,7 @@ def glimpse(site: Site) -> dict[str, Any]:
         "node": boot.node,
         "device": boot.device,
         "pid": os.getpid(),
-        "queue": max(0, site.lane.waiting - site.gradients.is_due),  # which is no call
+        "queue": max(0, site.lane.waiting - site.accounts.gradients.is_due),  # which is no call
         "call": None if work is None else work.label,
         "age": None if work is None or not work.began else round(now - work.began, 3),
         "roles": roles,

@@ -12,7 +12,7 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -28,6 +28,8 @@ WORTH_BYTES = 1 << 16
 _CHUNK_BYTES = 4 << 20  # takes the bus a tenth of a millisecond, and the host some times as long
 _CHUNKS = 3
 
+_here = threading.local()  # .copies: those that are shared by what this thread packs
+
 
 class SideStream:
     """A stream of a device beside those on which is computed; made when it is first needed."""
@@ -39,11 +41,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, module: Any) -> Iterator[None]:
-        """A block on it, which waits for nothing: what is copied there is complete.
-
-        Args:
-            module: Torch's for the kind of device (`in_use`).
-        """
+        """A block on it, which waits for nothing: what is copied there is complete."""
         with module.stream(self._made(module)):
             yield
 
@@ -128,11 +126,7 @@ class Ring:
                 _land(*each)
 
     def wait(self) -> None:
-        """Until what was uploaded is there, whatever stream uses it.
-
-        Raises:
-            RuntimeError: The device says that something was wrong with that.
-        """
+        """Until what was uploaded is there, whatever stream uses it."""
         with self._lock:
             events = [chunk.event for chunk in self._chunks]
         for event in events:
@@ -166,16 +160,8 @@ def _land(chunk: _Chunk, target: Any) -> None:
     target.copy_(chunk.memory[: len(target)])
 
 
-_rings: dict[str, Ring] = {}
+_rings: dict[str, Ring] = {}  # of devices: all who copy in this process share them
 _rings_lock = threading.Lock()
-
-
-def _ring(device: str) -> Ring:
-    """The device's ring, which all who copy in this process share."""
-    with _rings_lock:
-        if device not in _rings:
-            _rings[device] = Ring(device)
-        return _rings[device]
 
 
 class Copies:
@@ -196,7 +182,9 @@ class Copies:
         here, there = _device_of(tensor), str(self.device)
         if (here == "cpu") is (there == "cpu") or in_use(there if here == "cpu" else here) is None:
             return tensor.to(self.device)
-        ring = _ring(there if here == "cpu" else here)
+        device = there if here == "cpu" else here
+        with _rings_lock:
+            ring = _rings.get(device) or _rings.setdefault(device, Ring(device))
         copy = _empty(tensor.shape, tensor.dtype, self.device, False)
         try:
             if here == "cpu":
@@ -209,11 +197,7 @@ class Copies:
         return copy
 
     def wait(self) -> None:
-        """Until all are complete, whatever stream uses them.
-
-        Raises:
-            RuntimeError: The device says that something was wrong with that.
-        """
+        """Until all are complete, whatever stream uses them."""
         if self._uploads is not None:
             self._uploads.wait()
 
@@ -274,6 +258,84 @@ def is_plain(tensor: Any) -> bool:
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
     )
+
+
+@attrs.define(eq=False)
+class _Copy:
+    """Bytes of a storage, from one to before another.
+
+    Attributes:
+        host: They, on the host; None before they are there.
+        lock: Who has it copies them.
+    """
+
+    storage: int
+    start: int
+    stop: int
+    host: Any = None
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+
+class HostCopies:
+    """Copies of one value's tensors. They are complete on their device and don't change.
+
+    Who wants what another one is about to copy waits for that. Of what lies in a copy no other one is made.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        """Args: tensors: Those of the value, which is there as long as this is."""
+        self._lock = threading.Lock()
+        self._copies: list[_Copy] = []
+        # What has another storage, some rows that had to be gathered, say, may be gone tomorrow, and its name reused.
+        self._storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they are."""
+        return sum(host.nbytes for host in self.tensors())
+
+    def tensors(self) -> list[Any]:
+        """What there is on the host, as bytes."""
+        return [copy.host for copy in list(self._copies) if copy.host is not None]
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """A block in which this thread packs the value, or some of it."""
+        outer = getattr(_here, "copies", None)
+        _here.copies = self
+        try:
+            yield
+        finally:
+            _here.copies = outer
+
+    def of(self, tensor: Any) -> Any:
+        """A tensor of the value, or of some of its rows, on the host."""
+        if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
+            return to_host(tensor)
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._storages:
+            return to_host(tensor)
+        start = tensor.storage_offset() * tensor.itemsize
+        stop = start + tensor.nbytes
+        with self._lock:
+            for copy in self._copies:
+                covers = copy.storage == storage and copy.start <= start and stop <= copy.stop
+                if covers and (start - copy.start) % tensor.itemsize == 0:
+                    break
+            else:
+                copy = _Copy(storage, start, stop)
+                self._copies.append(copy)
+        with copy.lock:
+            if copy.host is None:
+                copy.host = to_host(flat(tensor))
+        memory = copy.host[start - copy.start :][: tensor.nbytes]
+        return memory.view(tensor.dtype).view(tensor.shape)
+
+
+def on_host(tensor: Any) -> Any:
+    """A device's tensor on the host, to be sent; see `HostCopies.shared`."""
+    copies: HostCopies | None = getattr(_here, "copies", None)
+    return to_host(tensor) if copies is None else copies.of(tensor)
 
 
 class _NoMemoryError(RuntimeError):

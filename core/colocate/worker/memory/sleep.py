@@ -1,0 +1,765 @@
+"""Memory of roles that sleeps: a role's tensors go from a device to the host's memory, and from there to a file.
+
+Both are done by all ranks of the role or by none: each does what may fail, then they meet at the driver, and only when
+all are ready it is made so. Only torch's own tensors go. What others use stays, and so does what can't lose its memory.
+Where what sleeps is, and how it gets there, is in `offload.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import attrs
+
+from colocate._protocol import questions
+from colocate._protocol.consequence import Consequence, PutBack
+from colocate._protocol.ledger import TAGS, Purpose
+from colocate._role.context import running_call
+from colocate._role.method_spec import MethodSpec
+from colocate._system.imported import imported
+from colocate._system.jobs import error_text, message_of
+from colocate._system.libc import trim
+from colocate._system.numbers import size_text
+from colocate._system.room import free_memory
+from colocate._system.tracebacks import frames_of_users, told
+from colocate.errors import ColocateError, ConfigError, SleepingError
+from colocate.worker.handed import HANDED
+from colocate.worker.memory.holdings import (
+    Holdings,
+    Objects,
+    Storages,
+    WeakStorage,
+    gradients_of,
+    held_by,
+    lie_in,
+    search,
+)
+from colocate.worker.memory.offload import HOST, Key, Offload, place_of
+from colocate.worker.memory.site import Worker, beside, named
+from colocate.worker.serving.failure import is_out_of_memory
+from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.torch_groups.waits import finish_works
+
+_SMALL = 4096  # bytes of the host's memory, of a role on a GPU
+_PINNED = "pinned: the device uses it by itself"
+_FOREIGN = "of an array, a file or another library"
+_SHARED = "shared with other processes"
+_OF_A_GRAPH = "of a CUDA graph, which writes there"
+_AWAKE = "awake before that, too"
+_HANDED = "handed over by reference, as slots are threads"
+_TAG_OF = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
+_ALL = tuple(TAGS)
+_NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Kept: TypeAlias = Mapping[str, Mapping[Key, tuple[int, str, WeakStorage | None]]]
+"""Pieces that were to sleep and are awake, by tag: their sizes, why, and what tells whether they are there."""
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Whether memory couldn't move as there is no room where it would go."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM or is_out_of_memory(error)
+
+
+def reason(error: Exception) -> tuple[str, str | None]:
+    """Why memory couldn't move, and a traceback; None where colocate or the system refuse: they say it in words."""
+    if isinstance(error, ColocateError):
+        cause = error.__cause__ or error
+        return error.message, told(cause, whole=False) if frames_of_users(cause) else None
+    if isinstance(error, (OSError, MemoryError, ValueError)) and not frames_of_users(error):
+        return message_of(error) or error_text(error), None
+    return error_text(error), told(error, whole=False)
+
+
+# -- plans
+
+
+@attrs.frozen
+class Going:
+    """What of a role is to sleep, and can.
+
+    Attributes:
+        by_tag: What is to, by its tags.
+        tags: Those of them of which nothing slept.
+        pieces: The sizes of what goes.
+        storages: What is copied elsewhere.
+        trained: Those of them that training changes.
+        emptied: What is let go of, also of what sleeps already: it comes back as zeros.
+        to_host: The bytes of the device that go to the host.
+        kept: The pieces that were to and stay.
+    """
+
+    by_tag: Mapping[str, Objects]
+    tags: Sequence[str]
+    pieces: Mapping[Key, int]
+    storages: Mapping[Key, Any]
+    trained: Collection[Key]
+    emptied: Mapping[Key, Any]
+    to_host: int
+    kept: Kept
+
+    @property
+    def size(self) -> int:
+        """The bytes that go."""
+        return sum(self.pieces.values())
+
+
+@attrs.frozen
+class Coming:
+    """What of a role is to be there again.
+
+    Attributes:
+        by_tag: What is to, by its tags.
+        tags: These.
+        pieces: The sizes of its pieces.
+        emptied: Those that come as zeros.
+        trained: Those that will have changed when they go the next time.
+        on_host: What of all is the host's, in bytes.
+        on_device: What comes to the slot's device.
+        anew: The bytes of the host's memory that come as zeros: they haven't been anywhere.
+        kept: What of the same tags is awake, as `Going` has it.
+    """
+
+    by_tag: Mapping[str, Objects]
+    tags: Sequence[str]
+    pieces: Mapping[Key, int]
+    emptied: Collection[Key]
+    trained: Collection[Key]
+    on_host: int
+    on_device: int
+    anew: int
+    kept: Kept
+
+    @property
+    def size(self) -> int:
+        """All bytes that were away."""
+        return sum(self.pieces.values())
+
+
+def plan(
+    by_tag: Mapping[str, Objects],
+    away: Collection[Key],
+    users: Mapping[str, Collection[Key]],
+    immovable: Mapping[Key, str],
+    lost: Collection[Key],
+    device: str,
+    asleep: Collection[str] = (),
+) -> Going:
+    """Return what of a role goes to sleep.
+
+    Args:
+        by_tag: What is to, by tag; each piece once.
+        away: The pieces that have no memory already.
+        users: The pieces that others use, by who that is.
+        immovable: Why pieces can't lose their memory, or mustn't.
+        lost: Pieces of which nobody needs the contents.
+        device: The slot's, as torch calls it.
+        asleep: The tags of which something sleeps.
+    """
+    kept: dict[str, dict[Key, tuple[int, str, WeakStorage | None]]] = {tag: {} for tag in by_tag}
+    pieces: dict[Key, int] = {}
+    storages: dict[Key, Any] = {}
+    emptied: dict[Key, Any] = {}
+    to_host = 0
+    for tag, found in by_tag.items():
+        for place, sizes in found.items():
+            for key, size in sizes.items():
+                storage = found.storages.get(key)
+                if key in away:
+                    if key in lost:
+                        emptied[key] = storage
+                    continue
+                if not size or (place == HOST != device and size < _SMALL):  # an optimizer's step, say: no file is
+                    continue  # worth that
+                using = [who for who, keys in users.items() if key in keys]
+                if using or key in immovable or storage is None or place not in {HOST, device}:
+                    why = f"on {place}" if place not in {HOST, device} else immovable.get(key, _FOREIGN)
+                    why = f"used by {' and '.join(using)}" if using else why
+                    kept[tag][key] = size, why, None if storage is None else WeakStorage(storage)
+                    continue
+                pieces[key] = size
+                if key in lost:
+                    emptied[key] = storage
+                else:
+                    storages[key] = storage
+                    to_host += size if place != HOST else 0
+    new = [tag for tag in by_tag if tag not in asleep]
+    return Going(by_tag, new, pieces, storages, storages.keys() & _trained(by_tag), emptied, to_host, kept)
+
+
+def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
+    """Return what was found by tag, where each piece counts as the first of what it is for."""
+    by_tag = {tag: Objects() for tag in TAGS}
+    seen: set[Key] = set()
+    for purpose in filter(_TAG_OF.__contains__, Purpose):
+        pieces, own = found.get(purpose), by_tag[_TAG_OF[purpose]]
+        if not isinstance(pieces, Objects):
+            continue
+        keys = {key for sizes in pieces.values() for key in sizes} - seen
+        for place, sizes in pieces.items():
+            own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key in keys})
+        own.storages.update({key: each for key, each in pieces.storages.items() if key in keys})
+        own.tensors.update({key: each for key, each in pieces.tensors.items() if key in keys})
+        own.trained |= pieces.trained & keys
+        own.pinned |= pieces.pinned & keys
+        seen |= keys
+    return by_tag
+
+
+def unneeded(
+    found: Mapping[Purpose, Storages], discard: Collection[str], others: Iterable[Mapping[str, Mapping[Key, int]]]
+) -> set[Key]:
+    """Return what of a role has contents that nobody needs: what it holds by such tags only, and nobody else.
+
+    It isn't what trains, or is to be differentiated: torch keeps some of that, too. Nor is it indices of sparse and
+    jagged tensors, which zeros would make invalid.
+
+    Args:
+        found: What the role holds, asleep or not.
+        discard: The tags.
+        others: What others hold, asleep or not.
+    """
+    purposes = {purpose for tag in discard for purpose in TAGS[tag]}
+    discarded = [each for purpose, each in found.items() if purpose in purposes and isinstance(each, Objects)]
+    needed = _keys([*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes)])
+    needed = needed.union(*(pieces.trained | pieces.indices for pieces in discarded))
+    return {key for pieces in discarded for key in pieces.storages} - needed
+
+
+def _keys(found: Iterable[Mapping[str, Mapping[Key, int]]]) -> set[Key]:
+    return {key for pieces in found for sizes in list(pieces.values()) for key in list(sizes)}
+
+
+def _trained(by_tag: Mapping[str, Objects]) -> set[Key]:
+    """What a step of an optimizer writes: what has gradients, these, and the optimizer's state."""
+    stepped = _keys(by_tag[tag] for tag in ("grads", "optimizer") if tag in by_tag)
+    return stepped.union(*(pieces.trained for pieces in by_tag.values()))
+
+
+# -- what sleeps
+
+
+class Asleep:
+    """What sleeps. It is changed on the lane, and may be read on any thread.
+
+    Attributes:
+        roles: That by role and tag, with what other roles hold too.
+        away: The sizes of pieces of memory that aren't there, by what torch calls their storages.
+        emptied: Those of them that are nowhere else either: they come back as zeros.
+        why: What was in the way when a role was last to be woken, of those that could not be.
+    """
+
+    def __init__(self, device: str, offload: Offload) -> None:
+        """Nothing sleeps. `device`: the slot's; `offload`: how memory goes."""
+        self._device = device
+        self._offload = offload
+        self.roles: dict[str, dict[str, Objects]] = {}
+        self._kept: dict[str, Kept] = {}
+        self.away: dict[Key, int] = {}
+        self.emptied: set[Key] = set()
+        self.why: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.roles)
+
+    def tags(self, role: str | None) -> Sequence[str]:
+        """Return what of a role sleeps."""
+        return () if role is None else tuple(self.roles.get(role, ()))
+
+    def kept_awake(self, role: str, tags: Collection[str] | None = None) -> dict[str, int]:
+        """Return why memory of what sleeps of a role is awake all the same, and how many bytes, most first.
+
+        As it was when that was put to sleep, without what is gone since, or has gone with another role.
+        """
+        found: dict[str, int] = {}
+        by_tag = self.roles.get(role, {})
+        for tag, pieces in self._kept.get(role, {}).items():
+            if tag not in by_tag or (tags is not None and tag not in tags):
+                continue
+            there = _keys([by_tag[tag]])
+            for key, (size, why, reference) in pieces.items():
+                if key in there and key not in self.away and not (reference is not None and reference.expired()):
+                    found[why] = found.get(why, 0) + size
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+    def by_role(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes that sleep by role, and those of them that come back as zeros. Each counts once."""
+        seen: set[Key] = set()
+        found: dict[str, tuple[int, int]] = {}
+        for role, by_tag in list(self.roles.items()):
+            keys = {key for pieces in list(by_tag.values()) for key in pieces.storages if not _is_gone(key)} - seen
+            sizes = {key: self.away.get(key, 0) for key in keys}
+            found[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
+            seen |= keys
+        return found
+
+    def kept_addresses(self) -> set[int]:
+        """Return where storages are that sleep and keep their addresses."""
+        found = [pieces.storages for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]
+        return {storage.data_ptr() for storages in found for storage in storages.values()} - {0}
+
+    def coming(self, name: str, tags: Iterable[str]) -> Coming:
+        """Return what of a role is to be there again; all of these tags sleep."""
+        self.forget_gone()
+        by_tag = {tag: self.roles[name][tag] for tag in tags}
+        places = {key: place for found in by_tag.values() for place, sizes in found.items() for key in sizes}
+        pieces = {key: self.away[key] for key in places if key in self.away}
+        emptied = pieces.keys() & self.emptied
+        on_host = {key for key in pieces if places[key] == HOST}
+        return Coming(
+            by_tag,
+            list(by_tag),
+            pieces,
+            emptied,
+            _trained(by_tag) & pieces.keys(),
+            sum(pieces[key] for key in on_host),
+            sum(size for key, size in pieces.items() if places[key] == self._device),
+            sum(pieces[key] for key in emptied & on_host),
+            {tag: kept for tag, kept in self._kept.get(name, {}).items() if tag in by_tag},
+        )
+
+    def add(self, name: str, moved: Going | Coming) -> None:
+        """A role's memory sleeps, or does still."""
+        self.away.update(moved.pieces)
+        self.emptied.update(moved.emptied)
+        asleep = self.roles.setdefault(name, {})
+        for tag, pieces in moved.by_tag.items():
+            joined = Objects()  # others are reading what is there
+            for each in (asleep.get(tag), pieces):
+                if each is not None:
+                    joined.include(each)
+                    joined.trained |= each.trained
+                    # The others may be let go of.
+                    joined.storages |= {key: storage for key, storage in each.storages.items() if key in self.away}
+            asleep[tag] = joined
+        self._kept[name] = {**self._kept.get(name, {}), **moved.kept}  # others are reading this, too
+
+    def remove(self, name: str, moved: Coming | Going) -> None:
+        """A role's memory is there again, or still."""
+        for key in moved.pieces:
+            self.away.pop(key, None)
+        self.emptied -= moved.pieces.keys()
+        self.why.pop(name, None)
+        asleep = self.roles[name]
+        for tag in moved.tags:
+            del asleep[tag]
+        self._kept[name] = {tag: pieces for tag, pieces in self._kept.get(name, {}).items() if tag in asleep}
+        if not asleep:
+            del self.roles[name], self._kept[name]
+
+    def add_own(self, name: str, tags: Collection[str], why: str) -> None:
+        """What a role puts away by its own means isn't back, though the rest is."""
+        self.roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
+        self.why[name] = why
+
+    def forget_gone(self) -> None:
+        """What nobody has any more sleeps no longer."""
+        if not (gone := {key for key in self.away if _is_gone(key)}):
+            return
+        for by_tag in self.roles.values():
+            for pieces in by_tag.values():
+                pieces.storages = {key: each for key, each in pieces.storages.items() if key not in gone}
+        for key in gone:
+            del self.away[key]
+        self.emptied -= gone
+        self._offload.let_go(gone)
+
+
+def _is_gone(key: Key) -> bool:
+    """Whether nobody else has a storage that sleeps: there is one Python object of it, which is a use."""
+    uses: int = imported("torch")._C._storage_Use_Count(key)
+    return uses == 1
+
+
+class Ranges:
+    """Stretches of memory."""
+
+    def __init__(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """Args: pieces: Addresses and sizes, which may overlap."""
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, size in sorted(pieces):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(self._stops[-1], start + size)
+            elif size:
+                self._starts.append(start)
+                self._stops.append(start + size)
+
+    def meet(self, start: int, size: int) -> bool:
+        """Whether something of a piece lies in them."""
+        place = bisect.bisect_left(self._starts, start + size) - 1  # the last one that begins before it ends
+        return place >= 0 and self._stops[place] > start
+
+
+# -- going and coming
+
+
+@attrs.frozen
+class Outcome:
+    """What has become of it on one rank.
+
+    Attributes:
+        refusal: Why a rank could not do it, so that none has; None when all have.
+        own: Whether that was this rank.
+        fits: Whether there was room for it here.
+        nbytes: The bytes that have gone, or come back, here.
+        left: What of the role isn't as it was here, though none has done it.
+        trace: The traceback of what the role's own hook has raised here.
+    """
+
+    refusal: str | None = None
+    own: bool = False
+    fits: bool = True
+    nbytes: int = 0
+    left: str | None = None
+    trace: str | None = None
+
+
+class Sleeper:
+    """Puts memory of a worker's roles to sleep and wakes it, on the lane.
+
+    Attributes:
+        asleep: What sleeps.
+        offload: Where that is.
+        free: How much of the host's memory is free.
+        refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host, that
+            sleeps or wakes.
+    """
+
+    def __init__(self, site: Worker) -> None:
+        self._site = site
+        self.offload = Offload(site.boot.device, lambda: self._share(), lambda: site.spill_dir)
+        self._beside = 1  # how many workers of the group lie here, which may sleep or wake at once
+        self.asleep = Asleep(site.boot.device, self.offload)
+        self.free: Callable[[], int] = free_memory
+        self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
+
+    def begin(self, in_turns: bool) -> None:
+        """No role is constructed yet. That there is no place for what sleeps isn't to show hours later."""
+        if self._site.spill_dir is not None or (in_turns and self._site.boot.device == "cpu"):
+            try:
+                self.offload.file()
+            except ValueError as error:
+                where = "" if self._site.spill_dir is None else f"spill_dir={self._site.spill_dir!r}: "
+                raise ConfigError(f"{where}{error} (on node {self._site.boot.node})") from None
+
+    def check(self, role: HostedRole, spec: MethodSpec) -> None:
+        """Raise when a method's role isn't as awake as the method needs it, or another one that it keeps."""
+        if not self.asleep:
+            return
+        asleep = [tag for tag in self.asleep.tags(role.name) if spec.awake is None or tag in spec.awake]
+        if asleep:
+            why = self.asleep.why.get(role.name or "")
+            how = f", and that could not be woken: {why}" if why else f": group.wake({role.name!r}) has it be there"
+            raise SleepingError(
+                f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
+            )
+        if spec.awake == () or role.name is None:  # functions keep nothing
+            return
+        for name in sorted(role.ctx._asked & self._site.roles.keys()):
+            asleep = list(self.asleep.tags(name))
+            if asleep and search(role.instance, apart=[self._site.roles[name].instance]).met:
+                raise SleepingError(
+                    f"{role.label(spec.name)} might use role {name!r}, of which memory sleeps ({', '.join(asleep)}): "
+                    f"role {role.name!r} keeps the object that it has got by ctx.sibling(). Wake it with "
+                    f"group.wake({name!r}), or keep none, and ask for it in the methods that use it"
+                )
+
+    def refuse(self, role: str) -> None:
+        """Raise when somebody wants a role's object while memory of it sleeps."""
+        if asleep := self.asleep.tags(role):
+            raise SleepingError(
+                f"memory of role {role!r} sleeps ({', '.join(asleep)}): wake it with group.wake({role!r}), or call one "
+                "of its methods, before something in its workers uses it"
+            )
+
+    def sleep(
+        self,
+        name: str,
+        tags: Sequence[str],
+        discard: Collection[str],
+        members: int,
+        beside: Mapping[str, int] = MappingProxyType({}),
+    ) -> Outcome:
+        """Put memory of a role to sleep, if all ranks can."""
+        self._beside = beside.get(self._site.boot.node, 1)
+        role = self._site.roles.get(name)
+        if role is None:
+            return Outcome(self._agree(members, None))
+        wanted = [tag for tag in TAGS if tag in tags]
+        new = [tag for tag in wanted if tag not in self.asleep.tags(name)]
+        seen: list[Going] = []
+
+        def begin() -> Callable[[], int]:
+            going, copies = self._copied(name, role, wanted, discard)
+            seen.append(going)
+            return lambda: self._put_away(going, copies)
+
+        outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
+        if outcome.refusal is None:
+            self.asleep.add(name, seen[0])
+            trim()  # who has a role sleep wants memory: also what was freed before, in pieces that `malloc` keeps
+        elif not set(new).isdisjoint(self.asleep.tags(name)):
+            raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
+            return attrs.evolve(outcome, left=f"{raised}, and is called again when the role is woken")
+        return outcome
+
+    def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
+        """Have memory of a role be there again, if it is so on all ranks."""
+        role = self._site.roles.get(name)
+        asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
+        if role is None or not asleep:
+            return Outcome(self._agree(members, None))
+        coming = self.asleep.coming(name, asleep)
+        self._beside = beside.get(self._site.boot.node, 1)
+        share = self._share(coming.on_host)
+
+        def begin() -> Callable[[], int]:
+            self.refuse_more(name, coming.on_device, True, True)
+            self.refuse_more(name, coming.anew, False, True)
+            if coming.on_host > share:
+                raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
+            self.offload.bring_back(coming.pieces)
+            return lambda: coming.size
+
+        outcome = self._all_or_none(role, members, begin, lambda: self.offload.undo(coming.pieces))
+        if outcome.refusal is None:
+            # Where the role trains from now on, copies of what changes by that aren't kept.
+            self._has_come(role, coming, {*coming.trained, *coming.emptied})
+        else:
+            self.asleep.why[name] = outcome.refusal
+        return outcome
+
+    def sleep_alone(self, name: str, tags: Sequence[str] = _ALL, only: Coming | None = None) -> int:
+        """Put a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
+
+        Returns the bytes that sleep now, also those that a device keeps. `only`: what may go, as it had come.
+        """
+        role = self._site.roles[name]
+        new = [tag for tag in tags if tag not in self.asleep.tags(name)]
+        going, copies = self._copied(name, role, tags, again=True, only=only)
+        try:
+            self._put_away(going, copies)
+        except BaseException as error:
+            self._undo(role, new, error)
+            raise
+        self.asleep.add(name, going)
+        if going.to_host < going.size or (new and role.hook("sleep") is not None):
+            trim()
+        return going.size
+
+    def wake_alone(self, role: HostedRole, tags: Sequence[str] = _ALL) -> int:
+        """Have memory of a role be there again on this rank, whatever others do, and return the bytes of it."""
+        asleep = [tag for tag in self.asleep.tags(role.name) if tag in tags]
+        if not asleep:
+            return 0
+        assert role.name is not None
+        coming = self.asleep.coming(role.name, asleep)
+        self._share(coming.on_host)
+        self.offload.bring_back(coming.pieces)
+        self._has_come(role, coming, coming.emptied)
+        return coming.size
+
+    def size(self, name: str, tags: Sequence[str]) -> int:
+        """Return the bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
+        asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
+        return self.asleep.coming(name, asleep).on_device if asleep else 0
+
+    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Coming | None = None) -> Going:
+        """Return what of a role is to sleep, and can.
+
+        Args:
+            name: The role.
+            tags: What of it.
+            discard: Tags of which the contents are let go of; those that sleep already, too.
+            only: What may go, as it had come; None for all.
+
+        Raises:
+            MemoryBudgetError: There is no room where it goes.
+            ColocateError: Not everything can be looked at.
+        """
+        self.asleep.forget_gone()
+        site, asleep = self._site, self.asleep.tags(name)
+        found = _held(site, name, partial(Objects, site.boot.device), "cache" in tags or bool(discard))
+        every = by_tags(found)
+        by_tag = {tag: every[tag] for tag in tags}
+        # What others hold and doesn't sleep there, by who; and all that they hold.
+        users: dict[str, Collection[Key]] = {}
+        others: list[Mapping[str, Mapping[Key, int]]] = []
+        for other in [each for each in named(site) if each != name]:
+            its = _held(site, other)
+            others += its.values()
+            users[f"role {other!r}"] = _keys(
+                pieces for tag, pieces in by_tags(its).items() if tag not in self.asleep.tags(other)
+            )
+        lying, leaves = lie_in([value for _, value in site.store.values()], beside(site), Objects)
+        lying[Purpose.GRADIENTS].add_all(gradients_of(leaves))
+        others += lying.values()
+        users["residents"] = _keys(lying.values())
+        for tag in TAGS:
+            if tag not in tags and tag not in asleep:
+                users[f"its {tag}"] = _keys([every[tag]])
+        noted = [each for each in (*found.values(), *others) if isinstance(each, Objects)]
+        why = self._immovable(by_tag.values(), noted)
+        if only is not None:
+            before = {key: because for pieces in only.kept.values() for key, (_, because, _) in pieces.items()}
+            why = {key: before.get(key, _AWAKE) for key in _keys(by_tag.values()) - only.pieces.keys()} | why
+        # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
+        lost = unneeded(found, discard, others) if discard and not site.in_process else set[Key]()
+        going = plan(by_tag, self.asleep.away, users, why, lost, site.boot.device, asleep)
+        self.refuse_more(name, going.to_host, False, False)
+        return going
+
+    def _immovable(self, found: Collection[Objects], noted: Collection[Objects]) -> dict[Key, str]:
+        """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold; and why."""
+        site, can_take = self._site, self.offload.can_take
+
+        def there(among: Iterable[Objects]) -> Iterable[tuple[Key, Any]]:
+            storages = {key: storage for each in among for key, storage in each.storages.items()}
+            return [(key, storage) for key, storage in storages.items() if key not in self.asleep.away]
+
+        graphs = any(each.keeps_addresses for each in list(site.roles.values()))
+        why = {key: _PINNED for each in found for key in each.pinned}
+        # Another library may have memory of torch's, too, and torch have it from there once more.
+        arrays = [piece for each in noted for piece in each.arrays.items()]
+        fixed = [(each.data_ptr(), each.nbytes()) for _, each in there(noted) if not can_take(each)]
+        foreign = Ranges([*arrays, *fixed])
+        for key, storage in there(found):
+            on_host = place_of(storage) == HOST
+            if not can_take(storage) or foreign.meet(storage.data_ptr(), storage.nbytes()):
+                why[key] = _SHARED if on_host and storage.is_shared() else _FOREIGN
+            elif graphs and not on_host and not self.offload.keeps_address(storage):
+                if site.device.is_private(storage.data_ptr()):  # a graph that is replayed would write where it was
+                    why[key] = _OF_A_GRAPH
+            elif site.in_process and HANDED.is_used(key, noted):
+                why[key] = _HANDED
+        return why
+
+    def _share(self, wanted: int = 0) -> int:
+        """What of the host's free memory is this rank's, where others may want as much just now.
+
+        Where that is less than is wanted, what `malloc` holds and nobody uses is given back first.
+        """
+        if (share := self.free() // self._beside) >= wanted:
+            return share
+        trim()
+        return self.free() // self._beside
+
+    def _all_or_none(
+        self, role: HostedRole, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
+    ) -> Outcome:
+        """Begin, and end it when all ranks have begun, which tells the bytes that were moved; otherwise undo it."""
+        refusal: str | None = None
+        end: Callable[[], int] | None = None
+        fits, moved, trace = True, 0, None
+        try:
+            end = begin()
+        except Consequence as error:  # of a peer's failure, for which this rank has waited in vain
+            raise PutBack(error.message) from error
+        except Exception as error:  # also of the role's own hook: it isn't done then, and that is told to all
+            fits = not lacks_room(error)
+            why, trace = reason(error)
+            refusal = f"{_rank(role)}: {why}"
+        try:
+            refusal = self._agree(members, refusal)
+        except PutBack:
+            if end is not None:
+                undo()
+            raise
+        if refusal is None and end is not None:
+            moved = end()
+        elif end is not None:
+            undo()
+        return Outcome(refusal, end is None, fits, moved, trace=trace)
+
+    def _agree(self, members: int, refusal: str | None) -> str | None:
+        """What a rank has against it; None when all are ready."""
+        call = running_call.get()
+        assert call is not None
+        try:
+            board = f"sleep {call.seq} {self._site.lane.resumed}"
+            self._site.ask(questions.Meet(board, members, None, False, refusal))
+        except Consequence as error:
+            raise PutBack(error.message) from error
+        except ColocateError as error:
+            return error.message
+        return None
+
+    def _copied(
+        self,
+        name: str,
+        role: HostedRole,
+        tags: Sequence[str],
+        discard: Collection[str] = (),
+        again: bool = False,
+        only: Coming | None = None,
+    ) -> tuple[Going, Mapping[Key, Any]]:
+        """What of a role is to sleep, and its copies where it goes. `again`: those of what trains may serve again."""
+        finish_works()
+        new = [tag for tag in tags if tag not in self.asleep.tags(name)]
+        if new:  # first: where memory was that it frees, somebody else's may be afterwards
+            role.call_hook("sleep", tuple(new))
+        try:
+            going = self.going(name, tags, discard, only)
+            return going, self.offload.write(going.storages, going.emptied, () if again else going.trained)
+        except BaseException as error:
+            self._undo(role, new, error)
+            raise
+
+    def _put_away(self, going: Going, copies: Mapping[Key, Any]) -> int:
+        """Have what was copied be elsewhere only. The bytes that have gone."""
+        left = self.offload.put_away(copies)
+        for pieces in going.by_tag.values():  # autograd may have saved what is emptied for a backward pass
+            for reference in (each for key in going.emptied for each in pieces.tensors.get(key, ())):
+                tensor = reference()
+                if tensor is not None and not tensor.is_inference():
+                    imported("torch").autograd.graph.increment_version(tensor)
+        return going.size - left
+
+    def _undo(self, role: HostedRole, tags: Sequence[str], error: BaseException | None = None) -> None:
+        """Have a role take back what it has put away by its own means, as it doesn't sleep. `error`: why it doesn't."""
+        try:
+            self._tell_woken(role, tags)
+        except Exception as second:
+            if error is not None:
+                error.add_note(f"then its wake() raised {error_text(second)}")
+
+    def _has_come(self, role: HostedRole, coming: Coming, forgotten: Collection[Key]) -> None:
+        """Memory of a role is there for good, and some copies of it are of no use any more."""
+        assert role.name is not None
+        self.offload.let_go(forgotten)
+        self.asleep.remove(role.name, coming)
+        self._tell_woken(role, coming.tags)
+
+    def _tell_woken(self, role: HostedRole, tags: Sequence[str]) -> None:
+        """Have a role take back what it has put away. One that raises is told again when that is wanted again."""
+        try:
+            if tags:
+                role.call_hook("wake", tuple(tags))
+        except BaseException as error:
+            assert role.name is not None
+            self.asleep.add_own(role.name, tags, error_text(error))
+            raise
+
+
+def _held(site: Worker, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True) -> Holdings:
+    """What a role holds."""
+    role = site.roles[name]
+    try:
+        declared = role.declared() if with_declared else ()
+    except Exception as error:
+        raise ColocateError(f"device_state() of role {name!r} has raised {error_text(error)}") from error
+    found, complete = held_by(role.instance, declared, beside(site, name), storages)
+    if not complete:
+        raise ColocateError(
+            f"role {name!r} holds more objects than were looked at: what else uses the memory isn't known"
+        )
+    return found
+
+
+def _rank(role: HostedRole) -> str:
+    return f"rank {role.ctx.rank} (node {role.ctx.node})"

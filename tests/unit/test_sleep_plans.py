@@ -1,0 +1,189 @@
+"""What goes to sleep, and what stays: laws of the plans, without a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from colocate._protocol.ledger import TAGS, Purpose  # noqa: E402
+from colocate.worker.handed import Handed  # noqa: E402
+from colocate.worker.memory.holdings import Objects, held_by  # noqa: E402
+from colocate.worker.memory.offload import Offload  # noqa: E402
+from colocate.worker.memory.sleep import Asleep, Ranges, by_tags, plan, unneeded  # noqa: E402
+
+DEVICE = "other:0"
+PLACES = ("cpu", DEVICE, "other:1")
+PURPOSES = [purpose for purposes in TAGS.values() for purpose in purposes]
+KEYS = st.sets(st.integers(0, 9))
+
+
+def objects(*pieces: Any) -> Objects:
+    """Args: pieces: Keys, or keys with a place and a size."""
+    found = Objects()
+    for piece in pieces:
+        key, place, size = piece if isinstance(piece, tuple) else (piece, "cpu", 1)
+        found.setdefault(place, {})[key] = size
+        found.storages[key] = torch.UntypedStorage(size)
+    return found
+
+
+@given(
+    tags=st.lists(st.sampled_from([*TAGS]), min_size=10, max_size=10),
+    places=st.lists(st.sampled_from(PLACES), min_size=10, max_size=10),
+    sizes=st.lists(st.sampled_from([0, 1, 5000]), min_size=10, max_size=10),
+    device=st.sampled_from(["cpu", DEVICE]),
+    away=KEYS,
+    users=st.dictionaries(st.sampled_from(["role 'other'", "residents"]), KEYS),
+    immovable=KEYS,
+    lost=KEYS,
+)
+def test_what_goes(
+    tags: Any, places: Any, sizes: Any, device: str, away: Any, users: Any, immovable: Any, lost: Any
+) -> None:
+    """Each piece goes, or stays for a reason; nothing goes that somebody uses; nobody copies what nobody needs."""
+    by_tag = {tag: objects(*[(key, places[key], sizes[key]) for key in range(10) if tags[key] == tag]) for tag in TAGS}
+    going = plan(by_tag, away, users, dict.fromkeys(immovable, "pinned"), lost, device)
+    kept = {key: (tag, why) for tag, pieces in going.kept.items() for key, (_, why, _) in pieces.items()}
+    small = {key for key in range(10) if not sizes[key] or (places[key] == "cpu" != device and sizes[key] == 1)}
+    goes, used = going.pieces.keys(), set[int]().union(*users.values())
+    assert goes | kept.keys() | away | small == set(range(10))
+    assert not goes & kept.keys()
+    assert not (goes | kept.keys()) & (away | small)
+    assert not goes & (used | immovable)
+    assert {places[key] for key in goes} <= {"cpu", device}
+    assert going.storages.keys() == goes - lost
+    assert going.emptied.keys() == (goes | away) & lost
+    assert going.size == sum(sizes[key] for key in goes)
+    assert going.to_host == sum(sizes[key] for key in goes - lost if places[key] != "cpu")
+    assert going.trained == {key for key in going.storages if tags[key] in ("grads", "optimizer")}
+    for key, (tag, why) in kept.items():
+        assert tag == tags[key]
+        assert why.startswith("used by") == (key in used)
+
+
+@given(
+    found=st.dictionaries(st.sampled_from(PURPOSES), KEYS),
+    others=st.lists(KEYS, max_size=2),
+    discard=st.sets(st.sampled_from(["grads", "cache"])),
+    trained=KEYS,
+)
+def test_what_nobody_needs(found: Any, others: Any, discard: Any, trained: Any) -> None:
+    """It is held for what is discarded only, by this role only, and isn't what trains. Each counts for one tag."""
+    holdings = {purpose: objects(*keys) for purpose, keys in found.items()}
+    for pieces in holdings.values():
+        pieces.trained |= trained & pieces.storages.keys()
+    lost = unneeded(holdings, discard, [objects(*keys) for keys in others])
+    for key in range(10):
+        held = {purpose for purpose, keys in found.items() if key in keys}
+        gone = {purpose for tag in discard for purpose in TAGS[tag]}
+        assert (key in lost) == (bool(held) and held <= gone and key not in trained.union(*others))
+    first = {key: tag for tag, pieces in by_tags(holdings).items() for key in pieces.storages}
+    for key in set().union(*found.values()):
+        purposes = [purpose for purpose in Purpose if key in found.get(purpose, ())]
+        assert purposes[0] in TAGS[first[key]]
+    assert sum(len(pieces.storages) for pieces in by_tags(holdings).values()) == len(first)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "optimized", "differentiated", "sparse"])
+def test_weights_are_no_cache(kind: str) -> None:
+    """Also of a role that has them in no module; nor are indices, which zeros would make invalid."""
+
+    class Role:
+        def __init__(self) -> None:
+            self.weights, self.cache = torch.ones(1000), torch.ones(1000)
+
+    role = Role()
+    if kind == "frozen":
+        role.weights = torch.nn.Parameter(role.weights, requires_grad=False)
+    elif kind == "optimized":
+        role.optimizer = torch.optim.SGD([role.weights], lr=0.1)  # type: ignore[attr-defined]
+    elif kind == "differentiated":
+        role.weights.requires_grad_()
+    else:
+        role.weights = torch.eye(30).to_sparse()
+    found, _ = held_by(role, storages=Objects)
+    lost = unneeded(found, ("grads", "cache"), ())
+    values = {role.weights._values().untyped_storage()._cdata} if kind == "sparse" else set()
+    assert lost == {role.cache.untyped_storage()._cdata} | values
+
+
+@given(
+    names=st.lists(st.sampled_from(["one", "two"]), max_size=8),
+    keys=st.lists(st.sets(st.integers(0, 4)), min_size=8, max_size=8),
+)
+def test_what_is_noted(names: list[str], keys: list[set[int]]) -> None:
+    """What sleeps counts once, though two roles hold it, and is gone from the notes when either of them is woken."""
+    asleep, storages = Asleep(DEVICE, Offload("cpu")), [torch.ones(1000) for _ in range(5)]
+    by_key = {each.untyped_storage()._cdata: number for number, each in enumerate(storages)}
+    for name, chosen in zip(names, keys, strict=False):
+        if asleep.tags(name):
+            coming = asleep.coming(name, asleep.tags(name))
+            assert coming.on_host == coming.size == sum(asleep.away[key] for key in coming.pieces)
+            asleep.remove(name, coming)
+            assert not coming.pieces.keys() & asleep.away.keys()
+        else:
+            held = {Purpose.TENSORS: Objects()}
+            held[Purpose.TENSORS].add_all([storages[number] for number in chosen])
+            going = plan({"cache": by_tags(held)["cache"]}, asleep.away, {}, {}, (), "cpu")
+            asleep.add(name, going)
+            assert asleep.tags(name) == ("cache",)
+        assert sum(size for size, _ in asleep.by_role().values()) == sum(asleep.away.values())
+        assert asleep.away.keys() <= by_key.keys()
+        assert bool(asleep) == bool(asleep.roles)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))), st.integers(0, 60), st.integers(1, 9))
+def test_ranges(pieces: list[tuple[int, int]], start: int, size: int) -> None:
+    """A piece meets stretches of memory where it has a byte of them."""
+    taken = {byte for begin, length in pieces for byte in range(begin, begin + length)}
+    assert Ranges(pieces).meet(start, size) == (not taken.isdisjoint(range(start, start + size)))
+
+
+class TestHandedOver:
+    """Where slots are threads the driver, and roles of other slots, have by reference what was handed over."""
+
+    def used(self, handed: Handed, *tensors: Any) -> list[bool]:
+        """Whether somebody may have their memory besides who has the tensors."""
+        noted = Objects()
+        noted.add_all(tensors)
+        return [handed.is_used(key, [noted]) for key in noted.storages]
+
+    def test_a_tensor_of_their_own(self) -> None:
+        """As long as they have it, or a view of it."""
+        handed, own = Handed(), torch.ones(100)
+        view = own[3:]
+        assert self.used(handed, own, view) == [False]
+        others = [own.detach()]
+        handed.note({"some": others}, "cpu")
+        assert self.used(handed, own, view) == [True]
+        others = [others[0][1:]]
+        assert self.used(handed, own, view) == [True]
+        others.clear()
+        assert self.used(handed, own, view) == [False]
+
+    def test_the_very_tensor(self) -> None:
+        """As long as the role has it, as nobody knows who else does; also in an object that it was handed over in."""
+        handed, own, other = Handed(), torch.ones(100), torch.ones(100)
+        handed.note([own, Ranged(other)], "cpu")
+        assert self.used(handed, own, other) == [True, True]
+
+    def test_what_is_gone_is_forgotten(self) -> None:
+        """Though many were handed over."""
+        handed, kept = Handed(), torch.ones(1)
+        for _ in range(3):
+            values = [torch.ones(1) for _ in range(1000)]
+            handed.note([*values, kept, kept.detach()], "cpu")
+        assert len(handed._tensors) == len(handed._storages) <= 2100
+        assert len(handed._tensors[kept.untyped_storage()._cdata]) == 2  # the last alias, too
+
+
+class Ranged:
+    """Of a kind that nobody looks into but who looks for memory."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
