@@ -17,12 +17,9 @@ from tests.unit.played_vmm import GRAIN, ROOM, Arena, PlayedVmm  # noqa: E402
 
 import colocate  # noqa: E402
 from colocate import method  # noqa: E402
-from colocate._calls.pending import PendingCall  # noqa: E402
-from colocate._crew.sleepers import Sleepers  # noqa: E402
 from colocate._protocol.ledger import TAGS  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
-from colocate._views.sending import note  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker.memory import holdings, ledger, offload  # noqa: E402
@@ -253,19 +250,6 @@ def test_more_than_can_be_looked_at(worker: Any, monkeypatch: pytest.MonkeyPatch
     worker.add("model", Model())
     monkeypatch.setattr(holdings, "_LOOKS", 2)
     assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", ALL, (), 1).refusal or "")
-
-
-def test_a_wake_whose_answer_can_not_be_read() -> None:
-    """The thread that hears of it raises nothing: the calls that it goes before say it, and go behind the next one."""
-    sleepers = Sleepers(["actor"])
-
-    def unreadable(call: Any, bodies: Any) -> Any:
-        raise ColocateError("a module of the driver's is another one")
-
-    call = PendingCall("wake of actor", "", "wake", [0])
-    call._settle([], unreadable)
-    note(types.SimpleNamespace(sleepers=sleepers), sleepers.seen("actor", ALL), call)  # type: ignore[arg-type]
-    assert sleepers.seen("actor", ALL)
 
 
 class Fills(colocate.Role):
