@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,37 +132,20 @@ def test_id_of_what_is_known_by_another(monkeypatch: pytest.MonkeyPatch) -> None
     assert find(7) is script.Batch
 
 
-class Gate:
-    """What the first one to come waits at; the others pass."""
-
-    def __init__(self) -> None:
-        self._first = threading.Semaphore(1)
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def wait(self) -> None:
-        if self._first.acquire(blocking=False):
-            self.reached.set()
-            assert self.opened.wait(60)
-
-
-# A value that can take long to rebuild: code of its class runs then.
+# A value that takes long to rebuild: code of its class runs then.
 SLOW = """
 class Slow:
     def __setstate__(self, state):
         import gate_of_the_test
-        gate_of_the_test.wait()
+        gate_of_the_test.reached.set()
+        assert gate_of_the_test.opened.wait(60)
 """
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate: Any = Gate()
-    monkeypatch.setitem(sys.modules, "gate_of_the_test", gate)
-    return gate  # type: ignore[no-any-return]
-
-
-def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's lane and its transfer thread want one that neither has loaded: each gets the one class, whole."""
+    gate: Any = SimpleNamespace(reached=threading.Event(), opened=threading.Event())
+    monkeypatch.setitem(sys.modules, "gate_of_the_test", gate)
     text = SLOW + "KEPT = Slow(); KEPT.x = 1\nclass Batch:\n kept = KEPT\n def over(self): return KEPT, Batch\n"
     script = Script(monkeypatch, text)
     bundle = send(Table("is given it"), script.Batch())
