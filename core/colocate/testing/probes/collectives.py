@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from colocate import PerRank, Role, method, needs
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
+from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
+else:
+    torch = optional("torch")
 
 
 from colocate import ColocateError
@@ -62,7 +66,6 @@ class Collective(Role):
 
     @method
     def pass_on(self, failing: int | None = None) -> float:
-        import torch
         import torch.distributed as dist
 
         group, value = self.ctx.process_group(), torch.tensor([float(self.ctx.rank)])
@@ -157,7 +160,6 @@ class Collective(Role):
         return self._sum(1.0, group)
 
     def _sum(self, value: float, group: ProcessGroup | None) -> float:
-        import torch
         import torch.distributed as dist
 
         tensor = torch.tensor([value], device=self.ctx.device)
@@ -235,7 +237,6 @@ class Careless(Role):
     @method
     def total(self, gate: Address | None = None) -> float:
         """The sum of 1 over all ranks, or whatever a cut group has left there."""
-        import torch
         import torch.distributed as dist
 
         if gate is not None and self.ctx.rank == 0:

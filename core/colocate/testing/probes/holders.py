@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 import colocate
 from colocate import Role, method
 from colocate.testing.gate import Address, pass_gate
+from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = optional("torch")
 
 _MIB = 2**20
 
@@ -21,8 +25,6 @@ class Holding(Role):
     """Has a model of one matrix, and Adam for it once it has trained."""
 
     def __init__(self, mib: int = 1) -> None:
-        import torch
-
         self.net = torch.nn.Linear(mib * _MIB // 4096, 1024, bias=False, device=self.ctx.device)
         self.net.register_buffer("scale", torch.ones(1024, device=self.ctx.device))
         self.optimizer: Any = None
@@ -31,16 +33,12 @@ class Holding(Role):
     @method
     def train(self) -> None:
         """A step: gradients and the optimizer's state are there from then on."""
-        import torch
-
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.net(torch.ones(1, self.net.in_features, device=self.ctx.device)).sum().backward()
         self.optimizer.step()
 
     @method
     def make(self, elements: int) -> Tensor:
-        import torch
-
         return torch.zeros(elements, device=self.ctx.device)
 
     @method
@@ -60,8 +58,6 @@ class Watched(Role):
     """Has a gradient, and knows who reads it."""
 
     def __init__(self) -> None:
-        import torch
-
         grad: Any = inspect.getattr_static(torch.Tensor, "grad")
         readers = self._readers = set[int]()
 
@@ -98,8 +94,6 @@ class Training(Role):
     """Has a transformer, and Adam for it."""
 
     def __init__(self, mib: int) -> None:
-        import torch
-
         self.width = width = 64 * max(1, round(mib**0.5))
         layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
         layers = max(1, round(mib * _MIB / (48 * width * width)))
@@ -108,8 +102,6 @@ class Training(Role):
 
     @method
     def train(self, steps: int) -> int:
-        import torch
-
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.net(torch.ones(4, 32, self.width, device=self.ctx.device)).square().mean().backward()
@@ -121,8 +113,6 @@ class Declaring(Role):
     """Says itself what it holds."""
 
     def __init__(self, fails: bool = False) -> None:
-        import torch
-
         self._fails = fails
         hidden = torch.zeros(1000, device=self.ctx.device)
         self._hidden: Callable[[], Tensor] = lambda: hidden

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate import Concat, Context, Gather, PerRank, Role, Scatter, method
+from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = optional("torch")
 
 
 def told() -> dict[str, Any]:
     """What torch computes with when nothing is said."""
-    import torch
-
     made = torch.ones(1)
     return {
         "grad": torch.is_grad_enabled(),
@@ -35,8 +36,6 @@ def told_by(ctx: Context) -> dict[str, Any]:
 
 def change(dtype: bool) -> list[Any]:
     """Set what is for the thread, and what is for the process if that is wanted: what has been begun for good."""
-    import torch
-
     blocks: list[Any] = [torch.inference_mode(), torch.autocast("cpu", torch.float16)]
     for block in blocks:
         block.__enter__()
@@ -75,8 +74,6 @@ class Changing(Role):
     @method(concurrency=3)
     async def across(self, block: bool) -> list[dict[str, Any]]:
         """What is set before and after each time that it waits, and so in tasks of its own; in blocks, if wanted."""
-        import torch
-
         with contextlib.ExitStack() as stack:
             if block:
                 stack.enter_context(torch.inference_mode())
@@ -160,8 +157,6 @@ class Placed(Role):
     @method(collect=Concat())
     def make(self, rows: int) -> torch.Tensor:
         """A tensor on the host, whatever the slot's device."""
-        import torch
-
         return torch.ones(rows, 2)
 
     @method

@@ -10,10 +10,14 @@ import colocate
 from colocate import Role, method
 from colocate._system.room import free_memory
 from colocate.testing.gate import Address, pass_gate
+from colocate.testing.probes import optional
 from colocate.worker.memory.sleep import Sleeper
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = optional("torch")
 
 _MIB = 2**20
 
@@ -22,8 +26,6 @@ class Dozing(Role):
     """Has a model of one matrix that it trains, with all that may refer to a tensor; and a cache."""
 
     def __init__(self, mib: int = 1, hooks: bool = False) -> None:
-        import torch
-
         device = self.ctx.device
         generator = torch.Generator(device).manual_seed(self.ctx.rank)
         self.net = torch.nn.Linear(mib * _MIB // 4096, 1024, bias=False, device=device)
@@ -65,8 +67,6 @@ class Dozing(Role):
         return self._train()
 
     def _train(self) -> str:
-        import torch
-
         self.net(torch.ones(1, self.net.in_features, device=self.ctx.device)).square().sum().backward()
         self.optimizer.step()
         return self._weights()
@@ -83,8 +83,6 @@ class Dozing(Role):
     @method(awake=("weights",))
     def refill(self, mib: int) -> None:
         """Have another cache, though the one of before may sleep."""
-        import torch
-
         self.cache[:] = [torch.ones(mib * _MIB // 4, device=self.ctx.device)]
 
     @method
@@ -144,8 +142,6 @@ class Dozing(Role):
 
     @method
     def make(self, elements: int) -> Tensor:
-        import torch
-
         return torch.ones(elements, device=self.ctx.device)
 
     @method
@@ -238,8 +234,6 @@ def _sleeper(ctx: colocate.Context) -> Sleeper:
 
 def digest_of(*values: Any) -> str:
     """One of the bytes of tensors and arrays."""
-    import torch
-
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         # Of a copy: a tensor of which there was an array isn't torch's alone any more.

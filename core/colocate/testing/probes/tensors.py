@@ -7,9 +7,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, Reduce, Role, Scatter, method
+from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = optional("torch")
 
 
 from collections.abc import Callable, Mapping
@@ -28,8 +31,6 @@ class Tensors(Role):
     @method(collect=Concat())
     def make(self, rows: int, fill: float | None = None) -> torch.Tensor:
         """So many rows on each rank, all different unless filled."""
-        import torch
-
         device = self.ctx.device
         made = torch.arange(float(rows), device=device) + 100.0 * self.ctx.rank
         made = made if fill is None else torch.full_like(made, fill)
@@ -39,8 +40,6 @@ class Tensors(Role):
     @method
     def make_uncollected(self, rows: int) -> list[torch.Tensor]:
         """Rows in a process whose garbage collector doesn't run, until `is_there` is asked with `collects`."""
-        import torch
-
         gc.collect()
         gc.disable()
         made = torch.arange(float(rows), device=self.ctx.device)
@@ -68,8 +67,6 @@ class Tensors(Role):
 
     @method(dispatch=Scatter("x", pad=True), collect=Concat())
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        import torch
-
         return torch.stack([x, torch.full_like(x, float(len(x)))], dim=1)
 
     @method(dispatch=Scatter("x"), collect=Reduce("mean"))
@@ -91,23 +88,17 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def under_inference_mode(self, rows: int) -> torch.Tensor:
-        import torch
-
         with torch.inference_mode():
             return torch.arange(float(rows), device=self.ctx.device) * 2
 
     @method(collect=Concat())
     def with_gradient(self, rows: int) -> dict[str, torch.Tensor]:
         """A tensor that hangs on a graph, and a parameter."""
-        import torch
-
         weight = torch.nn.Parameter(torch.arange(float(rows), device=self.ctx.device))
         return {"made": weight * 3, "weight": weight}
 
     @method(collect=Gather())
     def train_on(self, x: torch.Tensor) -> float:
-        import torch
-
         scale = torch.ones((), requires_grad=True, device=x.device)
         (x * scale).sum().backward()  # type: ignore[no-untyped-call]
         assert scale.grad is not None
@@ -166,15 +157,11 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def random(self, rows: int) -> torch.Tensor:
-        import torch
-
         return torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
 
     @method(collect=Concat())
     def random_but(self, rows: int, failing: int) -> torch.Tensor:
         """The same, and a rank raises after it has drawn."""
-        import torch
-
         drawn = torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
         if failing == self.ctx.rank:
             raise ValueError("a bad draw")
@@ -182,15 +169,11 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def random_from_start(self, rows: int) -> torch.Tensor:
-        import torch
-
         generator = torch.Generator(device=self.ctx.device).manual_seed(self.ctx.generator.initial_seed())
         return torch.rand(rows, generator=generator, device=self.ctx.device)
 
     @method
     def device(self) -> tuple[str, int]:
-        import torch
-
         return str(self.ctx.device), torch.get_num_threads()
 
     @method
@@ -200,8 +183,6 @@ class Tensors(Role):
 
 def takes_a_step(model: Any, optimizer: Any) -> bool:
     """Whether a step of an optimizer changes a model's weights."""
-    import torch
-
     before = [weight.detach().clone() for weight in model.parameters()]
     optimizer.zero_grad()
     model(torch.ones(1, 2, device=before[0].device)).sum().backward()
@@ -231,8 +212,6 @@ class Trainer(Role):
     @method(collect=First())
     def make(self, listed: bool = False) -> Any:
         """A model and its optimizer, or a list of its parameters."""
-        import torch
-
         model = torch.nn.Linear(2, 2)
         return model, list(model.parameters()) if listed else torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -246,8 +225,6 @@ def _through_data(value: Any) -> None:
 
 
 def _other_data(value: Any) -> None:
-    import torch
-
     value["x"].data = torch.full((3,), 7.0)
 
 
@@ -309,7 +286,6 @@ class Writer(Role):
     def nested(self) -> dict[str, Any]:
         """Tensors and arrays in dicts, tuples and lists."""
         import numpy
-        import torch
 
         self.returned = {
             "x": torch.arange(3.0),

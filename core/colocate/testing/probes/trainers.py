@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import colocate
 from colocate import Role, method, needs
 from colocate.testing.gate import Address, pass_gate
+from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = optional("torch")
 
 Kind = Literal["none", "ddp", "ddp in the default group", "fsdp2", "tp", "fsdp1", "ddp in its own group", "own mesh"]
 Where = Literal["before", "forward", "backward", "after", "update"]
@@ -23,7 +26,6 @@ EVERYWHERE = -1
 
 def make_model(seed: int = 0) -> torch.nn.Module:
     """The same in each process."""
-    import torch
 
     class Scaled(torch.nn.Sequential):
         """Has a parameter of its own beside those of its parts."""
@@ -44,8 +46,6 @@ def make_model(seed: int = 0) -> torch.nn.Module:
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and what they are to become."""
-    import torch
-
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(ROWS, FEATURES, generator=generator)
     return x, x.sum(dim=1, keepdim=True).sin()
@@ -66,8 +66,6 @@ class Trainer(Role):
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.net: Any = self._wrapped(make_model().to(self.ctx.device))
-        import torch
-
         # With tensor parallelism some parameters are DTensors and some aren't; on a GPU Adam would take them together.
         together = False if self.kind == "tp" else None
         self.optimizer: Any = torch.optim.Adam(self.net.parameters(), lr=RATE, foreach=together)
@@ -120,8 +118,6 @@ class Trainer(Role):
         if gate is not None:
             pass_gate(gate)
         fails = failing in (self.ctx.rank, EVERYWHERE)
-        import torch
-
         self.optimizer.zero_grad()
         x, y = (rows.to(self.ctx.device) for rows in batch(number))
         if self.kind != "tp":  # whose ranks share each row
@@ -154,14 +150,10 @@ class Trainer(Role):
         handle = net[1].register_full_backward_hook(fail) if backward else net[1].register_forward_hook(fail)
 
     def save(self, folder: str) -> None:
-        import torch
-
         if self.ctx.rank == 0:
             torch.save([self.net.state_dict(), self.optimizer.state_dict()], Path(folder, "trainer.pt"))
 
     def restore(self, folder: str) -> None:
-        import torch
-
         net, optimizer = torch.load(Path(folder, "trainer.pt"))
         self.net.load_state_dict(net)
         self.optimizer.load_state_dict(optimizer)

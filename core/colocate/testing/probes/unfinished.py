@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import Role, method, needs
 from colocate.testing.gate import Address, pass_gate
+from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = optional("torch")
 
 _FEATURES = 256
 _MIB = 2**20
@@ -19,7 +23,6 @@ class Accumulating(Role):
     """A model of FSDP2 whose gradients are reduced in another dtype than they are made in, over some batches."""
 
     def __init__(self) -> None:
-        import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         torch.manual_seed(0)
@@ -32,8 +35,6 @@ class Accumulating(Role):
     @method
     def accumulate(self, number: int, last: bool) -> None:
         """Gradients of one batch more; the last one has them reduced."""
-        import torch
-
         generator = torch.Generator().manual_seed(2 * number + self.ctx.rank)
         self.net.set_requires_gradient_sync(last)
         self.net(torch.randn(4, _FEATURES, generator=generator)).float().square().mean().backward()
@@ -51,8 +52,6 @@ class Hooked(Role):
     """A model with hooks of all kinds, whose steps take two calls each: between them there is a graph."""
 
     def __init__(self) -> None:
-        import torch
-
         device = self.ctx.device
         self.net = torch.nn.Sequential(
             torch.nn.Linear(_FEATURES, _FEATURES, device=device),
@@ -78,8 +77,6 @@ class Hooked(Role):
 
     @method
     def begin(self, number: int) -> float:
-        import torch
-
         generator = torch.Generator().manual_seed(2 * number + self.ctx.rank)
         batch = torch.randn(4, _FEATURES, generator=generator).to(self.ctx.device).requires_grad_()
         self.loss = self.net(batch).square().mean()
@@ -112,8 +109,6 @@ class Unfinished(Role):
     """Begins operations, and waits for them in a later call."""
 
     def __init__(self, mib: int) -> None:
-        import torch
-
         self.values = torch.ones(mib * _MIB // 4)
         self.works: list[Any] = []
 

@@ -219,8 +219,11 @@ def _clone() -> int:
     return pid
 
 
-LONG = ("torch", "tensordict", "numpy", "psutil", "importlib.metadata", "asyncio")
-"""What takes long to import, and starts no thread then: workers find it imported when roles before them needed it."""
+LONG = ("torch", "torch._dynamo", "tensordict", "numpy", "psutil", "importlib.metadata", "asyncio")
+"""What takes long to import, and starts no thread then: workers find it imported when roles before them needed it.
+
+Torch's optimizers import `torch._dynamo` when the first of them is made, which takes as long as torch itself.
+"""
 
 _writes: int | None = None
 _told: set[str] = set()
