@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import re
+import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
@@ -41,6 +44,7 @@ class PluginGroup:
     noun: str
     hooks: type
     manager: pluggy.PluginManager = attrs.field(init=False)
+    _read: tuple[object, list[EntryPoint]] = attrs.field(default=(None, []), init=False)
 
     def __attrs_post_init__(self) -> None:
         self.manager = pluggy.PluginManager("colocate")
@@ -48,7 +52,17 @@ class PluginGroup:
 
     def entries(self) -> list[EntryPoint]:
         """Return the entry points there are now, imported or not, by name."""
-        return sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
+        # Reading them takes long where much is installed. A distribution that comes or goes writes to a folder of the
+        # path, as a listing of it knows.
+        folders: list[object] = [(*sys.path,), [id(finder) for finder in sys.meta_path]]
+        for path in sys.path:
+            with contextlib.suppress(OSError):
+                found = os.stat(path or ".")
+                folders.append((path, found.st_ino, found.st_mtime_ns))
+        if self._read[0] != folders:
+            entries = sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
+            self._read = folders, entries
+        return list(self._read[1])
 
     def find(self, name: str) -> EntryPoint:
         """Return the one entry of this name, or raise PluginError."""
