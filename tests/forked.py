@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -34,9 +34,15 @@ _IMPORTED = (
     *("colocate_local.plugin", "colocate_local.processes", "colocate_local.threads"),
     "pydantic.types",  # typer does, where it is installed
 )
-_IMPORTED_FOR = {"doctor": "torch", "session.py": "torch", "ppo": "colocate_ppo.team"}  # seconds each
+_IMPORTED_FOR = {  # seconds each
+    "doctor": ("torch",),
+    "session.py": ("torch",),
+    "ppo": ("colocate_ppo.team",),
+    "plan": ("torch._dynamo", "torch.distributed.tensor", "transformers", "colocate_run.cli.plan"),
+}
 # A library that computes in parallel starts threads when it is imported, which a fork would be without.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `colocate plan` sets before torch is imported
 
 
 class Forks:
@@ -47,7 +53,7 @@ class Forks:
         self._process = subprocess.Popen(
             [sys.executable, "-W", "error", "-m", "tests.forked", str(theirs.fileno())],
             cwd=_ROOT,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _ONE_THREAD,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _ONE_THREAD | _QUIET,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
@@ -85,8 +91,9 @@ def _serve(number: int) -> dict[str, Any]:
                 os._exit(0)
             told = dict(json.loads(asked))
             for word in (*told["args"], os.path.basename(told["script"] or "")):
-                if word in _IMPORTED_FOR:
-                    importlib.import_module(_IMPORTED_FOR[word])
+                for name in _IMPORTED_FOR.get(word, ()):
+                    if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                        importlib.import_module(name)
             gc.freeze()  # or a fork's collections would copy every page
             assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
             child = os.fork()

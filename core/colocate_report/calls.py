@@ -36,21 +36,13 @@ class Span:
 
 @attrs.frozen
 class Total:
-    """All calls of one method.
+    """All calls of one method."""
 
-    Attributes:
-        group: Name of the group.
-        role: Name of the role.
-        method: Name of the method.
-        calls: How many.
-        seconds: How long they ran, each call counted as long as its slowest rank.
-    """
-
-    group: str
-    role: str
-    method: str
-    calls: int
-    seconds: float
+    group: str  # name of the group
+    role: str  # name of the role
+    method: str  # name of the method
+    calls: int  # how many
+    seconds: float  # how long they ran, each call counted as long as its slowest rank
 
 
 @attrs.define(eq=False)

@@ -36,31 +36,17 @@ class Bar:
 
 @attrs.frozen
 class Closeup:
-    """One round of calls as it was.
+    """One round of calls as it was."""
 
-    Attributes:
-        lanes: A slot's label, how many rows it has, its bars.
-        ticks: Places in % and labels of the time axis, from the round's start.
-        begins: When it began, as text.
-        lasted: How long it was, as text.
-        anchor: The call that begins each round.
-    """
-
-    lanes: tuple[tuple[str, int, tuple[Bar, ...]], ...]
-    ticks: tuple[tuple[float, str], ...]
-    begins: str
-    lasted: str
-    anchor: str
+    lanes: tuple[tuple[str, int, tuple[Bar, ...]], ...]  # A slot's label, how many rows it has, its bars
+    ticks: tuple[tuple[float, str], ...]  # places in % and labels of the time axis, from the round's start
+    begins: str  # when it began, as text
+    lasted: str  # how long it was, as text
+    anchor: str  # the call that begins each round
 
 
 def closeup(lanes: Mapping[str, Spans], roles: Mapping[str, int], start: float) -> Closeup | None:
-    """A round of the first slot, and what the next ones did at that time; None when nothing repeats.
-
-    Args:
-        lanes: Calls by the labels of their slots, in order.
-        roles: The roles with their colours' numbers.
-        start: When the run began.
-    """
+    """A round of the first slot, and what the next ones did at that time; None when nothing repeats."""
     lanes = dict(islice(lanes.items(), MAX_LANES))
     found = _round(next(iter(lanes.values()), ()))
     if found is None:

@@ -21,19 +21,7 @@ PATIENCE_S = 5.0
 
 
 class ClusterWindow:
-    """It is announced when this has been made.
-
-    Args:
-        executor: What the job runs on.
-        name: The job's.
-        id: What tells it apart in the cluster.
-        seen: What there is to be seen; may take a while.
-        ports: The first and the last that it may listen on; None for any.
-
-    Raises:
-        OSError: Nothing can listen here.
-        ColocateError: The cluster doesn't confirm it.
-    """
+    """It is announced when this has been made."""
 
     def __init__(
         self,
@@ -86,12 +74,7 @@ class ClusterWindow:
 
 
 def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
-    """What a job's groups do just now.
-
-    Raises:
-        EngineError: It has ended, or can't be reached from here.
-        TimeoutError: It doesn't answer.
-    """
+    """What a job's groups do just now."""
     looks: Requests[None, Mapping[str, Any]] = Requests()
     asked = looks.open([None])
 

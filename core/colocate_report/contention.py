@@ -21,69 +21,46 @@ class Move(enum.Enum):
 
 
 class Busy(NamedTuple):
-    """A stretch of time in which a slot ran something of a role.
+    """A stretch of time in which a slot ran something of a role."""
 
-    Attributes:
-        start: When it began.
-        end: When it was over.
-        role: The role.
-        ready: When it could have begun if the slot had been its own: it was called, and all that it uses was there.
-        move: How memory of the role slept or woke, if that was it.
-    """
-
-    start: float
-    end: float
+    start: float  # when it began
+    end: float  # when it was over
     role: str
-    ready: float
-    move: Move | None = None
+    ready: float  # when it could have begun if the slot had been its own: it was called, and all that it uses was there
+    move: Move | None = None  # how memory of the role slept or woke, if that was it
 
 
 @attrs.frozen
 class RoleUse:
-    """What a role did on its slots, and what others on them did to it.
-
-    Attributes:
-        group: Name of its group.
-        role: Its name.
-        busy: Seconds that its ranks ran, added up, with what its calls waited for memory to move, and with sleeps and
-            wakes that were asked for; calls of a rank that overlap count once.
-        waited: Seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
-            that waited at once they count once, and those of all slots are added up.
-        moved: Bytes that it slept and woke with, all together.
-        transferred: Bytes of kept results that its calls got from other workers.
-        awake: Seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept.
-        moving: Seconds in which it slept and woke and nothing was computed on the slot. They are part of what is busy:
-            of its own, and of the roles for which it made room. Not those in which a call waited for the rest of what
-            had begun to move ahead of its turn.
-        moves: How often it slept and woke, on all ranks; also ahead of a turn, while something else was computed.
-    """
+    """What a role did on its slots, and what others on them did to it."""
 
     group: str
     role: str
+    # seconds that its ranks ran, added up, with what its calls waited for memory to move, and with sleeps and
+    # wakes that were asked for; calls of a rank that overlap count once
     busy: float
+    # seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
+    # that waited at once they count once, and those of all slots are added up
     waited: Mapping[str, float]
-    moved: int
-    transferred: int = 0
+    moved: int  # bytes that it slept and woke with, all together
+    transferred: int = 0  # bytes of kept results that its calls got from other workers
+    # seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept
     awake: float | None = None
+    # seconds in which it slept and woke and nothing was computed on the slot. They are part of what is busy: of
+    # its own, and of the roles for which it made room. Not those in which a call waited for the rest of what had
+    # begun to move ahead of its turn
     moving: float = 0.0
-    moves: int = 0
+    moves: int = 0  # how often it slept and woke, on all ranks; also ahead of a turn, while something else was computed
 
 
 @attrs.frozen
 class HandedOver:
-    """What fusing saved of copies: kept results of a role that lay where another one used them.
-
-    Attributes:
-        group: Name of their group.
-        maker: The role that had made them.
-        user: The role that used them.
-        nbytes: Bytes of their tensors and arrays, each use counted.
-    """
+    """What fusing saved of copies: kept results of a role that lay where another one used them."""
 
     group: str
-    maker: str
-    user: str
-    nbytes: int
+    maker: str  # the role that had made them
+    user: str  # the role that used them
+    nbytes: int  # bytes of their tensors and arrays, each use counted
 
 
 def contention(
@@ -92,14 +69,7 @@ def contention(
     transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
     awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> list[RoleUse]:
-    """What roles did to each other.
-
-    Args:
-        slots: What each slot ran, by group and slot.
-        moved: How often memory was moved, and how many bytes, by group and role.
-        transferred: Bytes that came from other workers, by group and role.
-        awake: Seconds that they were awake, by group and role, where some have slept.
-    """
+    """What roles did to each other."""
     busy: dict[tuple[str, str], float] = {}
     moving: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}

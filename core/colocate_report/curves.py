@@ -22,17 +22,11 @@ Point = tuple[int, float | None]
 
 @attrs.frozen(eq=False)
 class Series:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: What the job calls it.
-        points: A step and its value for each time it was logged; None where that was no finite number.
-        values: The finite values in order; there may be none.
-    """
-
-    name: str
-    points: Sequence[Point]
-    values: Sequence[float]
+    name: str  # what the job calls it
+    points: Sequence[Point]  # A step and its value for each time it was logged; None where that was no finite number
+    values: Sequence[float]  # the finite values in order; there may be none
 
     @property
     def label(self) -> str:
@@ -58,25 +52,15 @@ class Series:
 
 @attrs.frozen
 class Line:
-    """A series as drawn.
+    """A series as drawn."""
 
-    Attributes:
-        label: What it shows.
-        path: Its line, an SVG path; of many points their mean.
-        band: Between the lowest and highest of many points, an SVG path; empty when the line shows all.
-        dots: Its points as zero-length strokes, an SVG path; empty when they are too many.
-        first: Its first value, as text.
-        last: Its last value, as text.
-        strong: Whether it is a result on held-out data, drawn bolder.
-    """
-
-    label: str
-    path: str
-    band: str
-    dots: str
-    first: str
-    last: str
-    strong: bool
+    label: str  # what it shows
+    path: str  # its line, an SVG path; of many points their mean
+    band: str  # between the lowest and highest of many points, an SVG path; empty when the line shows all
+    dots: str  # its points as zero-length strokes, an SVG path; empty when they are too many
+    first: str  # its first value, as text
+    last: str  # its last value, as text
+    strong: bool  # whether it is a result on held-out data, drawn bolder
 
 
 @attrs.frozen
@@ -90,40 +74,24 @@ class Hover:
 
 @attrs.frozen
 class Chart:
-    """A plot.
+    """A plot."""
 
-    Attributes:
-        title: What it shows.
-        lines: What is drawn.
-        x_ticks: Steps: place in %, label.
-        y_ticks: Values: place in % from the top, label.
-        hovers: What a pointer is shown.
-        summary: The plot in words, for those who don't see it.
-    """
-
-    title: str
-    lines: tuple[Line, ...]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
-    hovers: tuple[Hover, ...]
-    summary: str
+    title: str  # what it shows
+    lines: tuple[Line, ...]  # what is drawn
+    x_ticks: tuple[tuple[float, str], ...]  # steps: place in %, label
+    y_ticks: tuple[tuple[float, str], ...]  # values: place in % from the top, label
+    hovers: tuple[Hover, ...]  # what a pointer is shown
+    summary: str  # the plot in words, for those who don't see it
 
 
 @attrs.frozen
 class Curves:
-    """All charts of a run.
+    """All charts of a run."""
 
-    Attributes:
-        large: The important ones.
-        small: The others.
-        rest: What found no room: name, first, last, lowest, highest.
-        gaps: What wasn't always a finite number, in words.
-    """
-
-    large: tuple[Chart, ...]
-    small: tuple[Chart, ...]
-    rest: tuple[tuple[str, ...], ...]
-    gaps: tuple[str, ...]
+    large: tuple[Chart, ...]  # the important ones
+    small: tuple[Chart, ...]  # the others
+    rest: tuple[tuple[str, ...], ...]  # what found no room: name, first, last, lowest, highest
+    gaps: tuple[str, ...]  # what wasn't always a finite number, in words
 
     @property
     def banded(self) -> bool:

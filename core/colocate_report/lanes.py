@@ -29,22 +29,15 @@ class Mark:
 
 @attrs.frozen
 class Lane:
-    """One slot over the whole run.
+    """One slot over the whole run."""
 
-    Attributes:
-        label: The slot.
-        areas: For each colour its number and the area that it and the colours under it fill, an SVG path; the largest
-            first, so that the later ones are drawn over it.
-        hovers: What a pointer is shown.
-        busy: The busy part of the time, as text.
-        marks: When the slot's worker was lost, until it was back.
-    """
-
-    label: str
+    label: str  # the slot
+    # for each colour its number and the area that it and the colours under it fill, an SVG path; the largest
+    # first, so that the later ones are drawn over it
     areas: tuple[tuple[int, str], ...]
-    hovers: tuple[Hover, ...]
-    busy: str
-    marks: tuple[Mark, ...] = ()
+    hovers: tuple[Hover, ...]  # what a pointer is shown
+    busy: str  # the busy part of the time, as text
+    marks: tuple[Mark, ...] = ()  # when the slot's worker was lost, until it was back
 
 
 @attrs.frozen
@@ -73,15 +66,7 @@ class Grid:
 
 
 def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid, strips: int) -> Lane:
-    """Draw a slot.
-
-    Args:
-        label: What it is called.
-        spans: Its calls.
-        roles: The roles with their colours' numbers.
-        grid: The run's time in the columns that are drawn.
-        strips: In how many places a pointer is told what ran.
-    """
+    """Draw a slot."""
     busy: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(grid.columns)]
     for span in spans:
         for column, seconds in grid.spread(span):

@@ -19,28 +19,17 @@ SLOTS = 4  # of a group, that have a bar
 
 @attrs.frozen
 class Memory:
-    """A group's memory.
-
-    Attributes:
-        group: Its name.
-        bars: For each slot what it is called, and its roles' shares of the process or the device.
-        hidden: Which slots have none, in words.
-        table: All of it by role and kind.
-    """
+    """A group's memory."""
 
     group: str
+    # for each slot what it is called, and its roles' shares of the process or the device
     bars: tuple[tuple[str, Bar], ...]
-    hidden: str
-    table: Table
+    hidden: str  # which slots have none, in words
+    table: Table  # all of it by role and kind
 
 
 def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
-    """What is shown of the groups' memory.
-
-    Args:
-        found: What their workers have told.
-        roles: The roles' numbers.
-    """
+    """What is shown of the groups' memory."""
     return tuple(_memory(each, roles) for each in found)
 
 

@@ -20,35 +20,21 @@ FEW = 4  # workers of a group that show their roles without being asked
 
 @attrs.frozen
 class Node:
-    """A node of the graph.
+    """A node of the graph."""
 
-    Attributes:
-        kind: runtime, pool, group, worker, role, resident or call.
-        name: Its name.
-        facts: What it was doing, or a role's class, and more about it, in short phrases.
-        role: The number of the role that it is an instance of; None for other kinds.
-        children: What it owns.
-        hidden: What it owns besides, in words; empty when that is nothing.
-        closed: Whether what it owns is at first not shown: it is one of many that look alike.
-    """
-
-    kind: str
+    kind: str  # runtime, pool, group, worker, role, resident or call
     name: str
-    facts: tuple[str, ...]
-    role: int | None
-    children: tuple[Node, ...]
-    hidden: str
-    closed: bool = False
+    facts: tuple[str, ...]  # what it was doing, or a role's class, and more about it, in short phrases
+    role: int | None  # the number of the role that it is an instance of; None for other kinds
+    children: tuple[Node, ...]  # what it owns
+    hidden: str  # what it owns besides, in words; empty when that is nothing
+    closed: bool = False  # whether what it owns is at first not shown: it is one of many that look alike
 
 
 def ownership(graph: str, roles: Mapping[str, int]) -> Node | None:
     """The root of the graph; None when there is no graph.
 
     Hosts and folders are left out: who passes a page on should not have to think of what they are called.
-
-    Args:
-        graph: The graph as JSON.
-        roles: The roles' numbers.
     """
     if not graph.strip():
         return None

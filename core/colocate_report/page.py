@@ -64,12 +64,7 @@ class Page:
 
 
 def render(record: RunRecord, error: str | None) -> str:
-    """The page of a run.
-
-    Args:
-        record: The run.
-        error: What ended it before its time; None when nothing failed.
-    """
+    """The page of a run."""
     environment = Environment(
         loader=PackageLoader("colocate_report"),
         autoescape=True,

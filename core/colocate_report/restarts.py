@@ -9,21 +9,13 @@ from colocate.errors import ColocateError
 
 @attrs.frozen
 class Restart:
-    """One of a group.
+    """One of a group."""
 
-    Attributes:
-        group: The group's name.
-        what: What it was lost by, in words: "worker 1 was killed".
-        at: When, in seconds of time.time().
-        ready: When it could be called again.
-        since: When the state was saved that it went on from; of what came after that, the time is lost.
-    """
-
-    group: str
-    what: str
-    at: float
-    ready: float
-    since: float
+    group: str  # the group's name
+    what: str  # what it was lost by, in words: "worker 1 was killed"
+    at: float  # when, in seconds of time.time()
+    ready: float  # when it could be called again
+    since: float  # when the state was saved that it went on from; of what came after that, the time is lost
 
     @property
     def lost(self) -> float:

@@ -12,17 +12,11 @@ _NOTHING = 1e-300  # a range below this can't be divided into ticks: numbers so 
 
 @attrs.frozen
 class Axis:
-    """A range of values, drawn from 0 to 100 %.
+    """A range of values, drawn from 0 to 100 %."""
 
-    Attributes:
-        low: The value at 0 %.
-        high: The value at 100 %; above `low`.
-        ticks: Values to label, ascending, inside the range.
-    """
-
-    low: float
-    high: float
-    ticks: tuple[float, ...]
+    low: float  # the value at 0 %
+    high: float  # the value at 100 %; above `low`
+    ticks: tuple[float, ...]  # values to label, ascending, inside the range
 
     @classmethod
     def around(cls, low: float, high: float, count: int) -> Axis:
@@ -37,14 +31,7 @@ class Axis:
 
     @classmethod
     def within(cls, low: float, high: float, count: int, *, whole: bool = False) -> Axis:
-        """An axis with just these ends and about `count` round ticks inside.
-
-        Args:
-            low: Its low end.
-            high: Its high end.
-            count: How many ticks it has at most, or one more.
-            whole: Only ticks that are whole numbers.
-        """
+        """An axis with just these ends and about `count` round ticks inside."""
         if high - low < _NOTHING:
             high = low + 1.0
         step = _round_step((high - low) / count)

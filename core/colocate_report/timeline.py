@@ -22,35 +22,19 @@ STRIPS = 1200  # places of all lanes together that say something to a pointer
 
 @attrs.frozen
 class Timeline:
-    """All lanes of a run.
+    """All lanes of a run."""
 
-    Attributes:
-        lanes: One per slot.
-        hidden: How many more slots there are.
-        columns: How wide a lane is in its own units.
-        ticks: Places in % and labels of the time axis.
-        closeup: One round up close; None when nothing repeats.
-    """
-
-    lanes: tuple[Lane, ...]
-    hidden: int
-    columns: int
-    ticks: tuple[tuple[float, str], ...]
-    closeup: Closeup | None
+    lanes: tuple[Lane, ...]  # one per slot
+    hidden: int  # how many more slots there are
+    columns: int  # how wide a lane is in its own units
+    ticks: tuple[tuple[float, str], ...]  # places in % and labels of the time axis
+    closeup: Closeup | None  # one round up close; None when nothing repeats
 
 
 def timeline(
     spans: Sequence[Span], roles: Mapping[str, int], start: float, end: float, restarts: Sequence[Restart] = ()
 ) -> Timeline:
-    """The lanes of a run.
-
-    Args:
-        spans: When each rank was busy.
-        roles: The roles with their colours' numbers.
-        start: When the run, or what is known of it, began.
-        end: When it ended.
-        restarts: When groups were lost, and back.
-    """
+    """The lanes of a run."""
     slots: dict[tuple[str, int], list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         slots.setdefault((span.group, span.slot), []).append(span)

@@ -58,14 +58,7 @@ class Times:
 
 
 def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[str, int], seconds: float) -> Times:
-    """Where the time of a run went.
-
-    Args:
-        phases: Seconds per phase.
-        totals: Calls and seconds per method.
-        roles: The roles in order, with the numbers of their colours.
-        seconds: The run's wall time.
-    """
+    """Where the time of a run went."""
     places = {role: place for place, role in enumerate(roles)}
     totals = sorted(totals, key=lambda total: (places[total.role], -total.seconds))
     per_role: dict[str, float] = {}
@@ -93,13 +86,7 @@ N = TypeVar("N", int, float)
 
 
 def share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], str]) -> Bar:
-    """A bar that stands for a whole, or for the parts' sum when they overlap and are more.
-
-    Args:
-        parts: Number (for the colour), name and size of each.
-        of: The size of the whole.
-        text: Says a size.
-    """
+    """A bar that stands for a whole, or for the parts' sum when they overlap and are more."""
     whole = max(of, sum(size for _, _, size in parts)) or 1.0
     rows = tuple((number, label, text(size), _share(size, of)) for number, label, size in parts)
     widths = [percent(size / whole) for _, _, size in parts]

@@ -41,17 +41,11 @@ _numbers = itertools.count(1)
 
 
 class Job(NamedTuple):
-    """A job that runs.
-
-    Attributes:
-        name: Its name.
-        pid: Its driver's process.
-        number: Which one it is there: a process may run several.
-    """
+    """A job that runs."""
 
     name: str
-    pid: int
-    number: int = 1
+    pid: int  # its driver's process
+    number: int = 1  # which one it is there: a process may run several
 
     @property
     def id(self) -> str:
@@ -80,11 +74,7 @@ def window(runtime: Runtime, name: str) -> Iterator[None]:
 
 
 class Scene:
-    """What is seen of a job.
-
-    Attributes:
-        recent: Knows who was busy: an observer.
-    """
+    """What is seen of a job."""
 
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
@@ -158,11 +148,7 @@ def _listed(sockets: str) -> Iterator[Job]:
 
 
 def look(job: Job) -> dict[str, Any] | None:
-    """What a job's groups do just now; None where it has ended, or is another user's.
-
-    Raises:
-        TimeoutError: It doesn't answer.
-    """
+    """What a job's groups do just now; None where it has ended, or is another user's."""
     deadline, received = Deadline(PATIENCE_S), b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         try:

@@ -22,22 +22,14 @@ _STEP = re.compile(r"step-(\d+)")
 
 @attrs.define(eq=False)
 class RunFolder:
-    """runs/<name>, or <name>-2, <name>-3 … when that exists.
+    """runs/<name>, or <name>-2, <name>-3 … when that exists."""
 
-    Attributes:
-        path: Where it is (absolute).
-    """
-
-    path: Path
+    path: Path  # where it is (absolute)
     _metrics: GrowingFile | None = attrs.field(default=None, init=False)
 
     @classmethod
     def create(cls, name: str, root: Path) -> RunFolder:
-        """A new folder for a run of this name.
-
-        Raises:
-            ConfigError: There can't be one.
-        """
+        """A new folder for a run of this name."""
         path = root
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -57,11 +49,7 @@ class RunFolder:
 
     @classmethod
     def latest(cls, name: str, root: Path) -> RunFolder:
-        """The newest folder of this name that has a complete checkpoint.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """The newest folder of this name that has a complete checkpoint."""
         pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
         named = [(pattern.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
         numbered = sorted(((int(found[1] or 1), path) for found, path in named if found), reverse=True)
@@ -90,11 +78,7 @@ class RunFolder:
     # -- metrics
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null.
-
-        Raises:
-            OSError: The disk is full, or the like; the file has the lines before, whole.
-        """
+        """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null."""
         if self._metrics is None:
             self._metrics = GrowingFile(self.path / "metrics.jsonl")
         self._metrics.add(json.dumps(finite(row), allow_nan=False) + "\n")
@@ -128,12 +112,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def checkpoint(self, step: int, keep: int = 2) -> Iterator[Path]:
-        """A folder to write into, which becomes the checkpoint of a step when the block ends well.
-
-        Args:
-            step: The step it is of; replaces an earlier one of the same step.
-            keep: How many complete ones stay.
-        """
+        """A folder to write into, which becomes the checkpoint of a step when the block ends well."""
         with atomic_folder(self.of(step)) as part:
             yield part
         for _, path in self.checkpoints()[:-keep]:

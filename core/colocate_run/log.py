@@ -20,12 +20,9 @@ class RunLog:
 
     A disk that is full ends the log and not the run; `fault` says so. Writing takes no lock, so that a signal's handler
     may print.
-
-    Attributes:
-        fault: Why nothing is written any more; None while all is well.
     """
 
-    fault: str | None = None
+    fault: str | None = None  # why nothing is written any more; None while all is well
     _early: list[str] = attrs.field(factory=list, init=False)
     _file: FileIO | None = attrs.field(default=None, init=False)
 

@@ -29,27 +29,17 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Guarded:
-    """An observer that can't harm the run: it hears nothing more but of the end once it has raised, which is said.
+    """An observer that can't harm the run: it hears nothing more but of the end once it has raised, which is said."""
 
-    Attributes:
-        name: What it is called.
-        heard: How often it has been told, by hook.
-        hook: The hook that it is in.
-    """
-
-    name: str
+    name: str  # what it is called
     _observer: object
     _screen: Screen
-    heard: Counter[str] = attrs.field(factory=Counter, init=False)
-    hook: str | None = attrs.field(default=None, init=False)
+    heard: Counter[str] = attrs.field(factory=Counter, init=False)  # how often it has been told, by hook
+    hook: str | None = attrs.field(default=None, init=False)  # the hook that it is in
     _stopped: bool = attrs.field(default=False, init=False)
 
     def begin(self, info: RunInfo) -> None:
-        """Tell it of the run, which doesn't begin if it can't hear of that.
-
-        Raises:
-            PluginError: It raised.
-        """
+        """Tell it of the run, which doesn't begin if it can't hear of that."""
         started = getattr(self._observer, _STARTED, None)
         if started is None:
             return
@@ -122,12 +112,7 @@ class RunObservers:
             each.tell(hook, *args)
 
     def add(self, observe: Sequence[object]) -> None:
-        """Make those that a config names: by name, as an entry of the config, or the observer itself.
-
-        Raises:
-            ConfigError: An entry isn't one, or an observer has no hooks that exist.
-            PluginError: One is unknown, or can't be made.
-        """
+        """Make those that a config names: by name, as an entry of the config, or the observer itself."""
         if not isinstance(observe, Iterable):
             raise ConfigError(f"observe={shown(observe)} is no list of observers")
         for each in [observe] if isinstance(observe, str) else observe:
@@ -159,11 +144,7 @@ class RunObservers:
         self._all.append(Guarded(name, made, self._screen))
 
     def begin(self, info: RunInfo) -> None:
-        """Tell them of the run. Only those that have heard of it are told of its end.
-
-        Raises:
-            PluginError: One of them raised.
-        """
+        """Tell them of the run. Only those that have heard of it are told of its end."""
         for each in self._all:
             each.begin(info)
             self._told.append(each)
@@ -179,12 +160,7 @@ class RunObservers:
             each.tell(LOGGED, record)
 
     def settle(self, driver: Driver, directory: Path) -> None:
-        """Wait until they have been told of all that has happened. Whom somebody keeps from that is named.
-
-        Args:
-            driver: That of the run's runtime.
-            directory: The run's folder.
-        """
+        """Wait until they have been told of all that has happened. Whom somebody keeps from that is named."""
         if driver.settle():
             return
         for each in self._told:  # before counting: what they haven't been told, they won't be

@@ -153,11 +153,7 @@ class _Made:
 
 
 def plan(config: Config) -> list[GroupPlan]:
-    """Return what the roles of a config's groups will hold.
-
-    Raises:
-        ConfigError: torch isn't installed.
-    """
+    """Return what the roles of a config's groups will hold."""
     try:
         need_torch("colocate plan")
     except ImportError as error:

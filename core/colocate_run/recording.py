@@ -40,32 +40,19 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Begun:
-    """A run that has its folder, before its job begins.
+    """A run that has its folder, before its job begins."""
 
-    Attributes:
-        name: What it is called.
-        folder: Its folder.
-        step: The step it goes on from; None for a new run.
-        metrics: What was logged up to that step.
-        screen: Where it is shown.
-        config: Its config as plain data; empty for a run that has none.
-        trace: Whether a trace is written.
-        job: What it does; None where the code of a block does it.
-        observers: Who is told of it.
-        environment: Versions, machine, command line and commit.
-        started: Whether all is there that the job needs; until then there is nothing to report but what went wrong.
-    """
-
-    name: str
-    folder: RunFolder
-    step: int | None
-    metrics: list[Row]
-    screen: Screen
-    config: Mapping[str, Any] = attrs.field(factory=dict)
-    trace: bool = False
-    job: Callable[[Run], object] | None = None
-    observers: RunObservers = attrs.field(init=False)
-    environment: Mapping[str, str] = attrs.field(init=False)
+    name: str  # what it is called
+    folder: RunFolder  # its folder
+    step: int | None  # the step it goes on from; None for a new run
+    metrics: list[Row]  # what was logged up to that step
+    screen: Screen  # where it is shown
+    config: Mapping[str, Any] = attrs.field(factory=dict)  # its config as plain data; empty for a run that has none
+    trace: bool = False  # whether a trace is written
+    job: Callable[[Run], object] | None = None  # what it does; None where the code of a block does it
+    observers: RunObservers = attrs.field(init=False)  # who is told of it
+    environment: Mapping[str, str] = attrs.field(init=False)  # versions, machine, command line and commit
+    # whether all is there that the job needs; until then there is nothing to report but what went wrong
     started: bool = attrs.field(default=False, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
 
@@ -84,18 +71,7 @@ class Begun:
 
 
 def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> AbstractContextManager[Begun]:
-    """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there.
-
-    Args:
-        config: The config.
-        log: Hears what is printed.
-        resume: Go on from the last complete checkpoint of a run of this name.
-        screen: Where it is shown.
-
-    Raises:
-        ConfigError: The config has no job, there is nothing to resume, or the run's folder can't be made.
-        PluginError: An observer can't be had.
-    """
+    """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there."""
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
     function = find_job(config.job.use).load()
@@ -108,14 +84,7 @@ def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Abstr
 
 
 def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float) -> RunRecord:
-    """Run a config's job and write everything that remains of it.
-
-    Args:
-        begun: The run.
-        runtime: Its runtime.
-        groups: Its groups.
-        start_up: Seconds that starting these took.
-    """
+    """Run a config's job and write everything that remains of it."""
     job, signals = begun.job, StopSignals(begun.screen.stopping)
     assert job is not None
     with _recording(begun, runtime, groups, signals, start_up) as run, signals:

@@ -61,14 +61,7 @@ def _plain(file: IO[str]) -> Console:
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, spare: Sequence[str] = ()) -> None:
-    """Print rows under a title: their keys are the columns, numbers are aligned right.
-
-    Args:
-        title: What stands above them.
-        rows: The rows; where one has no such key, its cell is empty.
-        to: Where to. A terminal that is too narrow for all columns shows those that matter, and names the others.
-        spare: The columns that matter least, least first; of the others, the last ones do.
-    """
+    """Print rows under a title: their keys are the columns, numbers are aligned right."""
     names = keys_of(rows)
     if not names:
         return
@@ -87,12 +80,6 @@ def table_that_fits(
     """A table that is no wider than a terminal: columns are left out, and named below, before a word is broken.
 
     A word that needs more than half of the width is broken, so that there is a table at all.
-
-    Args:
-        rows: The rows, as for `show_table`.
-        width: The terminal's columns.
-        spare: The columns that matter least, least first.
-        sizes: Columns that are aligned right, as numbers are, and whose cells stay in one line ("5.4 MiB").
     """
     every = {name: _Column.of(rows, name, name in sizes, width // 2) for name in keys_of(rows)}
     found: dict[str, _Column] = {}
@@ -220,13 +207,7 @@ class Screen:
 
     @contextlib.contextmanager
     def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
-        """Show progress while the block runs.
-
-        Args:
-            name: The run's name.
-            directory: Its folder.
-            step: The step it goes on from; None for a new run.
-        """
+        """Show progress while the block runs."""
         self.say(f"{name}: running in {short(directory)}" + ("" if step is None else f", going on after step {step}"))
         # Not `update`: steps done in an earlier life say nothing about this one's speed.
         self._bar.reset(self._bar.task_ids[0], completed=step or 0, description=name)

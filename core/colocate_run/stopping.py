@@ -13,14 +13,10 @@ import attrs
 
 @attrs.define(eq=False)
 class StopSignals:
-    """While entered: a first Ctrl-C or SIGTERM is only noted, a second one raises KeyboardInterrupt(its number).
-
-    Attributes:
-        received: The first signal's name.
-    """
+    """While entered: a first Ctrl-C or SIGTERM is only noted, a second one raises KeyboardInterrupt(its number)."""
 
     _noticed: Callable[[str], None]
-    received: str | None = None
+    received: str | None = None  # the first signal's name
     _previous: dict[int, Any] = attrs.field(factory=dict, init=False)
 
     def __enter__(self) -> StopSignals:

@@ -40,15 +40,7 @@ class Cluster:
         return any([self.file, self.executor, self.address, self.changes])
 
     def joined(self, command: str, lacks: str) -> Runtime:
-        """A runtime of it.
-
-        Args:
-            command: What it is for.
-            lacks: What a private one doesn't have, in words.
-
-        Raises:
-            ConfigError: No cluster is named that is there already.
-        """
+        """A runtime of it."""
         from colocate import connect
 
         name, options = self.engine(command)
@@ -63,11 +55,7 @@ class Cluster:
         return connect(name, **options)
 
     def engine(self, command: str) -> tuple[str | None, Mapping[str, Any]]:
-        """Which executor, and its options.
-
-        Raises:
-            ConfigError: The config is wrong, or it isn't said of what `--set` and `--address` are.
-        """
+        """Which executor, and its options."""
         if self.file is not None:
             config = load(self.file, self.executor, self.changes, allow_import=self.allow_import)
             return config.executor.use, {**config.executor.with_, **self._joining(config.executor.use)}
@@ -79,11 +67,7 @@ class Cluster:
         return self.executor, {} if self.executor is None else self._joining(self.executor)
 
     def _joining(self, executor: str) -> dict[str, str]:
-        """The option that names the cluster, if an address is given.
-
-        Raises:
-            ConfigError: The executor joins none.
-        """
+        """The option that names the cluster, if an address is given."""
         if self.address is None:
             return {}
         option = joins(executor)

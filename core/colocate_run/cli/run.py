@@ -25,14 +25,7 @@ _LOST = "everything is closed, what came after the last checkpoint is lost"
 def run_job(
     file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool, allow_import: bool = True
 ) -> int:
-    """Run a config's job.
-
-    Returns:
-        0 when it came to its end; 128 + the signal's number, as shells have it, when a signal ended it; 1 for an error.
-
-    Raises:
-        SystemExit: The job's own, unless that says that all is well.
-    """
+    """Run a config's job."""
 
     def command() -> int:
         screen, log = Screen(quiet=json), RunLog()

@@ -15,11 +15,7 @@ _TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: 
 
 
 def show_schema() -> int:
-    """Print it.
-
-    Returns:
-        The exit status.
-    """
+    """Print it."""
     print_json(json_schema())
     return 0
 

@@ -30,16 +30,11 @@ _SPARE = ("node", "device", "queue", "asleep", "busy", "for", "holds")
 
 @attrs.frozen
 class Sight:
-    """A job that can be looked at.
-
-    Attributes:
-        name: Its name.
-        ids: What else it may be called by; the first is its alone.
-        look: What its groups do just now; None where it has ended, or is another user's.
-    """
+    """A job that can be looked at."""
 
     name: str
-    ids: tuple[str, ...]
+    ids: tuple[str, ...]  # what else it may be called by; the first is its alone
+    # what its groups do just now; None where it has ended, or is another user's
     look: Callable[[], Mapping[str, Any] | None]
 
     def __str__(self) -> str:

@@ -174,11 +174,7 @@ def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document
 
 
 def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
-    """The budgets of a group.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
+    """The budgets of a group."""
     roles: dict[str, RoleSpec[Any]] = {
         name: RoleSpec(role.use).on(
             device_memory=role.device_memory,

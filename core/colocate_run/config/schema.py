@@ -200,19 +200,13 @@ class Config:
 
 @attrs.frozen
 class Shape:
-    """Who says which keys a mapping in a config has.
+    """Who says which keys a mapping in a config has."""
 
-    Attributes:
-        kind: The class whose fields they are, if they are the schema's.
-        item: The class of the values, where the config's author names the entries.
-        arguments: Whether they are arguments of an executor, a role or a job, whose signature says them.
-        named: Whether the config's author does.
-    """
-
-    kind: type[attrs.AttrsInstance] | None = None
+    kind: type[attrs.AttrsInstance] | None = None  # the class whose fields they are, if they are the schema's
+    # the class of the values, where the config's author names the entries
     item: type[attrs.AttrsInstance] | None = None
-    arguments: bool = False
-    named: bool = False
+    arguments: bool = False  # whether they are arguments of an executor, a role or a job, whose signature says them
+    named: bool = False  # whether the config's author does
 
     @classmethod
     def of(cls, annotation: Any) -> Shape:

@@ -31,25 +31,16 @@ _LEAST_COPIED = 10  # what a value counts, however short it is
 
 @attrs.define(eq=False)
 class Document:
-    """A config on its way from text to `Config`, with what was found wrong so far.
+    """A config on its way from text to `Config`, with what was found wrong so far."""
 
-    Attributes:
-        name: What messages call it.
-        data: Its plain data.
-        lines: The line of each place that came from a file.
-        origins: The command-line option that each changed place came from.
-        unfounded: Arguments that a command-line option gives and the config doesn't name.
-        mistakes: What is wrong.
-        warnings: What is right, and hardly meant.
-    """
-
-    name: str
-    data: dict[str, Any] = attrs.field(factory=dict)
-    lines: dict[Place, int] = attrs.field(factory=dict)
-    origins: dict[Place, str] = attrs.field(factory=dict)
+    name: str  # what messages call it
+    data: dict[str, Any] = attrs.field(factory=dict)  # its plain data
+    lines: dict[Place, int] = attrs.field(factory=dict)  # the line of each place that came from a file
+    origins: dict[Place, str] = attrs.field(factory=dict)  # the command-line option that each changed place came from
+    # arguments that a command-line option gives and the config doesn't name
     unfounded: set[Place] = attrs.field(factory=set)
-    mistakes: list[Mistake] = attrs.field(factory=list)
-    warnings: list[Mistake] = attrs.field(factory=list)
+    mistakes: list[Mistake] = attrs.field(factory=list)  # what is wrong
+    warnings: list[Mistake] = attrs.field(factory=list)  # what is right, and hardly meant
 
     def wrong(self, place: Place, message: str, nearest: str | None = None) -> None:
         """Note a mistake, with the line or the option that the place came from."""
@@ -110,11 +101,7 @@ class Document:
 
 
 def read_file(path: Path) -> Document:
-    """The document of a file.
-
-    Raises:
-        ConfigError: It can't be read, or its syntax is wrong.
-    """
+    """The document of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -125,11 +112,7 @@ def read_file(path: Path) -> Document:
 
 
 def read_text(text: str, name: str) -> Document:
-    """The document of a text, which must be a mapping at its top.
-
-    Raises:
-        ConfigError: Its syntax is wrong.
-    """
+    """The document of a text, which must be a mapping at its top."""
     document = Document(name)
     value = read_value(text, document)
     if document.mistakes and value is None:

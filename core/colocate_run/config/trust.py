@@ -51,15 +51,11 @@ HARMLESS_VARIABLES = frozenset(
 
 @attrs.frozen
 class Trust:
-    """What may be imported for a config.
+    """What may be imported for a config."""
 
-    Attributes:
-        allow: Names of the plugins that may; None for all that are installed. colocate's own always may.
-        modules: Whether "module:Class" may.
-    """
-
+    # names of the plugins that may; None for all that are installed. colocate's own always may
     allow: Sequence[str] | None
-    modules: bool
+    modules: bool  # whether "module:Class" may
 
     def objection(self, use: str, kind: Kind) -> str | None:
         """Why what a config names isn't imported; None when it may be."""
