@@ -27,7 +27,6 @@ _IMPORTED = (
         "colocate_run.cli.check",
         "colocate_run.cli.doctor",
         "colocate_run.cli.plugin",
-        "colocate_run.cli.plugins",
         "colocate_run.cli.run",
     ),
     *("colocate._api.runtime", "colocate_run.config.structure", "colocate_report.page", "jinja2", "rich.table"),

@@ -18,7 +18,6 @@ from colocate._crew.saved import found_in
 from colocate._protocol.commands import Seen
 from colocate._protocol.message import read
 from colocate._protocol.requests import Requests
-from colocate._protocol.versions import PROTOCOL
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.files import GrowingFile, atomic_folder, write_whole
@@ -39,7 +38,6 @@ __all__ = [
     "CHECKPOINT",
     "LEDGERS_WITHIN_S",
     "OF_RUNS",
-    "PROTOCOL",
     "RECENT_S",
     "SLEEP",
     "TOLD_WITHIN_S",

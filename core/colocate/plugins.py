@@ -21,9 +21,11 @@ from colocate._plugins.plugins import (
     roles_of,
 )
 from colocate._plugins.strays import of_this_machine
+from colocate._protocol.versions import PROTOCOL
 from colocate._system.installed import pip_line
 
 __all__ = [
+    "PROTOCOL",
     "FoundJob",
     "FoundRole",
     "PluginInfo",

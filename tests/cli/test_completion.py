@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import CommandLine
 
 from colocate._protocol.versions import PROTOCOL
-from colocate_run.cli.completion import configs
+from colocate_run.cli.installed import configs
 
 COMMAND = Path(sys.executable).with_name("colocate")
 BEGIN = """\

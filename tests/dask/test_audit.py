@@ -18,8 +18,7 @@ from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import undocumented
-from colocate_run.cli.audit import find_strays
-from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.cluster import Cluster, find_strays
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_a_config_names_the_cluster(
     cluster: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command joins what a config joins; without an address it says that it has looked at no cluster."""
-    monkeypatch.setattr("colocate_run.cli.audit.of_this_machine", list)
+    monkeypatch.setattr("colocate_run.cli.cluster.of_this_machine", list)
     config = tmp_path / "audited.yaml"
     config.write_text("executor: {use: dask, with: {address: 'tcp://127.0.0.1:1', timeout: 1}}\n")
     change = [f"executor.with.address={cluster}", "executor.with.timeout=30"]

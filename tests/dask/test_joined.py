@@ -23,8 +23,7 @@ from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 from colocate_dask import undocumented
-from colocate_run.cli.audit import find_strays
-from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.cluster import Cluster, find_strays
 
 
 @pytest.fixture(scope="module")

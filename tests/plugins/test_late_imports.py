@@ -29,8 +29,8 @@ TELL
 VERSION = """
 import sys
 from colocate_run.environment import environment
-from colocate_run.cli.version import lines
-print([*lines()][1])
+from colocate_run.cli.installed import versions
+print([*versions()][1])
 print(*environment())
 TELL
 """

@@ -18,8 +18,7 @@ import colocate
 from colocate import Pool, Runtime, WorkerDied
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
-from colocate_run.cli.audit import find_strays
-from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.cluster import Cluster, find_strays
 
 # A driver that leaves a placement group with an actor in it, under our name, and another time takes them away.
 STRANGER = """

@@ -20,8 +20,7 @@ from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
 from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import MARK
-from colocate_run.cli.audit import find_strays
-from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.cluster import Cluster, find_strays
 
 # Waits for its input to end; its arguments stand on its command line, as those of a worker do.
 WAIT = "import sys; sys.stdin.read()"
@@ -134,7 +133,7 @@ def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr("colocate._api.audit.AUDIT_SETTLES_S", 0.1)
     with pretending(*worker(gone, "left")) as process:
         monkeypatch.setattr(
-            "colocate_run.cli.audit.of_this_machine",
+            "colocate_run.cli.cluster.of_this_machine",
             lambda: [each for each in strays.of_this_machine() if each.pid == process.pid],
         )
         assert find_strays(Cluster(), json=False) == 1

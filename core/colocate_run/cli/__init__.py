@@ -21,19 +21,19 @@ app = typer.Typer(
 
 
 def _configs(incomplete: str) -> list[str]:
-    from colocate_run.cli.completion import configs
+    from colocate_run.cli.installed import configs
 
     return configs(incomplete)
 
 
 def _executors(incomplete: str) -> list[tuple[str, str]]:
-    from colocate_run.cli.completion import executors
+    from colocate_run.cli.installed import executors
 
     return executors(incomplete)
 
 
 def _plugins(incomplete: str) -> list[tuple[str, str]]:
-    from colocate_run.cli.completion import plugin_names
+    from colocate_run.cli.installed import plugin_names
 
     return plugin_names(incomplete)
 
@@ -66,9 +66,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from colocate_run.cli.version import lines
+        from colocate_run.cli.installed import versions
 
-        for line in lines():
+        for line in versions():
             typer.echo(line)
         raise typer.Exit
 
@@ -155,7 +155,7 @@ def plugins(
 ) -> None:
     """List the executors, and the plugins that bring roles and jobs; or show what one of them offers."""
     if name is None:
-        from colocate_run.cli.plugins import show_plugins
+        from colocate_run.cli.plugin import show_plugins
 
         raise typer.Exit(show_plugins(json=json))
     from colocate_run.cli.plugin import show_plugin
@@ -189,8 +189,7 @@ def audit(
     json: Json = False,
 ) -> None:
     """Find what is still there under colocate's name, here or on a cluster, although its driver is gone."""
-    from colocate_run.cli.audit import find_strays
-    from colocate_run.cli.cluster import Cluster
+    from colocate_run.cli.cluster import Cluster, find_strays
 
     raise typer.Exit(find_strays(Cluster(file, executor, address, changes or [], not no_import), json=json))
 
@@ -229,8 +228,7 @@ def groups(
     json: Json = False,
 ) -> None:
     """List the detached pools of a cluster: their groups, who is attached, how long they live without a driver."""
-    from colocate_run.cli.cluster import Cluster
-    from colocate_run.cli.groups import show_groups
+    from colocate_run.cli.cluster import Cluster, show_groups
 
     raise typer.Exit(show_groups(Cluster(file, executor, address, changes or [], not no_import), json=json))
 
@@ -247,8 +245,7 @@ def close(
     json: Json = False,
 ) -> None:
     """End a detached pool, and free its slots. While a driver is attached it is refused."""
-    from colocate_run.cli.cluster import Cluster
-    from colocate_run.cli.groups import close_pool
+    from colocate_run.cli.cluster import Cluster, close_pool
 
     cluster = Cluster(file, executor, address, changes or [], not no_import)
     raise typer.Exit(close_pool(name, cluster, force=force, json=json))

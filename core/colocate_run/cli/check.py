@@ -19,20 +19,17 @@ _SIZES = ("device_memory", "host_memory", "reserve_activations")
 _OTHERS = ("residency", "step", "sleep")
 
 
+@guarded
 def show_plan(
     file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
     """Show what a config would start; exit status 1, with every mistake, when it is wrong."""
-
-    def command() -> int:
-        plan = plan_of(load(file, executor, changes, allow_import=allow_import))
-        if json:
-            print_json(plan)
-        else:
-            _show(plan, console())
-        return 0
-
-    return guarded(command, as_json=json)
+    plan = plan_of(load(file, executor, changes, allow_import=allow_import))
+    if json:
+        print_json(plan)
+    else:
+        _show(plan, console())
+    return 0
 
 
 def plan_of(config: Config) -> dict[str, Any]:

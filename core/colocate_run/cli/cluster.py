@@ -1,16 +1,22 @@
-"""Which cluster a command is about."""
+"""Which cluster a command is about; `colocate audit`, `colocate groups` and `colocate close`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from rich.text import Text
 
-from colocate.errors import ConfigError
-from colocate.plugins import about_executor, abouts, find_executor
-from colocate_run.cli.output import load
+from colocate import Audit
+from colocate.driver import Driver, audit_strays
+from colocate.errors import ColocateError, ConfigError
+from colocate.plugins import about_executor, abouts, find_executor, of_this_machine
+from colocate.texts import made_for
+from colocate_run.cli.output import guarded, load, print_json
+from colocate_run.screen import console, show_table
 
 if TYPE_CHECKING:
     from colocate import Runtime
@@ -79,3 +85,93 @@ class Cluster:
 def _joining() -> list[str]:
     """The installed executors that say that they join clusters."""
     return [plugin.name for plugin, about in abouts() if about.joins]
+
+
+@guarded
+def find_strays(cluster: Cluster, *, json: bool) -> int:
+    """Show what drivers that are gone have left; exit status 1 when there is something."""
+    name, options = cluster.engine("audit")
+    if name is not None:
+        find_executor(name)  # one that there isn't is told of as such
+    option = "" if name is None else joins(name)
+    audit = audit_strays(of_this_machine)
+    looked_at = ["this machine"]
+    if name is not None and options.get(option) is not None:
+        try:
+            there = _of_cluster(name, options)
+        except ColocateError:
+            if not json:  # what was found here is worth knowing; the error follows
+                _show_strays(audit, looked_at)
+            raise
+        audit = Audit((*audit.leaked, *there.leaked))
+        looked_at.append(f"{name} at {options[option]}")
+    if json:
+        print_json({**audit.data(), "looked_at": looked_at})
+    else:
+        _show_strays(audit, looked_at)
+        if option and len(looked_at) == 1:
+            console().print(f"no cluster of {name} was looked at: that needs its --address", markup=False)
+    return 1 if audit else 0
+
+
+def _of_cluster(name: str, options: Mapping[str, Any]) -> Audit:
+    from colocate import connect
+
+    with connect(name, **options) as runtime:
+        return audit_strays(Driver(runtime).executor.strays)
+
+
+def _show_strays(audit: Audit, looked_at: list[str]) -> None:
+    to = console()
+    where = " and ".join(looked_at)
+    if not audit:
+        to.print(Text(f"clean: nothing has been left on {where}"), soft_wrap=True)
+        return
+    to.print(Text(f"{len(audit.leaked)} left on {where}", "bold"), soft_wrap=True)
+    to.print(Text(str(audit)), soft_wrap=True)
+
+
+@guarded
+def show_groups(cluster: Cluster, *, json: bool) -> int:
+    """Show the detached pools of a cluster."""
+    with cluster.joined("groups", "detached pools") as runtime:
+        found = sorted(runtime.detached(), key=lambda each: str(each["name"]))
+    if json:
+        print_json(
+            {"pools": [{**each, "since": time.strftime("%FT%T%z", time.localtime(each["since"]))} for each in found]}
+        )
+    elif found:
+        show_table("detached pools", [_row(each) for each in found], console())
+    else:
+        console().print(Text("no pool is detached in this cluster"), soft_wrap=True)
+    return 0
+
+
+@guarded
+def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
+    """End a detached pool."""
+    what = f"close {name}"
+    with cluster.joined(what, "detached pools") as runtime, made_for((f"colocate {what}", 0)):
+        Driver(runtime).close_detached(name, force)
+    if json:
+        print_json({"closed": name})
+    else:
+        console().print(Text(f"closed: {name}"), soft_wrap=True)
+    return 0
+
+
+def _row(found: Mapping[str, Any]) -> dict[str, Any]:
+    groups = ", ".join(f"{name} ({', '.join(roles)})" for name, roles in found["groups"].items())
+    left = "" if found["left_s"] is None else f"{found['left_s']:.0f} s"
+    driver = found["driver"] or ""
+    if not found["answers"]:
+        driver = "(it doesn't answer)"
+    return {
+        "name": found["name"],
+        "groups": groups,
+        "slots": found["slots"],
+        "nodes": ", ".join(found["nodes"]),
+        "driver": f"{driver}, owns it" if driver and found["owned"] else driver,
+        "left": left,
+        "epoch": "" if found["epoch"] is None else found["epoch"],
+    }

@@ -14,30 +14,27 @@ from colocate_run.cli.output import guarded
 from colocate_run.screen import console, show_table
 
 
+@guarded
 def copy_example(name: str | None) -> int:
     """Copy an example into the working directory, or list those that there are."""
-
-    def command() -> int:
-        there = _examples()
-        if name is None:
-            rows = [{"example": each, "files": ", ".join(path.name for path in paths)} for each, paths in there.items()]
-            show_table("examples", rows, console())
-            return 0
-        if name not in there:
-            raise ConfigError(f"there is no example {name!r}: there are {', '.join(there)}{did_you_mean(name, there)}")
-        if taken := [path.name for path in there[name] if Path(path.name).exists()]:
-            raise ConfigError(f"{', '.join(taken)}: there already, and nothing was copied; use another folder")
-        for path in there[name]:
-            if path.is_dir():
-                shutil.copytree(path, path.name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(path, path.name)
-            console().print(Text(path.name), soft_wrap=True)
-        if config := next((path for path in there[name] if path.suffix == ".yaml"), None):
-            console().print(Text(f"run it: colocate run {config.name}"), soft_wrap=True)
+    there = _examples()
+    if name is None:
+        rows = [{"example": each, "files": ", ".join(path.name for path in paths)} for each, paths in there.items()]
+        show_table("examples", rows, console())
         return 0
-
-    return guarded(command, as_json=False)
+    if name not in there:
+        raise ConfigError(f"there is no example {name!r}: there are {', '.join(there)}{did_you_mean(name, there)}")
+    if taken := [path.name for path in there[name] if Path(path.name).exists()]:
+        raise ConfigError(f"{', '.join(taken)}: there already, and nothing was copied; use another folder")
+    for path in there[name]:
+        if path.is_dir():
+            shutil.copytree(path, path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, path.name)
+        console().print(Text(path.name), soft_wrap=True)
+    if config := next((path for path in there[name] if path.suffix == ".yaml"), None):
+        console().print(Text(f"run it: colocate run {config.name}"), soft_wrap=True)
+    return 0
 
 
 def _examples() -> dict[str, list[Path]]:

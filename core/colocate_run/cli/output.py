@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import attrs
 from rich.text import Text
@@ -18,6 +19,8 @@ from colocate_run.config import Config
 from colocate_run.config.load import read_config
 from colocate_run.folder import finite
 from colocate_run.screen import console
+
+P = ParamSpec("P")
 
 
 def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_import: bool = True) -> Config:
@@ -35,22 +38,27 @@ def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_impo
     return config
 
 
-def guarded(command: Callable[[], int], *, as_json: bool) -> int:
-    """Run a command; what goes wrong is told, and is exit status 1.
+def guarded(command: Callable[P, int]) -> Callable[P, int]:
+    """Have a command tell what goes wrong, which is exit status 1; as JSON, where it is called with json=True.
 
     An error of colocate is its message, with the frames of the code that called, if it was a job's. Any other of a job
     is its traceback, without the framework's frames. One without a frame of a job is a bug, and is raised.
     """
-    try:
-        return command()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        found = _told_as(error)
-        if not all(map(_is_told, found)):
+
+    @functools.wraps(command)
+    def run(*args: P.args, **options: P.kwargs) -> int:
+        try:
+            return command(*args, **options)
+        except (KeyboardInterrupt, SystemExit):
             raise
-    print_errors(found, as_json=as_json)
-    return 1
+        except BaseException as error:
+            found = _told_as(error)
+            if not all(map(_is_told, found)):
+                raise
+        print_errors(found, as_json=bool(options.get("json")))
+        return 1
+
+    return run
 
 
 def _told_as(error: BaseException) -> list[BaseException]:

@@ -1,57 +1,389 @@
-"""`colocate plan`: what the roles of a config will hold, before anything of it is built."""
+"""`colocate plan`: what the roles of a config will hold, without building them.
+
+Each role is constructed on torch's meta device, which has shapes and no memory, as the first of its ranks; then every
+optimizer makes a step there, so that gradients and its state are known from what it really makes. What is computed with
+in between isn't known.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from rich.text import Text
 
-from colocate.texts import listed, plural, size_text
+from colocate.errors import ColocateError, ConfigError
+from colocate.hosting import (
+    Context,
+    MeshPlace,
+    Purpose,
+    Storages,
+    attach,
+    derive_seed,
+    held_by,
+    hosted,
+    need_torch,
+    optimizers_of,
+)
+from colocate.plugins import find_role
+from colocate.signatures import Budgets, Limit, arguments_of, methods_of, parse_meshes
+from colocate.texts import error_text, listed, plural, size_text
 from colocate_run.cli.output import guarded, load, print_json
-from colocate_run.planning import KINDS, Fit, GroupPlan, plan
+from colocate_run.config.check import budgets_of
+from colocate_run.config.schema import Config, GroupConfig
 from colocate_run.screen import console, show_table
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
+_KINDS = tuple(purpose.word for purpose in Purpose if purpose is not Purpose.RESIDENTS)
+_ADVICE = {  # what to do about errors of torch's that come of the meta device
+    "meta tensor": "tensors have no values there: ask for them in a method, or only of tensors that aren't `is_meta`",
+    "META device": "it has no generator: take `self.ctx.generator`",
+    "compiled with CUDA": "put it on `self.ctx.device`, wherever that is",
+}
+
+
+@guarded
 def show_memory(
     file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
     """Show what roles will hold; exit status 1 when one can't fit into what it may have, or isn't known."""
+    # Before torch is imported: of groups whose ranks aren't there it has warnings.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    config = load(file, executor, changes, allow_import=allow_import)
+    # What constructors print must not get between a script and the JSON it waits for.
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        groups = plan(config)
+    if json:
+        print_json([group.data() for group in groups])
+    else:
+        _say(f"{config.name}: what roles will hold (torch took no memory for it, and nothing was started)")
+        for group in groups:
+            _show(group)
+    unknown = any(role.unknown is not None for group in groups for role in group.roles)
+    return 1 if unknown or any(fit.misfits for group in groups for fit in group.fits()) else 0
 
-    def command() -> int:
-        # Before torch is imported: of groups whose ranks aren't there it has warnings.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        config = load(file, executor, changes, allow_import=allow_import)
-        # What constructors print must not get between a script and the JSON it waits for.
-        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
-            groups = plan(config)
-        if json:
-            print_json(
-                [
-                    {
-                        "group": group.group,
-                        "roles": [{**attrs.asdict(role), "total": role.total} for role in group.roles],
-                        "budgets": [attrs.asdict(fit) for fit in group.fits()],
-                    }
-                    for group in groups
-                ]
-            )
+
+@attrs.define(eq=False)
+class RolePlan:
+    """What one rank of a role will hold, in bytes."""
+
+    role: str
+    slots: tuple[int, ...]
+    ctx: Context
+    instance: Any = None  # on the meta device; None where its constructor raised
+    unknown: str | None = None  # why what it holds, or a part of it, isn't known
+    kinds: dict[str, int] = attrs.field(factory=dict)  # what roles share counts with the first of them
+    alone: int = 0  # of all kinds, if it shared none
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
+
+    @contextlib.contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """Have role code run, and note what it raises."""
+        try:
+            with hosted(self.ctx):
+                yield
+        except Exception as error:
+            advice = next((f" ({each})" for text, each in _ADVICE.items() if text in str(error)), "")
+            self.unknown = f"{what} raised on the meta device: {error_text(error)}{advice}"
+
+
+@attrs.frozen
+class Fit:
+    """What a budget means for slots that have the same roles."""
+
+    limit: Limit
+    slots: tuple[int, ...]
+    needs: int  # bytes that its roles need together
+    free: int  # of that, what is to stay free for what one of them computes with
+    takers: tuple[str, ...] = ()  # roles that can't be awake all the time, where the smallest are
+    misfits: tuple[str, ...] = ()  # roles that can't fit at all
+
+
+@attrs.frozen
+class GroupPlan:
+    """What the roles of a group will hold, on the slots of its pool."""
+
+    group: str
+    slots: int
+    roles: Sequence[RolePlan]
+    budgets: Budgets
+    on_host: bool  # the slots' devices are the host itself: only then what is known here is the host's memory
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        told = ("role", "slots", "kinds", "alone", "unknown", "total")
+        roles = [{name: getattr(role, name) for name in told} for role in self.roles]
+        return {"group": self.group, "roles": roles, "budgets": [attrs.asdict(fit) for fit in self.fits()]}
+
+    def on(self, slot: int) -> list[RolePlan]:
+        """Return the roles of a slot."""
+        return [role for role in self.roles if slot in role.slots]
+
+    def fits(self) -> Iterator[Fit]:
+        """Yield what each budget means, for slots with the same roles at a time."""
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for slot in range(self.slots):
+            alike.setdefault(tuple(role.role for role in self.on(slot)), []).append(slot)
+        for limit in self.budgets.limits:
+            for slots in alike.values() if limit.device or self.on_host else ():
+                if roles := [each for each in self.on(slots[0]) if limit.role in (None, each.role)]:
+                    yield self._fit(limit, tuple(slots), roles)
+
+    def _fit(self, limit: Limit, slots: tuple[int, ...], roles: Sequence[RolePlan]) -> Fit:
+        sizes = {role.role: role.total for role in roles}
+        free = {role: self.budgets.activations.get(role, 0) if limit.device else 0 for role in sizes}
+
+        def fit(awake: Collection[str]) -> bool:
+            return sum(sizes[role] for role in awake) + max(free[role] for role in awake) <= limit.nbytes
+
+        found = Fit(limit, slots, sum(sizes.values()) + max(free.values()), max(free.values()))
+        if fit(sizes):
+            return found
+        if misfits := [each.role for each in roles if not limit.device or each.alone + free[each.role] > limit.nbytes]:
+            return attrs.evolve(found, misfits=tuple(misfits))
+        awake, rest = list[str](), sorted(sizes, key=lambda role: sizes[role])
+        while rest and all(fit({*awake, rest[0], other}) for other in rest):
+            awake.append(rest.pop(0))
+        return attrs.evolve(found, takers=tuple(role for role in sizes if role not in awake))
+
+
+# -- finding out
+
+
+def plan(config: Config) -> list[GroupPlan]:
+    """Return what the roles of a config's groups will hold."""
+    try:
+        need_torch("colocate plan")
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    import torch
+
+    pools = {name: config.pools[group.pool] for name, group in config.groups.items()}
+    with _alone(max((pool.slots for pool in pools.values()), default=1)), _without_weights(), torch.device("meta"):
+        made = {name: _construct(name, group, pools[name].slots, config) for name, group in config.groups.items()}
+        known = {
+            name: {each.role: each.instance for each in roles if each.unknown is None} for name, roles in made.items()
+        }
+        for name, roles in made.items():
+            there = {role: each for others in known.values() for role, each in others.items()} | known[name]
+            for each in roles:
+                if each.instance is not None:
+                    _go_on(each, there)
+            _measure(roles)
+    return [
+        GroupPlan(name, pools[name].slots, roles, budgets_of(config.groups[name], pools[name]), not pools[name].gpus)
+        for name, roles in made.items()
+    ]
+
+
+def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> list[RolePlan]:
+    import torch
+
+    made: list[RolePlan] = []
+    siblings: dict[str, object] = {}
+    for role, entry in group.roles.items():
+        where = tuple(range(slots) if entry.slots is None else entry.slots)
+        meshes = parse_meshes(entry.mesh or (group.mesh if entry.slots is None else None), len(where))
+        ctx = Context(
+            rank=0,
+            world_size=len(where),
+            slot=where[0],
+            node="localhost",
+            role=role,
+            group=name,
+            generation=0,
+            seed=derive_seed(config.seed, name, role, 0),
+            meshes={key: MeshPlace(mesh, 0) for key, mesh in meshes.items()},
+            device="meta",
+            siblings=siblings,
+            slots=range(len(where)),
+            groups=_PlannedGroups(),
+        )
+        ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # there is none for the meta device
+        made.append(RolePlan(role, where, ctx))
+        cls = find_role(entry.use).load()
+        options = arguments_of(cls, entry.use).built(entry.with_)
+        with made[-1].running("its constructor"):
+            made[-1].instance = siblings[role] = cls(**options)
+            attach(siblings[role], ctx)
+    return made
+
+
+def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
+    """Have a role get what calls will give to it, and its optimizers make a step of zeros, whose state is as large."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Ones(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__) and args[0].is_meta:
+                args = (torch.ones(args[0].shape, dtype=args[0].dtype, device="cpu"),)
+            return func(*args, **(kwargs or {}))
+
+    planned = getattr(made.instance, "plan", None)
+    if callable(planned) and "plan" not in methods_of(type(made.instance)):  # a role method of that name is another
+        with made.running("its plan()"):
+            planned(roles)
+    others = [each for each in roles.values() if each is not made.instance]
+    with made.running("a step of its optimizer"):
+        for optimizer in optimizers_of(made.instance, others):
+            for group in optimizer.param_groups:  # without what the meta device lacks
+                group.update({name: False for name in ("fused", "capturable") if group.get(name)})
+                for parameter in group["params"]:
+                    if parameter.requires_grad and parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+            with torch.device("cpu"), Ones():
+                optimizer.step()
+
+
+def _measure(made: Sequence[RolePlan]) -> None:
+    """Note what each role of a group holds."""
+    counted: set[tuple[str, int]] = set()
+    for each in made:
+        if each.instance is None:
+            continue
+        declares, declared = getattr(each.instance, "device_state", None), dict[str, Any]()
+        if callable(declares):
+            with each.running("its device_state()"):
+                declared = declares()
+        others = [other.instance for other in made if other is not each and other.instance is not None]
+        held, _ = held_by(each.instance, declared.values(), others, _Planned)
+        for purpose in Purpose:
+            for device, pieces in held.get(purpose, {}).items():
+                each.alone += sum(pieces.values())
+                new = sum(nbytes for address, nbytes in pieces.items() if (device, address) not in counted)
+                if new:
+                    each.kinds[purpose.word] = each.kinds.get(purpose.word, 0) + new
+                counted |= {(device, address) for address in pieces}
+
+
+class _Planned(Storages):
+    """Also storages of the meta device, which have no address."""
+
+    def add_tensor(self, item: Any, torch: Any) -> None:
+        """Note the storage of a tensor."""
+        if item.is_meta and item.layout is torch.strided and not hasattr(item, "__tensor_flatten__"):
+            storage = item.untyped_storage()
+            self.setdefault("meta", {})[storage._cdata] = storage.nbytes()
         else:
-            _say(f"{config.name}: what roles will hold (torch took no memory for it, and nothing was started)")
-            for group in groups:
-                _show(group)
-        unknown = any(role.unknown is not None for group in groups for role in group.roles)
-        return 1 if unknown or any(fit.misfits for group in groups for fit in group.fits()) else 0
+            super().add_tensor(item, torch)
 
-    return guarded(command, as_json=json)
+
+@contextlib.contextmanager
+def _alone(ranks: int) -> Iterator[None]:
+    """While the block runs, this process is the first of so many ranks, of which the others only seem to be there."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as wrapper
+
+    # Torch has them for tests of its own; there is no public way to them.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    construct: Any = wrapper.__init__
+
+    def constructed(self: Any, module: Any, _ids: Any = None, _out: Any = None, *args: Any, **named: Any) -> None:
+        # It neither compares numbers with other ranks, nor names the meta device, which has no index.
+        others = {key: each for key, each in named.items() if key not in ("device_ids", "output_device")}
+        construct(self, module, None, None, *args, **others | {"init_sync": False})
+
+    hook = sys.excepthook
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=ranks)
+    setattr(wrapper, "__init__", constructed)  # noqa: B010 - to type checkers a method is no attribute
+    try:
+        yield
+    finally:
+        setattr(wrapper, "__init__", construct)  # noqa: B010
+        dist.destroy_process_group()
+        sys.excepthook = hook  # torch has put its own there
+
+
+@attrs.define(eq=False)
+class _PlannedGroups:
+    """The process groups of one role, which has the first ranks; nothing is sent. See `Context` for each."""
+
+    _mesh: dict[str, DeviceMesh] = attrs.field(factory=dict, init=False)
+
+    def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
+        import torch.distributed as dist
+
+        if axis is None:
+            group: Any = dist.new_group(list(range(ctx.world_size)))
+            return group  # type: ignore[no-any-return]
+        mesh, _, name = axis.rpartition(".")
+        holding = mesh or next(key for key, place in ctx.meshes.items() if name in place.shape)
+        return self.mesh(ctx, holding).get_group(name)
+
+    def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        which = next(iter(ctx.meshes)) if name is None else name
+        if which not in self._mesh:
+            shape = ctx.meshes[which].shape
+            with torch.device("cpu"):  # whatever else is made is on the meta device
+                ranks = torch.arange(ctx.world_size).reshape([*shape.values()])
+                self._mesh[which] = DeviceMesh("cpu", ranks, mesh_dim_names=(*shape,))
+        return self._mesh[which]
+
+    def rendezvous(self) -> tuple[str, int]:
+        raise ColocateError("ctx.rendezvous: nobody is there to meet where memory is only planned")
+
+    def make_again(self, ctx: Context) -> None:
+        """None is ever dropped."""
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Have `from_pretrained` of transformers, where it is installed, make models of their configs."""
+    if importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    plain = vars(PreTrainedModel)["from_pretrained"]
+    setattr(PreTrainedModel, "from_pretrained", classmethod(_from_config))  # noqa: B010 - as above
+    try:
+        with warnings.catch_warnings():  # of weights that were read from a file
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint")
+            yield
+    finally:
+        setattr(PreTrainedModel, "from_pretrained", plain)  # noqa: B010
+
+
+def _from_config(cls: Any, /, name: Any, *_: Any, config: Any = None, **options: Any) -> Any:
+    """Return a model as `from_pretrained` does, without weights."""
+    import torch
+
+    informs = options.pop("output_loading_info", False)
+    dtype = options.pop("torch_dtype", None) or options.pop("dtype", None)
+    if config is None or isinstance(config, str):
+        config, options = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **options)
+    if options.get("quantization_config") or getattr(config, "quantization_config", None) or options.get("gguf_file"):
+        raise ValueError(f"how much {cls.__name__} holds of quantized weights isn't known without them")
+    dtype = getattr(config, "dtype", None) if dtype in (None, "auto") else dtype
+    chosen = {key: options[key] for key in ("attn_implementation",) if key in options}
+    model = cls._from_config(config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, **chosen)
+    return (model.eval(), {}) if informs else model.eval()
+
+
+# -- showing it
 
 
 def _show(group: GroupPlan) -> None:
-    kinds = [kind for kind in KINDS if any(kind in role.kinds for role in group.roles)]
+    kinds = [kind for kind in _KINDS if any(kind in role.kinds for role in group.roles)]
     rows = []
     for role in group.roles:
         total = size_text(role.total)

@@ -1,4 +1,4 @@
-"""`colocate plugins NAME`: one plugin in detail, which imports it: its roles with options and methods, its jobs."""
+"""`colocate plugins`: what is installed, of which nothing is imported; or one plugin in detail, which is."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from colocate.plugins import (
     find_observer,
     jobs_of,
     needed_by,
+    plugins,
     plugins_named,
     roles_of,
 )
@@ -31,21 +32,38 @@ from colocate_run.cli.output import error_data, guarded, print_errors, print_jso
 from colocate_run.screen import console, show_table
 
 
+def show_plugins(*, json: bool) -> int:
+    """List all plugins. Exit status 1 when a name is claimed twice."""
+    found = plugins()
+    if json:
+        print_json([attrs.asdict(plugin) for plugin in found])
+    else:
+        show_table("plugins", [_listed(plugin) for plugin in found], console())
+    return 1 if any(plugin.rivals for plugin in found) else 0
+
+
+def _listed(plugin: PluginInfo) -> dict[str, str]:
+    rivals = f"; also claimed by {', '.join(plugin.rivals)}: uninstall one" if plugin.rivals else ""
+    return {
+        "name": plugin.name,
+        "kind": plugin.brings,
+        "from": plugin.origin + rivals,
+        "object": plugin.value,
+    }
+
+
+@guarded
 def show_plugin(name: str, *, json: bool) -> int:
     """Show what the plugins of a name offer; exit status 1 when there is none, or something in them is broken."""
-
-    def command() -> int:
-        faults: list[PluginError] = []
-        found = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
-        if json:
-            print_json([attrs.asdict(plugin) | details for plugin, details in found])
-        else:
-            for plugin, details in found:
-                _show(plugin, details, console())
-            print_errors(faults, as_json=False)
-        return 1 if faults else 0
-
-    return guarded(command, as_json=json)
+    faults: list[PluginError] = []
+    found = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
+    if json:
+        print_json([attrs.asdict(plugin) | details for plugin, details in found])
+    else:
+        for plugin, details in found:
+            _show(plugin, details, console())
+        print_errors(faults, as_json=False)
+    return 1 if faults else 0
 
 
 def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:

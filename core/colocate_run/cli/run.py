@@ -26,28 +26,8 @@ def run_job(
     file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool, allow_import: bool = True
 ) -> int:
     """Run a config's job."""
-
-    def command() -> int:
-        screen, log = Screen(quiet=json), RunLog()
-        # What a job prints must not get between a script and the JSON it waits for.
-        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), log.listening():
-            config = load(file, executor, changes, allow_import=allow_import)
-            with begin(config, log, resume=resume, screen=screen) as begun:
-                with contextlib.ExitStack() as stack:
-                    with screen.starting(config.name) as stage:
-                        job = stack.enter_context(opened(config, stage))
-                    record = execute(begun, job.runtime, job.groups, job.start_up)
-                screen.say(_closed(record))
-        if json:
-            print_json(_summary(record))
-        if record.stopped is None:
-            return 0
-        goes_on = "go on with --resume" if begun.folder.checkpoints() else "it had written no checkpoint to go on from"
-        screen.say(f"stopped by {record.stopped}; {goes_on}")
-        return 128 + signal.Signals[record.stopped]
-
     try:
-        return guarded(command, as_json=json)
+        return _run(file, executor, changes, resume=resume, json=json, allow_import=allow_import)
     except SystemExit as ended:  # Python prints what it says, and nothing else of it
         if json:
             print_json({"errors": [error_data(ended)]})
@@ -60,6 +40,29 @@ def run_job(
         sys.stderr.write(f"interrupted: {_LOST}\n")
         second = next((each for each in interrupt.args if isinstance(each, int)), signal.SIGINT)
         return 128 + second
+
+
+@guarded
+def _run(
+    file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool, allow_import: bool
+) -> int:
+    screen, log = Screen(quiet=json), RunLog()
+    # What a job prints must not get between a script and the JSON it waits for.
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), log.listening():
+        config = load(file, executor, changes, allow_import=allow_import)
+        with begin(config, log, resume=resume, screen=screen) as begun:
+            with contextlib.ExitStack() as stack:
+                with screen.starting(config.name) as stage:
+                    job = stack.enter_context(opened(config, stage))
+                record = execute(begun, job.runtime, job.groups, job.start_up)
+            screen.say(_closed(record))
+    if json:
+        print_json(_summary(record))
+    if record.stopped is None:
+        return 0
+    goes_on = "go on with --resume" if begun.folder.checkpoints() else "it had written no checkpoint to go on from"
+    screen.say(f"stopped by {record.stopped}; {goes_on}")
+    return 128 + signal.Signals[record.stopped]
 
 
 def _closed(record: RunRecord) -> str:

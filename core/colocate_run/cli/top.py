@@ -41,43 +41,36 @@ class Sight:
         return f"{self.name} ({self.ids[0]})"
 
 
+@guarded
 def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, json: bool) -> int:
     """Show a job, again and again until it ends or somebody has seen enough."""
-
-    def command() -> int:
-        try:
-            show()
-        except KeyboardInterrupt:
-            return 0
-        except TimeoutError as error:
-            raise EngineError(str(error)) from error
+    try:
+        _show_job(name, cluster, once, every, json)
+    except KeyboardInterrupt:
         return 0
-
-    def show() -> None:
-        if not cluster.given:
-            if not once and not json and console().is_terminal:
-                _wait_for_one(every)
-            _show(_chosen(name and short(name), [_here(job) for job in jobs()], _HERE), once, every, json)
-            return
-        call = " ".join(filter(None, ("top", name)))
-        with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
-            driver = Driver(runtime)
-            driver.require(Watchable, "say which jobs run on its cluster")
-            executor = driver.executor
-            found = [_there(window, executor) for window in off_main(cast("Watchable", executor).windows)]
-            if isinstance(executor, Detachable):
-                found += [_detached(str(pool["name"]), executor) for pool in off_main(executor.published)]
-            _show(_chosen(name, found, "on this cluster"), once, every, json)
-
-    return guarded(command, as_json=json)
+    except TimeoutError as error:
+        raise EngineError(str(error)) from error
+    return 0
 
 
-def _wait_for_one(every: float) -> None:
-    """Wait until some job of this machine can be looked at: one that starts can't yet."""
-    if not jobs():
-        console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
-    while not jobs():
-        time.sleep(every)
+def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json: bool) -> None:
+    if not cluster.given:
+        if not once and not json and console().is_terminal:
+            if not jobs():
+                console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
+            while not jobs():  # one that starts can't be looked at yet
+                time.sleep(every)
+        _show(_chosen(name and short(name), [_here(job) for job in jobs()], _HERE), once, every, json)
+        return
+    call = " ".join(filter(None, ("top", name)))
+    with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
+        driver = Driver(runtime)
+        driver.require(Watchable, "say which jobs run on its cluster")
+        executor = driver.executor
+        found = [_there(window, executor) for window in off_main(cast("Watchable", executor).windows)]
+        if isinstance(executor, Detachable):
+            found += [_detached(str(pool["name"]), executor) for pool in off_main(executor.published)]
+        _show(_chosen(name, found, "on this cluster"), once, every, json)
 
 
 def _here(job: Job) -> Sight:

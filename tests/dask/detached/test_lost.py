@@ -16,8 +16,7 @@ from colocate.errors import EngineError, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.counting import Counting
 from colocate.testing.waiting import Processes, send, wait_until
-from colocate_run.cli.cluster import Cluster
-from colocate_run.cli.groups import show_groups
+from colocate_run.cli.cluster import Cluster, show_groups
 
 
 def detached(runtime: Runtime, name: str) -> tuple[Pool, list[int], list[str]]:

@@ -1,12 +1,14 @@
-"""What a shell offers at the Tab key: configs, executors and plugins. Nothing is connected to, no plugin imported."""
+"""`colocate --version`, and what a shell offers at the Tab key. Nothing is connected to, no plugin imported."""
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from itertools import islice
 
-from colocate.plugins import plugins
+import colocate
+from colocate.plugins import PROTOCOL, PluginInfo, plugins
 
 _DEEP = 2  # folders below the one that is named
 _LOOKS = 2000  # files and folders: a shell waits
@@ -48,3 +50,17 @@ def executors(incomplete: str) -> list[tuple[str, str]]:
 def plugin_names(incomplete: str) -> list[tuple[str, str]]:
     """Plugins, with what they bring."""
     return [(each.name, f"{each.brings}: {each.origin}") for each in plugins() if each.name.startswith(incomplete)]
+
+
+def versions() -> Iterator[str]:
+    """What it says. No executor is imported for it."""
+    yield f"colocate {colocate.__version__} (protocol {PROTOCOL}), Python {platform.python_version()}"
+    yield f"executors: {', '.join(_engine(plugin) for plugin in plugins() if plugin.kind == 'executor')}"
+
+
+def _engine(plugin: PluginInfo) -> str:
+    needed = plugin.engine()
+    if not needed:
+        return plugin.name
+    versions = [f"{name} {version or 'is not installed'}" for name, version in needed.items()]
+    return f"{plugin.name} ({', '.join(versions)})"
