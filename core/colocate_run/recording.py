@@ -24,8 +24,7 @@ from colocate_report.calls import CallLog
 from colocate_report.record import Row, RunInfo, RunRecord
 from colocate_report.window import window
 from colocate_run.config.schema import Config
-from colocate_run.config.secrets import without_secrets
-from colocate_run.config.shown import config_text
+from colocate_run.config.secrets import config_text, without_secrets
 from colocate_run.environment import environment, origin
 from colocate_run.folder import RunFolder
 from colocate_run.log import RunLog, tail_of

@@ -24,7 +24,7 @@ from colocate._system.recent import RECENT_S
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_report.window import Job, _listed, jobs, look, window
-from colocate_run.cli.top import _page, _wait_for_one, rows
+from colocate_run.cli.top import _page, rows
 
 JOB = """
 import sys
@@ -273,10 +273,3 @@ def narrow(width: int, held: list[tuple[str, int, int]]) -> list[str]:
     console.print(_page({"job": "ppo", "node": "n", "pid": 7, "seconds": 3.0, "groups": [group]}, width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
-
-
-def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [[], [], [], [Job("ppo", 7, 1)]]
-    monkeypatch.setattr("colocate_run.cli.top.jobs", lambda: found.pop(0) if len(found) > 1 else found[0])
-    _wait_for_one(0.001)
-    assert "no job runs on this machine yet; waiting for one that starts" in capsys.readouterr().out
