@@ -1,4 +1,4 @@
-"""What was called while a job ran: totals per role and method, and when each slot was busy with what."""
+"""What was called while a job ran: totals per role and method, when each slot was busy with what, and what was lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,76 @@ from colocate import CallRecord, MoveRecord, hookimpl
 from colocate.driver import CHECKPOINT, SLEEP, WAKE
 from colocate.errors import ColocateError
 from colocate_report.contention import Busy, HandedOver, Move, RoleUse, contention
-from colocate_report.naps import Naps
-from colocate_report.restarts import Restart, lost_by
+
+
+@attrs.frozen
+class Restart:
+    """One of a group."""
+
+    group: str  # the group's name
+    what: str  # what it was lost by, in words: "worker 1 was killed"
+    at: float  # when, in seconds of time.time()
+    ready: float  # when it could be called again
+    since: float  # when the state was saved that it went on from; of what came after that, the time is lost
+
+    @property
+    def lost(self) -> float:
+        """Seconds that have to be done once more, and those without the group."""
+        return self.ready - self.since
+
+
+def lost_by(group: str, cause: ColocateError | None) -> str:
+    """What a group was lost by, in words."""
+    if cause is None or cause.rank is None:
+        return f"group {group} failed"
+    if cause.signal == "SIGKILL":
+        return f"worker {cause.rank} was killed"
+    if cause.signal is not None:
+        return f"worker {cause.rank} was ended by {cause.signal}"
+    return f"worker {cause.rank} " + ("failed" if cause.exitcode is None else f"exited with code {cause.exitcode}")
+
+
+class Naps:
+    """How long each role has been awake since a run's beginning, rank by rank."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._ranks: set[tuple[str, str, int]] = set()
+        self._asleep: dict[tuple[str, str, int], float] = {}  # since when
+        self._slept: dict[tuple[str, str], float] = {}
+
+    def see(self, group: str, role: str, rank: int) -> None:
+        """There is such a rank."""
+        self._ranks.add((group, role, rank))
+
+    def note(self, record: MoveRecord) -> None:
+        """One has gone to sleep, or is awake: also where only a part of it is."""
+        rank = record.group, record.role, record.rank
+        self._ranks.add(rank)
+        if record.asleep:
+            self._asleep.setdefault(rank, record.end)
+        elif (since := self._asleep.pop(rank, None)) is not None:
+            self._add(rank, record.start - since)
+
+    def end(self, group: str, now: float) -> None:
+        """All of a group are awake from now on."""
+        for rank in [rank for rank in self._asleep if rank[0] == group]:
+            self._add(rank, now - self._asleep.pop(rank))
+
+    def awake(self, now: float) -> dict[tuple[str, str], float]:
+        """Seconds by group and role, all ranks added up; none when nobody has slept."""
+        if not self._asleep and not self._slept:
+            return {}
+        found: dict[tuple[str, str], float] = {}
+        for rank in self._ranks:
+            if rank[1]:
+                since = self._asleep.get(rank, now)
+                found[rank[:2]] = found.get(rank[:2], 0.0) + since - self._began
+        return {role: seconds - self._slept.get(role, 0.0) for role, seconds in found.items()}
+
+    def _add(self, rank: tuple[str, str, int], seconds: float) -> None:
+        self._slept[rank[:2]] = self._slept.get(rank[:2], 0.0) + max(0.0, seconds)
+
 
 K = TypeVar("K")
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals

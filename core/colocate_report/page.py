@@ -14,10 +14,8 @@ from colocate.texts import plural
 from colocate_report.calls import KEPT_SPANS
 from colocate_report.contention import waits
 from colocate_report.curves import Curves, Series, curves, headline, series_of
-from colocate_report.memory import Memory, memory
-from colocate_report.ownership import Node, ownership
-from colocate_report.record import timed_phases, told_restarts
-from colocate_report.saved import saved
+from colocate_report.ownership import Memory, Node, memory, ownership
+from colocate_report.record import saved, timed_phases, told_restarts
 from colocate_report.scale import duration, number
 from colocate_report.tables import Table, tables
 from colocate_report.timeline import Timeline, timeline

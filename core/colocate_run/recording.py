@@ -29,9 +29,8 @@ from colocate_run.environment import environment, origin
 from colocate_run.folder import RunFolder
 from colocate_run.log import RunLog, tail_of
 from colocate_run.observing import RunObservers
-from colocate_run.run import Run
+from colocate_run.run import Run, StopSignals
 from colocate_run.screen import Screen
-from colocate_run.stopping import StopSignals
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup, Runtime

@@ -1,11 +1,14 @@
-"""`Run`: what a job gets to work with."""
+"""`Run`: what a job gets to work with, and how it is told to stop."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,11 +20,38 @@ from colocate_report.record import LogRecord, Row, RunRecord, scalars_of
 from colocate_report.trace import Trace
 from colocate_run.folder import RunFolder
 from colocate_run.observing import RunObservers
-from colocate_run.stopping import StopSignals
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup, Runtime
     from colocate_run.screen import Screen
+
+
+@attrs.define(eq=False)
+class StopSignals:
+    """While entered: a first Ctrl-C or SIGTERM is only noted, a second one raises KeyboardInterrupt(its number)."""
+
+    _noticed: Callable[[str], None]
+    received: str | None = None  # the first signal's name
+    _previous: dict[int, Any] = attrs.field(factory=dict, init=False)
+
+    def __enter__(self) -> StopSignals:
+        # Python lets the main thread alone set handlers; a job run elsewhere is stopped by whoever runs it.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt(number)
+        self.received = signal.Signals(number).name
+        self._noticed(self.received)
+
 
 RESTART = "(restart)"
 """The phase in which groups that were lost are made anew."""

@@ -22,8 +22,7 @@ from rich.text import Text
 
 from colocate.texts import columns
 from colocate_report.contention import waits
-from colocate_report.record import RunRecord, scalars_of, timed_phases, told_restarts
-from colocate_report.saved import saved
+from colocate_report.record import RunRecord, saved, scalars_of, timed_phases, told_restarts
 from colocate_report.tables import keys_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from colocate.testing.probes.lasting import Lasting
 from colocate.testing.waiting import PATIENCE_S
 from colocate_run.folder import RunFolder
 from colocate_run.recording import _until_done
-from colocate_run.run import Run
+from colocate_run.run import Run, StopSignals
 from colocate_run.screen import Screen
-from colocate_run.stopping import StopSignals
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from colocate_run.stopping import StopSignals
+from colocate_run.run import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

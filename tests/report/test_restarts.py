@@ -7,8 +7,7 @@ import pytest
 from colocate._calls.records import CallRecord
 from colocate.errors import RoleError, WorkerDied
 from colocate.worker.serving.functions import CHECKPOINT
-from colocate_report.calls import CallLog
-from colocate_report.restarts import lost_by
+from colocate_report.calls import CallLog, lost_by
 from colocate_run.config.secrets import without_secret_values
 from colocate_run.environment import origin
 

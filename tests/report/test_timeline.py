@@ -8,11 +8,8 @@ import attrs
 import pytest
 from tests.report.sample import ROUND, STARTED, calls
 
-from colocate_report.calls import Span
-from colocate_report.closeup import closeup
-from colocate_report.lanes import LEVELS, Grid, Lane, Mark, lane
-from colocate_report.restarts import Restart
-from colocate_report.timeline import timeline
+from colocate_report.calls import Restart, Span
+from colocate_report.timeline import LEVELS, Grid, Lane, Mark, closeup, lane, timeline
 
 ROLES = {"actor": 0, "critic": 1, "reference": 2, "reward": 3}
 

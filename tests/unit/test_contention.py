@@ -9,9 +9,8 @@ import pytest
 
 import colocate
 from colocate.testing.gate import Address, Gate, pass_gate
-from colocate_report.calls import CallLog
+from colocate_report.calls import CallLog, Naps
 from colocate_report.contention import Busy, Move, RoleUse, contention, waits
-from colocate_report.naps import Naps
 
 LANE = [
     Busy(0.0, 2.0, "actor", 0.0),

@@ -11,11 +11,126 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate_run.config.schema import Config
+from colocate.errors import Mistake
+from colocate.signatures import Place, brief, path_text
+from colocate.texts import nearest
+from colocate_run.config.schema import Config, Shape
+from colocate_run.config.source import Document, read_value
 
 if TYPE_CHECKING:
     from colocate.errors import Mistake
     from colocate_run.config.source import Document
+
+
+def expand(document: Document) -> None:
+    """Write short forms out: a name where an executor, a role, a job or an observer stands is `{use: name}`."""
+    data = document.data
+    for key in ("executor", "job"):
+        if isinstance(data.get(key), str):
+            data[key] = {"use": data[key]}
+    if isinstance(data.get("observe"), list):
+        data["observe"] = [{"use": each} if isinstance(each, str) else each for each in data["observe"]]
+    for group in _mappings(data.get("groups")):
+        roles = group.get("roles")
+        if isinstance(roles, dict):
+            roles.update({name: {"use": role} for name, role in roles.items() if isinstance(role, str)})
+
+
+def replace_executor(document: Document, name: str) -> None:
+    """`--executor NAME`: the whole entry is replaced, options and all."""
+    document.put(("executor",), {"use": name}, f"--executor {name}")
+
+
+def assign(document: Document, text: str) -> None:
+    """`--set path=value`: the value is read as YAML. Only `+path=value` makes a name that the config doesn't have."""
+    path, equals, value_text = text.partition("=")
+    option = brief(f"--set {text}")
+    makes = path.startswith("+")
+    place = _place(path.removeprefix("+").strip())
+    if not equals or not place:
+        _wrong(document, path, option, "write --set path=value, as in --set pools.main.slots=2")
+        return
+    reading = Document(option)
+    value = read_value(value_text, reading)
+    if reading.mistakes:
+        _wrong(document, path, option, f"the value {brief(repr(value_text))}: {reading.mistakes[0].message}")
+        return
+    if mistake := _misses(document.data, place, makes, option):
+        document.mistakes.append(mistake)
+        return
+    for depth in range(1, len(place)):
+        if _at(document.data, place[:depth]) is None:
+            document.put(place[:depth], {}, option)
+    if not makes and is_argument(place) and _at(document.data, place) is None:
+        document.unfounded.add(place)
+    document.put(place, value, option)
+
+
+def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
+    """Why a place can't be set, if it can't.
+
+    A key of the schema, or an argument, needn't be in the config: that there is such a one is checked later. A name
+    that the config gives (a pool's, a group's, a role's, an environment variable's) must be, unless it is to be made.
+    """
+    here: Any = data
+    shape = Shape.of(Config)
+    for depth, key in enumerate(place):
+        above = path_text(place[:depth])
+        if obstacle := _obstacle(here, key, above or "the config"):
+            return Mistake(path_text(place), None, f"{obstacle} (from {option})")
+        if shape.named and not makes and key not in here:
+            near = nearest(str(key), here)
+            new = f"--set +{option.removeprefix('--set ')}"
+            text = f"{above} has no {key!r}; to add one, write {new}"
+            return Mistake(path_text(place[: depth + 1]), None, f"{text} (from {option})", near)
+        here = _at(here, (key,))
+        here = {} if here is None and depth < len(place) - 1 else here
+        shape = shape.below(key)
+    return None
+
+
+def is_argument(place: Place) -> bool:
+    """Whether a place is an argument of an executor, a role or a job."""
+    shape = Shape.of(Config)
+    for key in place[:-1]:
+        shape = shape.below(key)
+    return shape.arguments
+
+
+def _obstacle(here: Any, key: str | int, name: str) -> str | None:
+    """Why a key can't be set in a value, if it can't."""
+    if isinstance(here, list):
+        known = isinstance(key, int) and key < len(here)
+        return None if known else f"{name} is a list of {len(here)}: write {name}[0] …"
+    if isinstance(key, int):
+        return f"{name} is not a list"
+    return None if isinstance(here, dict) else f"{name} is {here!r}, which has no keys"
+
+
+def _at(data: Any, place: Place) -> Any:
+    """The value of a place, None where there is none."""
+    for key in place:
+        data = data.get(key) if isinstance(data, dict) else data[key]
+    return data
+
+
+def _wrong(document: Document, path: str, option: str, message: str) -> None:
+    document.mistakes.append(Mistake(path, None, f"{message} (from {option})"))
+
+
+def _place(path: str) -> Place:
+    """`pools.main.slots`, `roles.actor.slots[0]`; nothing for what is no path."""
+    keys: list[str | int] = []
+    for part in path.split("."):
+        found = re.fullmatch(r"([^\[\]]+)((?:\[\d+\])*)", part)
+        if found is None:
+            return ()
+        keys += [found[1], *(int(index) for index in re.findall(r"\d+", found[2]))]
+    return tuple(keys)
+
+
+def _mappings(value: Any) -> Iterable[dict[str, Any]]:
+    return [each for each in value.values() if isinstance(each, dict)] if isinstance(value, dict) else []
 
 
 def load_config(
@@ -58,7 +173,7 @@ def read_config(
     """As `load_config`, with what it would warn of."""
     # Imported when it is used: `import colocate` and `connect` need neither YAML nor cattrs.
     from colocate_run.config.check import check
-    from colocate_run.config.edit import assign, expand, replace_executor
+    from colocate_run.config.load import assign, expand, replace_executor
     from colocate_run.config.structure import structure
 
     document = _read(source)
