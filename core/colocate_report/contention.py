@@ -125,18 +125,14 @@ def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
             "role": use.role or "functions",
             "busy (s)": round(use.busy, 3),
             "waited (s)": round(sum(use.waited.values()), 3),
-            "for": ", ".join(f"{other or 'functions'} {seconds:.3f}" for other, seconds in _longest(use.waited)),
+            "for": ", ".join(
+                f"{other or 'functions'} {seconds:.3f}"
+                for other, seconds in sorted(use.waited.items(), key=lambda item: -item[1])
+            ),
             **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
-            **({"moves": use.moves, "moving (s)": round(use.moving, 3), "moved": _bytes(use.moved)} if slept else {}),
-            **({"transferred": _bytes(use.transferred)} if transferred else {}),
+            **({"moves": use.moves, "moving (s)": round(use.moving, 3)} if slept else {}),
+            **({"moved": size_text(use.moved) if use.moved else ""} if slept else {}),
+            **({"transferred": size_text(use.transferred) if use.transferred else ""} if transferred else {}),
         }
         for use in found
     ]
-
-
-def _bytes(nbytes: int) -> str:
-    return size_text(nbytes) if nbytes else ""
-
-
-def _longest(waited: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(waited.items(), key=lambda item: -item[1])

@@ -105,7 +105,8 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
     for row in rows:
         for name, value in row.items():
             if name not in ("step", "time") and (value is None or isinstance(value, bool | int | float)):
-                found.setdefault(name, []).append((int(row["step"]), _finite(value)))
+                finite = None if value is None or not math.isfinite(value) else float(value)
+                found.setdefault(name, []).append((int(row["step"]), finite))
     series = []
     for name, points in found.items():
         points.sort(key=lambda point: point[0])
@@ -129,11 +130,15 @@ def curves(series: Sequence[Series]) -> Curves:
     fractions = [each for each in leading if min(each.values) >= 0 and max(each.values) <= 1]
     large = [fractions] if fractions else []
     large += [[each] for each in leading if each not in fractions]
-    span = _span(series)
+    steps = [each.points[place][0] for each in series for place in (0, -1)]
+    span = (min(steps), max(steps)) if steps else (0, 0)
     return Curves(
         tuple(_chart(group, span, large=True) for group in large),
         tuple(_chart([each], span, large=False) for each in shown),
-        tuple(_extremes(each) for each in rest[:200]),
+        tuple(
+            (each.label, number(each.values[0]), each.last, number(min(each.values)), number(max(each.values)))
+            for each in rest[:200]
+        ),
         tuple(each.gap for each in series if each.gap)[:SMALL_CHARTS],
     )
 
@@ -146,20 +151,6 @@ def _rank(name: str) -> int:
     if parts & {"reward", "return", "score"}:
         return 1 if held_out else 2
     return 4 if held_out else 9
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _span(series: Sequence[Series]) -> tuple[int, int]:
-    steps = [each.points[0][0] for each in series] + [each.points[-1][0] for each in series]
-    return (min(steps), max(steps)) if steps else (0, 0)
-
-
-def _extremes(series: Series) -> tuple[str, ...]:
-    values = series.values
-    return series.label, number(values[0]), series.last, number(min(values)), number(max(values))
 
 
 def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Chart:

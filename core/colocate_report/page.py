@@ -81,7 +81,10 @@ def visible(value: Any) -> Any:
 
 def page_of(record: RunRecord, error: str | None = None) -> Page:
     """What a run's page shows."""
-    roles, waiting = _roles(record), waits(record.contention)
+    holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
+    names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
+    # In the order of their first calls, with the number of the colour that is theirs on all of the page.
+    roles, waiting = {name: index % COLOURS for index, name in enumerate(names)}, waits(record.contention)
     series = series_of(record.metrics)
     dropped = len(record.spans) >= KEPT_SPANS
     start = min((span.start for span in record.spans), default=record.started) if dropped else record.started
@@ -106,13 +109,6 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         config=record.config,
         environment=record.environment,
     )
-
-
-def _roles(record: RunRecord) -> dict[str, int]:
-    """The roles in the order of their first calls, with the number of the colour that is theirs on all of the page."""
-    holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
-    names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
-    return {name: index % COLOURS for index, name in enumerate(names)}
 
 
 def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]) -> list[Tile]:

@@ -256,13 +256,18 @@ def timeline(
     count = max(1, len(shown))
     grid = Grid(start, end, max(80, min(480, AREAS // (count * max(1, len(set(roles.values())))))))
     strips = max(20, min(120, STRIPS // count))
+    marks: defaultdict[str, list[Mark]] = defaultdict(list)
+    whole = (end - start) or 1.0
+    for each in restarts:
+        if each.ready > start:
+            left, right = max(0.0, (each.at - start) / whole), min(1.0, (each.ready - start) / whole)
+            text = f"{each.what}\n{each.lost:.0f} s lost"
+            marks[each.group].append(Mark(percent(left), percent(right - left), text))
     return Timeline(
         lanes=tuple(
             attrs.evolve(
                 lane(labels[slot], slots[slot], roles, grid, strips),
-                marks=tuple(
-                    _mark(each, start, end) for each in restarts if each.group == slot[0] and each.ready > start
-                ),
+                marks=tuple(marks[slot[0]]),
             )
             for slot in shown
         ),
@@ -271,9 +276,3 @@ def timeline(
         ticks=time_ticks(end - start, 10),
         closeup=closeup({labels[slot]: slots[slot] for slot in shown}, roles, start),
     )
-
-
-def _mark(restart: Restart, start: float, end: float) -> Mark:
-    whole = (end - start) or 1.0
-    left, right = max(0.0, (restart.at - start) / whole), min(1.0, (restart.ready - start) / whole)
-    return Mark(percent(left), percent(right - left), f"{restart.what}\n{restart.lost:.0f} s lost")

@@ -7,19 +7,17 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from colocate.errors import Mistake
 from colocate.signatures import Place, brief, path_text
 from colocate.texts import nearest
+from colocate_run.config.check import check
 from colocate_run.config.schema import Config, Shape
-from colocate_run.config.source import Document, read_value
-
-if TYPE_CHECKING:
-    from colocate.errors import Mistake
-    from colocate_run.config.source import Document
+from colocate_run.config.source import Document, read_dict, read_file, read_value
+from colocate_run.config.structure import structure
 
 
 def expand(document: Document) -> None:
@@ -30,15 +28,11 @@ def expand(document: Document) -> None:
             data[key] = {"use": data[key]}
     if isinstance(data.get("observe"), list):
         data["observe"] = [{"use": each} if isinstance(each, str) else each for each in data["observe"]]
-    for group in _mappings(data.get("groups")):
-        roles = group.get("roles")
+    groups = data.get("groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        roles = group.get("roles") if isinstance(group, dict) else None
         if isinstance(roles, dict):
             roles.update({name: {"use": role} for name, role in roles.items() if isinstance(role, str)})
-
-
-def replace_executor(document: Document, name: str) -> None:
-    """`--executor NAME`: the whole entry is replaced, options and all."""
-    document.put(("executor",), {"use": name}, f"--executor {name}")
 
 
 def assign(document: Document, text: str) -> None:
@@ -129,10 +123,6 @@ def _place(path: str) -> Place:
     return tuple(keys)
 
 
-def _mappings(value: Any) -> Iterable[dict[str, Any]]:
-    return [each for each in value.values() if isinstance(each, dict)] if isinstance(value, dict) else []
-
-
 def load_config(
     source: str | os.PathLike[str] | Mapping[str, Any],
     *,
@@ -171,15 +161,10 @@ def read_config(
     allow_import: bool = True,
 ) -> tuple[Config, Sequence[Mistake]]:
     """As `load_config`, with what it would warn of."""
-    # Imported when it is used: `import colocate` and `connect` need neither YAML nor cattrs.
-    from colocate_run.config.check import check
-    from colocate_run.config.load import assign, expand, replace_executor
-    from colocate_run.config.structure import structure
-
     document = _read(source)
     expand(document)
-    if executor is not None:
-        replace_executor(document, executor)
+    if executor is not None:  # the whole entry is replaced, options and all
+        document.put(("executor",), {"use": executor}, f"--executor {executor}")
     for change in set:
         assign(document, change)
         expand(document)
@@ -192,8 +177,6 @@ def read_config(
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Document:
-    from colocate_run.config.source import read_dict, read_file
-
     if isinstance(source, Mapping):
         document = read_dict(source, "config")
         document.data.setdefault("name", "run")

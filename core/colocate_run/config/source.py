@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,9 @@ def read_text(text: str, name: str) -> Document:
     if document.mistakes and value is None:
         raise document.error()
     if not isinstance(value, dict):
-        document.wrong((), "a config is a mapping of keys to values: executor, pools, groups, job" + _instead(value))
+        instead = "empty" if value is None else f"a {type(value).__name__}"
+        text = f"a config is a mapping of keys to values: executor, pools, groups, job; it is {instead}"
+        document.wrong((), text)
         raise document.error()
     document.data = value
     return document
@@ -227,8 +229,12 @@ class _Builder:
 
     def _mapping(self, node: MappingNode, place: Place, above: tuple[int, ...]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for key_node, value_node in self._items(node, place):
+        bases: list[Node] = []
+        for key_node, value_node in node.value:
             key = key_node.value
+            if key_node.tag == _MERGE:
+                bases += value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+                continue
             if not isinstance(key_node, ScalarNode):
                 self.document.wrong(place, "a key must be text, not a list or a mapping")
                 continue
@@ -240,22 +246,13 @@ class _Builder:
                 continue
             self.document.lines[below] = line
             found[key] = self.build(value_node, below, above)
-        for base_place, base_node in self._bases(node, place):
-            merged = self.build(base_node, base_place, above)
+        for base in bases:
+            merged = self.build(base, place, above)
             if isinstance(merged, dict):
                 found.update({key: value for key, value in merged.items() if key not in found})
             else:
-                self.document.wrong(base_place, "what << merges must be a mapping, or a list of mappings")
+                self.document.wrong(place, "what << merges must be a mapping, or a list of mappings")
         return found
-
-    def _items(self, node: MappingNode, place: Place) -> Iterator[tuple[Node, Node]]:
-        return ((key, value) for key, value in node.value if key.tag != _MERGE)
-
-    def _bases(self, node: MappingNode, place: Place) -> Iterator[tuple[Place, Node]]:
-        for key, value in node.value:
-            if key.tag == _MERGE:
-                several = isinstance(value, SequenceNode)
-                yield from ((place, each) for each in (value.value if several else [value]))
 
 
 def _copied(value: Any, place: Place, document: Document) -> Any:
@@ -274,7 +271,3 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
         return value
     document.wrong(place, f"a config has plain values only (text, numbers, lists, dicts), not {type(value).__name__}")
     return None
-
-
-def _instead(value: Any) -> str:
-    return "; it is empty" if value is None else f"; it is a {type(value).__name__}"

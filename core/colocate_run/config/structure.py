@@ -106,12 +106,8 @@ def _unknown_key(key: str, valid: list[str], place: Place) -> Problem:
     return Problem((*place, key), f"unknown key {key!r}{known}", near)
 
 
-def _mapping_of_classes(annotation: Any) -> bool:
-    return get_origin(annotation) is dict and attrs.has(get_args(annotation)[1])
-
-
-def _list_of_classes(annotation: Any) -> bool:
-    return get_origin(annotation) is list and attrs.has(get_args(annotation)[0])
+def _of_classes(kind: type, item: int) -> Callable[[Any], bool]:
+    return lambda annotation: get_origin(annotation) is kind and attrs.has(get_args(annotation)[item])
 
 
 def _holds_class(annotation: Any) -> bool:
@@ -122,20 +118,15 @@ def _holds_class(annotation: Any) -> bool:
 def _of_class(annotation: Any, converter: Converter) -> Callable[[Any, Any], Any]:
     fields: dict[str, Any] = {field.name: override(omit=True) for field in attrs.fields(annotation)}
     fields.update({field.name: override(rename=key_of(field.name)) for field in keys(annotation)})
-    inner = make_dict_structure_fn(annotation, converter, **fields)
-    return _mappings_only(inner)
+    return _only(dict, "a mapping", make_dict_structure_fn(annotation, converter, **fields))
 
 
 def _of_mapping(annotation: Any, converter: Converter) -> Callable[[Any, Any], Any]:
-    return _mappings_only(mapping_structure_factory(annotation, converter))
+    return _only(dict, "a mapping", mapping_structure_factory(annotation, converter))
 
 
 def _of_list(annotation: Any, converter: Converter) -> Callable[[Any, Any], Any]:
     return _only(list, "a list", list_structure_factory(annotation, converter))
-
-
-def _mappings_only(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return _only(dict, "a mapping", inner)
 
 
 def _only(kind: type, words: str, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -158,8 +149,8 @@ def _new_converter() -> Converter:
     for scalar in (int, float, str, bool):  # cattrs would convert these, and looks here first
         converter.register_structure_hook(scalar, _of_plain)
     converter.register_structure_hook_func(lambda annotation: not _holds_class(annotation), _of_plain)
-    converter.register_structure_hook_factory(_mapping_of_classes, _of_mapping)
-    converter.register_structure_hook_factory(_list_of_classes, _of_list)
+    converter.register_structure_hook_factory(_of_classes(dict, 1), _of_mapping)
+    converter.register_structure_hook_factory(_of_classes(list, 0), _of_list)
     converter.register_structure_hook_factory(attrs.has, _of_class)
     return converter
 
