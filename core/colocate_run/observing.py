@@ -36,7 +36,7 @@ class Guarded:
     _screen: Screen
     heard: Counter[str] = attrs.field(factory=Counter, init=False)  # how often it has been told, by hook
     hook: str | None = attrs.field(default=None, init=False)  # the hook that it is in
-    _stopped: bool = attrs.field(default=False, init=False)
+    stopped: bool = attrs.field(default=False, init=False)  # it is told nothing more, but for the end
 
     def begin(self, info: RunInfo) -> None:
         """Tell it of the run, which doesn't begin if it can't hear of that."""
@@ -51,7 +51,7 @@ class Guarded:
 
     def tell(self, hook: str, *args: object) -> None:
         """Tell it something, if it has the hook, and hasn't been stopped."""
-        if self._stopped:
+        if self.stopped:
             return
         if self.has(hook):
             self.hook = hook
@@ -60,10 +60,6 @@ class Guarded:
             finally:
                 self.hook = None
         self.heard[hook] += 1
-
-    def stop(self) -> None:
-        """Tell it nothing more, but for the end."""
-        self._stopped = True
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell it that the run is over."""
@@ -82,7 +78,7 @@ class Guarded:
         try:
             getattr(self._observer, hook)(*args)
         except Exception as error:
-            self.stop()
+            self.stopped = True
             more = "" if hook == _FINISHED else ", and is told nothing more but of the end"
             words = f"{type(error).__name__}: {error}".partition("\n")[0]
             self._screen.say(f"the observer {self.name!r} raised in {hook}{more}: {words}")
@@ -164,7 +160,7 @@ class RunObservers:
         if driver.settle():
             return
         for each in self._told:  # before counting: what they haven't been told, they won't be
-            each.stop()
+            each.stopped = True
         waiting = driver.untold()
         given = self._given + waiting
         slow = next((each for each in self._told if each.hook is not None), None)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,22 +22,15 @@ app = typer.Typer(
 )
 
 
-def _configs(incomplete: str) -> list[str]:
-    from colocate_run.cli.installed import configs
+def _completed_by(name: str) -> Callable[[str], list[Any]]:
+    def complete(incomplete: str) -> list[Any]:
+        found: list[Any] = getattr(import_module("colocate_run.cli.installed"), name)(incomplete)
+        return found
 
-    return configs(incomplete)
-
-
-def _executors(incomplete: str) -> list[tuple[str, str]]:
-    from colocate_run.cli.installed import executors
-
-    return executors(incomplete)
+    return complete
 
 
-def _plugins(incomplete: str) -> list[tuple[str, str]]:
-    from colocate_run.cli.installed import plugin_names
-
-    return plugin_names(incomplete)
+_configs, _executors, _plugins = map(_completed_by, ("configs", "executors", "plugin_names"))
 
 
 File = Annotated[Path, typer.Argument(help="The config, a YAML file.", show_default=False, autocompletion=_configs)]

@@ -41,17 +41,15 @@ def plan_of(config: Config) -> dict[str, Any]:
         "name": config.name,
         "seed": config.seed,
         "executor": {"use": use, "from": origins[use], "with": config.executor.with_},
-        "pools": {name: _pool(pool) for name, pool in config.pools.items()},
+        "pools": {
+            name: {each: getattr(pool, each) for each in ("slots", "cpus", "gpus", "strategy", "env")} | _memory(pool)
+            for name, pool in config.pools.items()
+        },
         "groups": {name: _group(group, config.pools[group.pool].slots) for name, group in config.groups.items()},
         "job": job and {"use": job.use, "from": find_job(job.use).origin, "with": job.with_},
         "observe": [each.use for each in config.observe],
         "trace": config.trace,
     }
-
-
-def _pool(pool: PoolConfig) -> dict[str, Any]:
-    plain = {"slots": pool.slots, "cpus": pool.cpus, "gpus": pool.gpus, "strategy": pool.strategy, "env": pool.env}
-    return {**plain, **_memory(pool)}
 
 
 def _group(group: GroupConfig, slots: int) -> dict[str, Any]:
@@ -78,7 +76,8 @@ def _memory(entry: PoolConfig | GroupConfig | RoleConfig) -> dict[str, Any]:
 
 
 def _show(plan: dict[str, Any], to: Console) -> None:
-    _line(to, f"{plan['name']}: the plan is sound (seed {plan['seed']}; nothing was started)")
+    text = f"{plan['name']}: the plan is sound (seed {plan['seed']}; nothing was started)"
+    to.print(Text(text, "bold"), soft_wrap=True)
     rows = [{"": "executor", "name": plan["executor"]["use"], **_origin(plan["executor"])}]
     if plan["job"]:
         rows.append({"": "job", "name": plan["job"]["use"], **_origin(plan["job"])})
@@ -107,7 +106,7 @@ def _roles(group: dict[str, Any]) -> list[dict[str, Any]]:
             "role": name,
             "use": role["use"],
             **_origin(role),
-            "slots": "all" if role["slots"] == whole else _ranges(role["slots"]),
+            "slots": "all" if role["slots"] == whole else ", ".join(map(str, role["slots"])),
             "mesh": _options(role["mesh"] or {"dp": len(role["slots"])}),
             "memory": _budgets(role),
         }
@@ -149,11 +148,3 @@ def _origin(entry: dict[str, Any]) -> dict[str, str]:
 
 def _options(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-def _ranges(slots: list[int]) -> str:
-    return ", ".join(str(slot) for slot in slots)
-
-
-def _line(to: Console, text: str) -> None:
-    to.print(Text(text, "bold"), soft_wrap=True)

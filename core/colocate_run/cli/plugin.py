@@ -27,7 +27,7 @@ from colocate.plugins import (
     plugins_named,
     roles_of,
 )
-from colocate.signatures import Arguments, MethodSpec, arguments_of, brief, methods_of, options_of
+from colocate.signatures import Arguments, arguments_of, brief, methods_of, options_of
 from colocate_run.cli.output import error_data, guarded, print_errors, print_json
 from colocate_run.screen import console, show_table
 
@@ -68,11 +68,18 @@ def show_plugin(name: str, *, json: bool) -> int:
 
 def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
     """What it offers as plain data. What can't be imported has an `error` instead, which is among the faults too."""
+    name = plugin.name
     if plugin.kind == "executor":
-        return _or_error(partial(_executor, plugin.name), faults)
+        return _or_error(partial(_executor, name), faults)
     if plugin.kind == "observer":
-        return _or_error(partial(_observer, plugin.name), faults)
-    return _or_error(partial(_roles_and_jobs, plugin.name, faults), faults)
+        return _or_error(partial(_observer, name), faults)
+    return _or_error(
+        lambda: {
+            "roles": {each.name: _or_error(partial(_role, each), faults) for each in roles_of(name)},
+            "jobs": {each.name: _or_error(partial(_job, each), faults) for each in jobs_of(name)},
+        },
+        faults,
+    )
 
 
 def _or_error(details: Callable[[], dict[str, Any]], faults: list[PluginError]) -> dict[str, Any]:
@@ -105,12 +112,6 @@ def _observer(name: str) -> dict[str, Any]:
     }
 
 
-def _roles_and_jobs(name: str, faults: list[PluginError]) -> dict[str, Any]:
-    roles = {each.name: _or_error(partial(_role, each), faults) for each in roles_of(name)}
-    jobs = {each.name: _or_error(partial(_job, each), faults) for each in jobs_of(name)}
-    return {"roles": roles, "jobs": jobs}
-
-
 def _role(found: FoundRole) -> dict[str, Any]:
     cls: Any = found.load()
     return {
@@ -118,17 +119,16 @@ def _role(found: FoundRole) -> dict[str, Any]:
         "about": _first_line(cls),
         "needs": sorted(needed_by(cls)),
         "options": _options(arguments_of(cls, found.name), cls, cls.__init__),
-        "methods": {name: _method(spec) for name, spec in methods_of(cls).items()},
-    }
-
-
-def _method(spec: MethodSpec) -> dict[str, Any]:
-    return {
-        "signature": _signature(spec.signature),
-        "dispatch": repr(spec.dispatch),
-        "collect": repr(spec.collect),
-        "async": spec.is_async,
-        "about": _first_line(spec.function),
+        "methods": {
+            name: {
+                "signature": _signature(spec.signature),
+                "dispatch": repr(spec.dispatch),
+                "collect": repr(spec.collect),
+                "async": spec.is_async,
+                "about": _first_line(spec.function),
+            }
+            for name, spec in methods_of(cls).items()
+        },
     }
 
 
@@ -147,7 +147,7 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
     about = {name: text for each in described for name, text in told_of(each)}
     shown: dict[str, dict[str, Any]] = {
         name: {
-            "type": _type(parameter.annotation),
+            "type": "" if parameter.annotation is parameter.empty else _type(parameter.annotation),
             "default": None if parameter.default is parameter.empty else brief(repr(parameter.default)),
             "required": parameter.default is parameter.empty,
             "about": about.get(name, ""),
@@ -192,8 +192,6 @@ def _signature(signature: inspect.Signature) -> str:
 
 
 def _type(annotation: Any) -> str:
-    if annotation is inspect.Parameter.empty:
-        return ""
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
@@ -208,27 +206,27 @@ def _docstring(described: Any) -> str:
 
 
 def _show(plugin: PluginInfo, details: Mapping[str, Any], to: Console) -> None:
+    def line(text: str) -> None:
+        to.print(Text(text), soft_wrap=True)
+
     to.print(Text(f"{plugin.name}: {plugin.brings}, from {plugin.origin} ({plugin.value})", "bold"), soft_wrap=True)
     if "class" in details:
-        _line(to, _about(details))
+        line(_about(details))
     if "capabilities" in details:
         can = [name if plain == plugin.name else f"{name} ({plain})" for name, plain in details["capabilities"].items()]
-        _line(to, f"capabilities: {', '.join(can) or 'none'}")
+        line(f"capabilities: {', '.join(can) or 'none'}")
     _show_options("options", details, to)
-    for name, role in details.get("roles", {}).items():
-        _heading(f"role {name}", role, to)
-        _show_methods(role.get("methods", {}), to)
-        _show_options(f"options of {name}", role, to)
-    for name, job in details.get("jobs", {}).items():
-        _heading(f"job {name}", job, to)
-        _show_options(f"options of {name}", job, to)
-
-
-def _heading(what: str, described: Mapping[str, Any], to: Console) -> None:
-    about = "broken, see below" if "error" in described else _about(described)
-    to.print(Text(f"\n{what}", "bold").append(Text(f": {about}", "not bold")), soft_wrap=True)
-    if described.get("needs"):
-        _line(to, f"needs {', '.join(described['needs'])}")
+    for kind in ("role", "job"):
+        for name, described in details.get(f"{kind}s", {}).items():
+            about = "broken, see below" if "error" in described else _about(described)
+            to.print(Text(f"\n{kind} {name}", "bold").append(Text(f": {about}", "not bold")), soft_wrap=True)
+            if described.get("needs"):
+                line(f"needs {', '.join(described['needs'])}")
+            for called, method in described.get("methods", {}).items():
+                line(f"  {'async ' if method['async'] else ''}{called}{method['signature']}")
+                what = f": {method['about']}" if method["about"] else ""
+                line(f"      {method['dispatch']}, {method['collect']}{what}")
+            _show_options(f"options of {name}", described, to)
 
 
 def _about(described: Mapping[str, Any]) -> str:
@@ -236,23 +234,14 @@ def _about(described: Mapping[str, Any]) -> str:
     return f"{described['about']} ({where})" if described["about"] else str(where)
 
 
-def _show_methods(methods: Mapping[str, Mapping[str, Any]], to: Console) -> None:
-    for name, method in methods.items():
-        _line(to, f"  {'async ' if method['async'] else ''}{name}{method['signature']}")
-        _line(
-            to, f"      {method['dispatch']}, {method['collect']}" + (f": {method['about']}" if method["about"] else "")
-        )
-
-
 def _show_options(title: str, described: Mapping[str, Any], to: Console) -> None:
-    show_table(title, list(_rows(described.get("options", {}))), to)
-
-
-def _rows(options: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    for name, option in options.items():
-        default = "(required)" if option["required"] else option["default"]
-        yield {"option": name, "type": option["type"], "default": default, "what it is": option["about"]}
-
-
-def _line(to: Console, text: str) -> None:
-    to.print(Text(text), soft_wrap=True)
+    rows = [
+        {
+            "option": name,
+            "type": option["type"],
+            "default": "(required)" if option["required"] else option["default"],
+            "what it is": option["about"],
+        }
+        for name, option in described.get("options", {}).items()
+    ]
+    show_table(title, rows, to)
