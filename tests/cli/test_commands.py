@@ -54,11 +54,6 @@ class TestPlugins:
         assert ["acme", "roles,", "jobs", "acme", "1.0.0", "acme.plugin"] in lines
         assert ["raises", "executor", "broken", "0.1", "broken.raises"] in lines
 
-    def test_a_name_that_two_claim_is_shown(self, colocate: CommandLine) -> None:
-        done = colocate("plugins", distributions=("acme", "acme_rival"))
-        assert done.returncode == 1
-        assert "acme 1.0.0; also claimed by acme-rival 0.3: uninstall one" in done.stdout
-
     def test_budgets_are_shown(self, colocate: CommandLine) -> None:
         """As they were understood: a unit that was forgotten is seen."""
         colocate.write("demo.yaml", ACME)
@@ -145,12 +140,6 @@ class TestCheck:
         (colocate.folder / "configs" / "beside.py").unlink()
         assert colocate("check", "configs/demo.yaml", distributions=("acme",)).returncode == 0
 
-    def test_a_thousand_equal_slots_are_one_row(self, colocate: CommandLine) -> None:
-        colocate.write("demo.yaml", ACME)
-        colocate.write("beside.py", BESIDE)
-        done = colocate("check", "demo.yaml", "--set", "pools.main.slots=1000", distributions=("acme",))
-        assert done.stdout.splitlines()[-3:] == ["0      reward", "1      reward, second", "2-999  reward"]
-
     def test_as_json(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", ACME)
         colocate.write("beside.py", BESIDE)
@@ -185,11 +174,6 @@ class TestCheck:
                 {"path": "seed", "line": 1, "message": "must be an integer, not the text 'x'", "nearest": None}
             ],
         }
-
-    def test_a_file_that_is_not_there(self, colocate: CommandLine) -> None:
-        done = colocate("check", "nope.yaml")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == "error: can't read the config nope.yaml: No such file or directory\n"
 
     def test_a_bug_keeps_its_traceback(self, colocate: CommandLine) -> None:
         """What a role's module raises while it is imported is its plugin's fault; what a signature does, is not."""
@@ -264,13 +248,6 @@ class TestDoctor:
         done = colocate("doctor", "demo.yaml", distributions=("acme",))
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.endswith("\ndemo.yaml: works here\n")
-
-    def test_a_config_that_names_what_is_broken(self, colocate: CommandLine) -> None:
-        colocate.write("demo.yaml", "pools: {main: {slots: 1}}\ngroups: {g: {pool: main, roles: {a: acme.judge}}}\n")
-        done = colocate("doctor", "demo.yaml", distributions=("acme",))
-        assert done.returncode == 1
-        assert "demo.yaml: would not work here" in done.stdout
-        assert "install what it needs: pip install 'acme[acme]'" in done.stderr
 
     def test_a_pool_that_this_machine_cannot_hold(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", "pools: {main: {slots: 1, gpus: 99}}\n")

@@ -135,12 +135,6 @@ def test_what_they_hold(colocate: CommandLine) -> None:
     assert [role["alone"] for role in group["roles"]] == [role["total"] for role in group["roles"]]
 
 
-def test_steps_that_need_a_device(colocate: CommandLine) -> None:
-    """A step of another way makes as much."""
-    group = planned(colocate, CONFIG, "+groups.all.roles.first.with.fused=true")
-    assert kinds(group, "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
-
-
 def test_shards_of_a_mesh(colocate: CommandLine) -> None:
     """A role on a mesh of two axes holds its part; collectives meet nobody."""
     mesh = ("groups.all.roles.first.with.grid=true", "groups.all.roles.first.mesh={dp: 2, tp: 2}")
@@ -184,15 +178,6 @@ def test_models_of_a_hub(colocate: CommandLine) -> None:
     layer = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
     (first,) = [each for each in group["roles"] if each["role"] == "first"]
     assert first["kinds"]["parameters"] == 4 * (4096 * 256 + 2 * layer + 256)
-
-
-def test_a_device_by_its_name(colocate: CommandLine) -> None:
-    """The error has what to write instead."""
-    if pytest.importorskip("torch").cuda.is_available():
-        pytest.skip("there is a GPU here, so `.cuda()` is no mistake")
-    config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Cuda, slots")
-    group = planned(colocate, config, status=1)
-    assert group["roles"][1]["unknown"].endswith("(put it on `self.ctx.device`, wherever that is)")
 
 
 def test_what_is_not_known(colocate: CommandLine) -> None:

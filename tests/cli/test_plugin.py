@@ -1,7 +1,6 @@
 """`colocate plugins NAME`: one plugin in detail."""
 
 import json
-import re
 from typing import Any
 
 from tests.cli.conftest import CommandLine
@@ -38,28 +37,6 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
     assert " ".join(lines[at + 3].split()) == "layers int 2 Layers of the small Llama."
     assert any(line.startswith("job ppo.train: Train an actor with PPO") for line in lines)
     assert any(line.split()[:3] == ["warm_up_steps", "int", "500"] for line in lines)
-
-
-def test_as_json(colocate: CommandLine) -> None:
-    ppo = shown(colocate, "ppo")
-    assert list(ppo["roles"]) == ["ppo.actor", "ppo.critic", "ppo.reference", "ppo.reward"]
-    actor = ppo["roles"]["ppo.actor"]
-    assert actor["needs"] == ["process_group"]
-    assert actor["methods"]["weights"] == {
-        "signature": "() -> Weights",
-        "dispatch": "Broadcast()",
-        "collect": "First()",
-        "async": False,
-        "about": "A copy of the model, for other ranks and roles to `load`.",
-    }
-    assert actor["options"]["lr"] == {
-        "type": "float",
-        "default": "0.0001",
-        "required": False,
-        "about": "Learning rate.",
-    }
-    assert ppo["jobs"]["ppo.train"]["function"] == "colocate_ppo.job:train"
-    assert "run" not in ppo["jobs"]["ppo.train"]["options"]  # that is given by who runs it
 
 
 def test_executors(colocate: CommandLine) -> None:
@@ -120,19 +97,3 @@ def test_a_name_that_two_claim(colocate: CommandLine) -> None:
     done = colocate("plugins", "acme", distributions=("acme", "acme_rival"))
     assert done.returncode == 1
     assert "is claimed by acme 1.0.0 and acme-rival 0.3" in done.stderr
-
-
-def test_a_role_or_job_of_a_plugin(colocate: CommandLine) -> None:
-    """It is no plugin's name, and the error says which plugin to ask for."""
-    done = colocate("plugins", "ppo.actor")
-    assert done.returncode == 1
-    assert "'ppo.actor' is not a plugin's name but what one brings: `colocate plugins ppo` shows it" in done.stderr
-    assert "no plugin is called 'poo.actor'" in colocate("plugins", "poo.actor").stderr
-
-
-def test_doctor_agrees(colocate: CommandLine) -> None:
-    """What a plugin brings is called the same by both."""
-    listed, found = colocate("plugins").stdout, colocate("doctor").stdout
-    (ppo,) = [line for line in found.splitlines() if line.startswith("ppo ")]
-    assert re.match(r"ppo +roles, jobs +colocate", ppo)
-    assert any(re.match(r"ppo +roles, jobs +colocate", line) for line in listed.splitlines())

@@ -100,14 +100,6 @@ def test_a_group_of_the_jobs_that_begins_anew(begun: CommandLine) -> None:
     assert rows(begun)[-1] == {"step": 4, "policy": 4, "own": 4}
 
 
-def test_a_group_that_does_not_fit_its_checkpoint(begun: CommandLine) -> None:
-    """Nothing is trained by it."""
-    done = begun("run", "demo.yaml", "--resume", "--set", "pools.main.slots=1")
-    assert done.returncode == 1
-    assert "is of 2 ranks of role 'counter', which has 1 here" in done.stderr
-    assert [row["step"] for row in rows(begun)] == [1, 2]
-
-
 @pytest.mark.parametrize("inside", ["", "deep/er"])
 def test_wherever_it_lies(colocate: CommandLine, inside: str) -> None:
     """It may be the run's checkpoint itself."""

@@ -50,28 +50,6 @@ def write(run: Run, step: int, error: BaseException | None = None, group: str = 
             raise error
 
 
-def test_the_checkpoint_of_a_group_inside(run: Run, policy: ColocatedGroup) -> None:
-    """A restart finds it where it is when the block has ended."""
-    policy.role("lasting", Lasting).add(3)
-    write(run, 1)
-    fail(policy)
-    assert policy.wait_ready(PATIENCE_S) == 1
-    assert policy.role("lasting", Lasting).add() == [4]
-
-
-def test_a_block_that_raises(run: Run, policy: ColocatedGroup) -> None:
-    """A restart goes on from the checkpoint before, as the run does."""
-    role = policy.role("lasting", Lasting)
-    role.add(3)
-    write(run, 1)
-    role.add(3)
-    with pytest.raises(OSError, match="disk full"):
-        write(run, 2, OSError("disk full"))
-    fail(policy)
-    assert policy.wait_ready(PATIENCE_S) == 1
-    assert role.add() == [4]
-
-
 def test_another_group_that_can_not_begin_anew(run: Run, policy: ColocatedGroup) -> None:
     """Without a checkpoint the job ends with the error, which says why; the other group isn't made to fail."""
     critic = run.groups["critic"]

@@ -121,52 +121,6 @@ def test_all_output_lies_in_the_folder_and_the_report(colocate: CommandLine) -> 
     assert {"talking.talk", "step 1"} <= set(names)
 
 
-SLOW_TO_START = """
-    import threading
-    import time
-
-    import colocate
-
-    class Slow:
-        def __init__(self):
-            self.took = -time.monotonic()
-            threading.Event().wait(1.5)
-            self.took += time.monotonic()
-
-        @colocate.method
-        def start(self):
-            return self.took
-
-    def job(run):
-        with run.timed("work"):
-            threading.Event().wait(0.1)
-        run.log(1, start=run.groups["policy"]["slow"].start()[0])
-"""
-
-
-def test_the_start_up_counts(colocate: CommandLine) -> None:
-    """How long a run took is told with what its roles' constructors took, which no phase of the job has."""
-    colocate.write("beside.py", SLOW_TO_START)
-    colocate.write(
-        "demo.yaml",
-        """
-        pools: {main: {slots: 1}}
-        groups: {policy: {pool: main, roles: {slow: "beside:Slow"}}}
-        job: beside:job
-        """,
-    )
-    done = colocate("run", "demo.yaml", "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    start, (work,) = told["last"]["start"], told["phases"].values()
-    assert start > 1
-    assert told["seconds"] >= start + work - 0.002  # they are rounded
-    report = (colocate.folder / "runs" / "demo" / "report.html").read_text()
-    wall = re.search(r"Wall time.*?(\d+(?:\.\d+)?) s<", report, re.DOTALL)
-    assert wall is not None
-    assert float(wall[1]) >= start + work - 0.01
-
-
 FAILING = """
     import colocate
 
@@ -205,13 +159,6 @@ def test_what_a_start_says_when_it_fails(colocate: CommandLine) -> None:
     for name in ("error.txt", "report.html"):
         assert "in __init__" in (folder / name).read_text()
     assert (folder / "log.txt").read_text().startswith("\n".join([*shown, last]))
-
-
-def test_each_run_has_a_folder_of_its_own(colocate: CommandLine) -> None:
-    colocate.write("demo.yaml", ACME)
-    for _ in range(2):
-        colocate("run", "demo.yaml", distributions=("acme",))
-    assert sorted(path.name for path in (colocate.folder / "runs").iterdir()) == ["demo", "demo-2"]
 
 
 def test_json_and_nothing_else(colocate: CommandLine) -> None:
@@ -307,16 +254,6 @@ class TestErrors:
             assert "beside.py" in (folder / name).read_text()
         assert (folder / "error.txt").read_text() == done.stderr
 
-    def test_a_group_of_errors_that_nobody_raised_is_told_by_where_it_was(self, colocate: CommandLine) -> None:
-        job = "def job(run):\n    raise ExceptionGroup('two', [ValueError('one'), KeyError('other')])\n"
-        done = self.run(colocate, job)
-        assert done.returncode == 1
-        assert re.findall(r'File ".*/(.*)", line 2, in job', done.stderr) == ["beside.py"]
-        assert done.stderr.count("File ") == 1
-        for said in ("ExceptionGroup: two (2 sub-exceptions)", "ValueError: one", "KeyError: 'other'"):
-            assert said in done.stderr
-        assert (colocate.folder / "runs" / "demo" / "error.txt").read_text() == done.stderr
-
     def test_what_a_dropped_call_raised_is_told_by_its_own_frames(self, colocate: CommandLine) -> None:
         """Closing finds it, which is the framework's."""
         reward = "run.groups['policy']['reward']"
@@ -391,15 +328,6 @@ class TestErrors:
         assert done.returncode == status
         assert [error["type"] for error in json.loads(done.stdout)["errors"]] == ["SystemExit"]
 
-    @pytest.mark.parametrize("end", ["return", "sys.exit()"])
-    def test_a_fork_that_comes_to_the_jobs_end(self, colocate: CommandLine, end: str) -> None:
-        """It ends well, and the run goes on, with one report of its own."""
-        job = f"import os, sys\ndef job(run):\n    pid = os.fork()\n    if not pid:\n        {end}\n"
-        job += "    print('status', os.waitpid(pid, 0)[1])\n    run.log(1, x=1)\n"
-        done = self.run(colocate, job)
-        assert (done.returncode, done.stdout.count("status 0"), done.stdout.count("report:")) == (0, 1, 1), done.stderr
-        assert not (colocate.folder / "runs" / "demo" / "error.txt").exists()
-
     def test_a_job_whose_output_nobody_reads_any_more_ends(self, colocate: CommandLine) -> None:
         """As `colocate run FILE | head` does; it isn't told as an exit of the job's own."""
         colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
@@ -417,27 +345,6 @@ class TestErrors:
             1,
             "nobody reads its output any more: everything is closed, what came after the last checkpoint is lost\n",
         )
-
-    @pytest.mark.parametrize("code", ["0", ""])
-    def test_a_job_that_leaves_by_exit_without_a_fault_has_come_to_its_end(
-        self, colocate: CommandLine, code: str
-    ) -> None:
-        done = self.run(colocate, f"import sys\ndef job(run):\n    run.log(1, x=1)\n    sys.exit({code})\n")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "everything is closed" in done.stdout.splitlines()[-1]
-        folder = colocate.folder / "runs" / "demo"
-        assert (folder / "report.html").exists()
-        assert not (folder / "error.txt").exists()
-
-    def test_what_is_no_exception_is_an_error_too(self, colocate: CommandLine) -> None:
-        done = self.run(colocate, "import asyncio\ndef job(run):\n    raise asyncio.CancelledError('mine')\n")
-        assert done.returncode == 1
-        assert re.findall(r'File ".*/(.*)", line', done.stderr) == ["beside.py"]
-        assert (colocate.folder / "runs" / "demo" / "error.txt").read_text() == done.stderr
-
-    def test_a_number_that_is_none(self, colocate: CommandLine) -> None:
-        done = self.run(colocate, "def job(run):\n    run.log(1, reward='high')\n")
-        assert done.stderr.endswith("TypeError: run.log: reward='high' is not a number\n")
 
     @pytest.mark.parametrize(
         ("line", "told"),
@@ -501,11 +408,6 @@ class TestErrors:
         folder = colocate.folder / "runs" / "demo"
         assert [(row["step"], row["x"]) for row in metrics(folder)] == [(1, 1.5), (2, 2.5)]
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
-
-    def test_a_folder_that_can_not_be_made(self, colocate: CommandLine) -> None:
-        colocate.write("runs", "a file")
-        done = self.run(colocate, "def job(run): ...\n")
-        assert (done.returncode, done.stderr) == (1, "error: can't make the run's folder runs: File exists\n")
 
     def test_a_config_without_a_job(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", "seed: 1\n")

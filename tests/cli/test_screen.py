@@ -14,7 +14,7 @@ from colocate_report.calls import CallLog, Span, Total
 from colocate_report.contention import HandedOver
 from colocate_report.record import RunRecord
 from colocate_run.log import RunLog
-from colocate_run.screen import PLAIN_WIDTH, Screen, show_table
+from colocate_run.screen import PLAIN_WIDTH, Screen
 
 
 def plain() -> tuple[Console, io.StringIO]:
@@ -127,16 +127,6 @@ def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:
     assert "5/80" in shown
 
 
-def test_a_long_phase_is_shown_while_it_lasts() -> None:
-    console, out = terminal()
-    screen = Screen(console)
-    with screen.running("demo", Path("/elsewhere/demo"), None):
-        screen.entered("warm_up")
-        screen.entered("inner")
-        screen.left()
-    assert "now warm_up 0s" in out.getvalue()[-400:]
-
-
 def test_a_quiet_screen_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     screen = Screen(quiet=True)
     with screen.running("demo", Path("demo"), None):
@@ -166,12 +156,6 @@ def test_the_end_shows_tables_times_and_owners() -> None:
     )
 
 
-def test_a_table_has_the_columns_of_all_its_rows() -> None:
-    console, out = plain()
-    show_table("several", [{"a": 1}, {"a": 20, "b": "x"}, {}], console)
-    assert out.getvalue() == "\nseveral\n a  b\n 1\n20  x\n\n"
-
-
 def test_the_end_says_what_fusing_saved() -> None:
     console, out = plain()
     Screen(console).finished(record(handed_over=[HandedOver("policy", "actor", "critic", 1 << 20)]))
@@ -191,21 +175,6 @@ def test_what_fusing_saved_on_a_terminal() -> None:
     assert max(map(len, lines)) <= 100
     whole = "".join(f"actor to user-{n} 1 MiB{', ' if n < 8 else '.'}" for n in range(9))
     assert whole in " ".join(lines)
-
-
-def test_where_the_report_is() -> None:
-    console, out = plain()
-    screen = Screen(console)
-    screen.reported(Path.cwd() / "runs" / "demo" / "report.html")
-    assert out.getvalue() == "\nreport: runs/demo/report.html\n"
-
-
-@pytest.mark.parametrize("make", [plain, terminal])
-def test_long_cells_are_shown_whole(make: object) -> None:
-    console, out = make()  # type: ignore[operator]
-    text = "x" * 300
-    show_table("table", [{"a": text, "b": 1}], console)
-    assert out.getvalue().count("x") == 300
 
 
 def call(role: str, method: str, spans: Sequence[tuple[int, float, float]], group: str = "policy") -> CallRecord:
@@ -233,16 +202,3 @@ def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
     assert [(use.role, use.transferred) for use in calls.contention() if use.transferred] == [("wide", 14)]
     assert calls.spans()[2] == Span("policy", 2, "narrow", "go", 2.0, 3.0)
     assert [span.slot for span in calls.spans()] == [0, 1, 2, 0, 1]
-
-
-def test_a_narrow_terminal_drops_columns_and_breaks_no_word() -> None:
-    rows = [{"role": "reference", "method": "log_probabilities", "calls": 1200, "seconds": 3.25, "share": "12 %"}]
-    for width, dropped in ((80, ""), (48, "share"), (40, "seconds, share")):
-        to = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-        show_table("times", rows, to)
-        assert isinstance(to.file, io.StringIO)
-        shown = to.file.getvalue()
-        assert "reference" in shown
-        told = f"(a wider terminal shows {dropped}, too)" in " ".join(shown.split())
-        assert told == bool(dropped), shown
-        assert max(map(len, shown.splitlines())) <= width

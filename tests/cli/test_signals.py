@@ -22,13 +22,6 @@ def test_the_first_is_noted_and_the_second_raises(number: signal.Signals) -> Non
     assert signal.getsignal(number) is before
 
 
-def test_handlers_come_back_when_the_job_raises() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(ValueError, match="job"), StopSignals(print):
-        raise ValueError("job")
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_a_job_on_another_thread_sets_no_handlers() -> None:
     before = signal.getsignal(signal.SIGINT)
     found = []

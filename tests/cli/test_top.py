@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 
@@ -17,13 +15,10 @@ from tests.cli.conftest import CommandLine
 
 import colocate as library
 from colocate._api import glance
-from colocate._api.memory import SlotMemory, memory_of_each
-from colocate._crew.crew import Crew
-from colocate._system.deadline import Deadline
 from colocate._system.recent import RECENT_S
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate_report.window import Job, _listed, jobs, look, window
+from colocate_report.window import Job, _listed, jobs
 from colocate_run.cli.top import _page, rows
 
 JOB = """
@@ -147,18 +142,6 @@ def test_what_is_listed() -> None:
     assert list(_listed(head + listed + connected + other)) == [Job("a.b-c", 7, 2), Job("my run@lr=0.1,x", 7, 3)]
 
 
-def test_names_of_any_length() -> None:
-    """A name that is too long for a socket is cut between letters; of two jobs in a process each has its own."""
-    name = "訓練" * 30
-    with library.connect() as runtime, window(runtime, name), window(runtime, name):
-        found = [job for job in jobs() if job.pid == os.getpid()]
-        assert [name.startswith(job.name) and len(job.name) == 21 for job in found] == [True, True]
-        assert len({job.number for job in found}) == 2
-        told = [look(job) for job in found]
-        assert [each and each["job"] for each in told] == [name] * 2
-    assert not [job for job in jobs() if job.pid == os.getpid()]
-
-
 def test_what_is_not_known_is_not_shown() -> None:
     """A group that is just starting, and a slot that idles."""
     role = {"role": "actor", "rank": 0, "busy": 0.256, "bytes": None, "asleep": None}
@@ -202,37 +185,6 @@ def test_a_rank_that_is_ahead() -> None:
         library.wait(calls)
 
 
-def test_a_call_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is made while the workers are asked what they hold isn't from the future."""
-    go_on = threading.Event()
-
-    class Waiting(library.Role):
-        @library.method
-        def wait(self) -> None:
-            go_on.wait()
-
-    with library.connect() as runtime, runtime.reserve(1) as pool, window(runtime, "demo"):
-        waiting = pool.spawn({"waiting": library.role(Waiting)}).role("waiting", Waiting)
-        calls = []
-
-        def asked(crew: Crew, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
-            begun = time.time()
-            wait_until(lambda: time.time() > begun + 0.01, "what is rounded away is over")
-            calls.append(waiting.wait.submit())
-            return memory_of_each(crew, deadline)
-
-        monkeypatch.setattr(glance, "memory_of_each", asked)
-        (found,) = [job for job in jobs() if job.pid == os.getpid()]
-        told = look(found)
-        go_on.set()
-        library.wait(calls)
-    assert told is not None
-    (group,) = told["groups"]
-    (slot,) = group["slots"]
-    assert slot["call"] == "waiting.wait"
-    assert slot["age"] >= 0
-
-
 @pytest.mark.parametrize(
     ("width", "dropped"),
     [
@@ -252,15 +204,6 @@ def test_a_narrow_terminal(width: int, dropped: str) -> None:
     told |= {"asleep": "1.3 MiB", "busy": "50%", "for": "1.5 s", "node": "worker-17.example", "queue": " 2 "}
     for column, whole in told.items():
         assert any(whole in line for line in shown) == (column not in dropped.split(", ")), column
-
-
-@pytest.mark.parametrize(("width", "name"), [(80, "r" * 50), (120, "r" * 108), (20, "critics")])
-def test_a_name_that_has_no_place(width: int, name: str) -> None:
-    """It goes on in the next line: nothing is cut off."""
-    shown = narrow(width, [(name, 1_416_832, 0)])
-    assert max(map(len, shown)) <= width
-    assert "\u2026" not in "".join(shown)
-    assert "".join(shown).count("r") >= name.count("r")
 
 
 def narrow(width: int, held: list[tuple[str, int, int]]) -> list[str]:

@@ -92,15 +92,6 @@ def test_the_graph_names_the_option_that_made_something(load: Callable[..., Conf
     assert "demo.yaml:5" in group
 
 
-def test_what_a_dict_describes_was_made_by_who_launched_it(load: Callable[..., Config]) -> None:
-    load()
-    config = colocate.load_config({"pools": {"main": {"slots": 1}}})
-    with colocate.launch(config) as job:
-        lines = job.runtime.graph.render("tree").splitlines()
-    assert len(lines) == 2
-    assert all("test_launch.py:" in line for line in lines)
-
-
 def test_what_was_opened_is_closed_when_the_next_cannot_be(load: Callable[..., Config]) -> None:
     closed: list[str] = []
     with pytest.warns(UserWarning, match="no group uses"):
@@ -132,25 +123,9 @@ def test_a_run_leaves_its_record(load: Callable[..., Config], tmp_path: Path) ->
     assert record.stopped is None
 
 
-def test_it_can_be_run_again_and_counts_for_itself(load: Callable[..., Config]) -> None:
-    with colocate.launch(load()) as job:
-        first, second = job.run(quiet=True), job.run(quiet=True)
-    assert [first.directory.name, second.directory.name] == ["demo", "demo-2"]
-    assert [[total.calls for total in record.totals] for record in (first, second)] == [[2, 2], [2, 2]]
-
-
 def test_a_config_without_a_job_can_be_launched_but_not_run(load: Callable[..., Config]) -> None:
     with colocate.launch(load("pools: {main: {slots: 1}}")) as job, pytest.raises(ConfigError, match="has no job"):
         job.run(quiet=True)
-
-
-@pytest.mark.parametrize("value", ["1", None, [1.0], object()])
-def test_what_is_no_number_is_not_logged(load: Callable[..., Config], value: object) -> None:
-    def job(run: Run) -> None:
-        run.log(1, value=value)  # type: ignore[arg-type]
-
-    with pytest.raises(TypeError, match=r"run\.log: value=.* is not a number"):
-        _run(load, job)
 
 
 def test_scalars_of_numpy_and_torch_are_numbers(load: Callable[..., Config]) -> None:

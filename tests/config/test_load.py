@@ -56,11 +56,6 @@ def test_a_dict_is_a_config_too_and_is_left_alone(write: Write) -> None:
     assert given["pools"] == {"main": {"slots": 1}}
 
 
-def test_order_is_kept(write: Write) -> None:
-    config = load_config({"pools": {name: {"slots": 1} for name in "zebra"}})
-    assert list(config.pools) == list("zebra")
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -91,12 +86,6 @@ class TestChanges:
         config = load_config(write("executor: {use: other, with: {unknown: 1}}"), executor="local")
         assert config.executor == ExecutorConfig("local", {})
 
-    def test_set_comes_after_executor_and_left_to_right(self, write: Write) -> None:
-        changes = ["executor.with.processes=true", "seed=1", "seed=2"]
-        config = load_config(write("executor: other"), executor="local", set=changes)
-        assert config.executor == ExecutorConfig("local", {"processes": True})
-        assert config.seed == 2
-
     def test_set_makes_missing_keys_and_reads_yaml(self, write: Write) -> None:
         changes = ["+pools.new.slots=3", "pools.new.env={A: b}", "job=config_roles:train", "job.with.steps=7"]
         config = load_config(write("executor: {use: local, with: {processes: true}}"), set=changes)
@@ -107,10 +96,6 @@ class TestChanges:
         changes = ["groups.policy.roles.other.slots=[0]", "groups.policy.roles.other.slots[0]=1", "job.with.steps=1"]
         config = load_config(write(DEMO), set=changes)
         assert config.groups["policy"].roles["other"].slots == [1]
-        assert config.job == JobConfig("config_roles:train", {"steps": 1})
-
-    def test_an_empty_mapping_can_be_filled(self, write: Write) -> None:
-        config = load_config(write("job: {use: 'config_roles:train', with: }"), set=["job.with.steps=1"])
         assert config.job == JobConfig("config_roles:train", {"steps": 1})
 
 

@@ -93,19 +93,6 @@ def test_a_block_that_raises(tmp_path: Path) -> None:
         assert "a plain one" in (tmp_path / "sums" / name).read_text()
 
 
-def test_an_interrupt(tmp_path: Path) -> None:
-    """In a user's own code a Ctrl-C ends a run as any other error does."""
-    notes = Notes()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        colocate.connect("local") as runtime,
-        colocate.record(runtime, tmp_path / "sums", observe=[notes]),
-    ):
-        raise KeyboardInterrupt
-    assert notes.told == ["started", "finished"]
-    assert (tmp_path / "sums" / "report.html").exists()
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_report_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """They are told of the end all the same."""
@@ -119,20 +106,6 @@ def test_a_report_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     with colocate.connect("local") as runtime, pytest.raises(expected):
         in_a_run(runtime, tmp_path, notes, fails=fails)
     assert notes.told[-1] == "finished"
-
-
-def test_two_at_once(tmp_path: Path) -> None:
-    """Each is told of what its own run logs."""
-    outer, inner = Notes(), Notes()
-    with (
-        colocate.connect("local") as runtime,
-        colocate.record(runtime, tmp_path / "a", observe=[outer]) as first,
-        colocate.record(runtime, tmp_path / "b", observe=[inner]) as second,
-    ):
-        first.log(1, loss=1.0)
-        second.log(2, loss=2.0)
-    assert outer.told == ["started", "logged 1", "finished"]
-    assert inner.told == ["started", "logged 2", "finished"]
 
 
 def test_secrets_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,56 +275,6 @@ def test_a_fork_in_the_block(tmp_path: Path, way: str) -> None:
     assert sorted(path.name for path in run.directory.iterdir()) == ["log.txt", "report.html"]
 
 
-def test_one_that_exits_in_a_hook(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It isn't in that hook any more: who hangs afterwards is the one that is named."""
-    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
-
-    class Exits:
-        def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-            sys.exit()
-
-    class Hangs:
-        def __init__(self) -> None:
-            self.inside, self.go = threading.Event(), threading.Event()
-
-        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
-            self.inside.set()
-            assert self.go.wait(60)
-
-    hangs = Hangs()
-    with colocate.connect("local") as runtime:
-        echo = runtime.reserve(1).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-        with colocate.record(runtime, tmp_path / "sums", observe=[Exits(), hangs]) as run:
-            run.log(0, loss=1.0)
-            echo.noop()
-            assert hangs.inside.wait(60)
-        hangs.go.set()
-    warnings = [each.getMessage() for each in caplog.records if "hasn't returned" in each.getMessage()]
-    assert [each.partition("because ")[2].partition(";")[0] for each in warnings] == [
-        "'Hangs' hasn't returned from colocate_call_finished"
-    ]
-    assert not (run.directory / "error.txt").exists()
-
-
-def test_one_that_exits_as_the_run_starts(tmp_path: Path) -> None:
-    """The process ends, as anywhere; who had heard of the run is told of its end."""
-    notes = Notes()
-
-    class Exits:
-        def colocate_run_started(self, run: colocate.RunInfo) -> None:
-            sys.exit()
-
-    with (
-        colocate.connect("local") as runtime,
-        pytest.raises(SystemExit),
-        colocate.record(runtime, tmp_path / "sums", observe=[notes, Exits()]),
-    ):
-        raise AssertionError("it hasn't begun")
-    assert notes.told == ["started", "finished"]
-
-
 def test_after_the_end(tmp_path: Path) -> None:
     """What is logged then would be in no report, and observers have gone."""
     with colocate.connect("local") as runtime:
@@ -365,21 +288,6 @@ def test_after_the_end(tmp_path: Path) -> None:
             with pytest.raises(colocate.ClosedError, match="this is after the block of run 'sums'"):
                 late()
     assert len((run.directory / "metrics.jsonl").read_text().splitlines()) == 1
-
-
-def test_one_that_does_not_return_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That was said at the run's end, and is no fault of the run: its runtime closes as ever, and at once."""
-    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
-    stuck = Stuck()
-    try:
-        with colocate.connect("local") as runtime, colocate.record(runtime, tmp_path / "sums", observe=[stuck]) as run:
-            run.log(0, loss=1.0)
-            assert stuck.inside.wait(60)
-        assert runtime.state == "closed"
-        assert stuck.told == ["started", "logged 0", "finished"]
-    finally:
-        stuck.go.set()
-        assert runtime._node.services.dispatcher.close()
 
 
 def test_a_callback_that_does_not_return(
@@ -417,27 +325,6 @@ def test_one_that_raises_at_the_start(tmp_path: Path) -> None:
     assert (first.told, broken.told, last.told) == (["started", "finished"], ["started"], [])
     assert first.ended is not None
     assert first.ended[1] == error.value
-
-
-def test_several_of_a_runtime_that_raise(capsys: pytest.CaptureFixture[str]) -> None:
-    """What one raises keeps nobody else from being told."""
-    all_of_them = [Notes("noop"), Notes("noop"), Notes()]
-    with colocate.connect("local") as runtime:
-        for each in all_of_them:
-            runtime.observe(each)
-        group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
-        group.role("echo", Echo).noop()
-        group.close()
-    assert [each.told for each in all_of_them] == [["noop"]] * 3
-    assert "2 observers raised in colocate_call_finished" in capsys.readouterr().err
-
-
-def test_entries_that_are_none(tmp_path: Path) -> None:
-    entries: list[dict[str, Any]] = [{"with": {}}, {"use": "prometheus", "wiht": {}}, {"use": 3}]
-    with colocate.connect("local") as runtime:
-        for entry in entries:
-            with pytest.raises(colocate.ConfigError, match=r"observe: .*: write \{'use': name"):
-                in_a_run(runtime, tmp_path, entry)
 
 
 class Misspelt:
@@ -493,14 +380,6 @@ def test_what_is_no_runtime_is_told_so(tmp_path: Path) -> None:
         with pytest.raises(colocate.ConfigError, match=told), colocate.record(pool, tmp_path / "x"):  # type: ignore[arg-type]
             raise AssertionError
     assert not list(tmp_path.iterdir())
-
-
-def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    with colocate.connect() as runtime, colocate.record(runtime, ".") as run:
-        assert (run.name, run.directory) == ("here-2", tmp_path / "here-2")
 
 
 def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:

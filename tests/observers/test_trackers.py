@@ -125,31 +125,6 @@ def test_wandb(tmp_path: Path) -> None:
     assert exits == [0]
 
 
-def refused_by_wandb(folder: Path) -> None:
-    """Begin without an API key, and print what is said of that."""
-    try:
-        run_some(folder, "wandb")
-    except colocate.PluginError as error:
-        print(error)
-
-
-def test_wandb_without_a_key(tmp_path: Path) -> None:
-    """Of what needs none wandb says nothing where there is no terminal."""
-    script = f"from pathlib import Path; from {__name__} import refused_by_wandb; refused_by_wandb(Path.cwd())"
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
-    here = {**ours, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=here,
-        check=True,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-    )
-    assert b"No API key" in done.stdout
-    assert b"`with: {mode: offline}`, which needs none" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("how", "error", "status"),
     [
@@ -198,34 +173,6 @@ class Last:
             self.told.set()
 
 
-def test_an_mlflow_store_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes after it isn't held up, and in the end the store has all of it."""
-    from mlflow import MlflowClient
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    last, log_batch = Last(), MlflowClient.log_batch
-    waited: list[bool] = []
-
-    def slow(client: MlflowClient, run: str, metrics: Sequence[Any] = (), **rest: Any) -> None:
-        if metrics:
-            waited.append(last.told.wait(60))
-        log_batch(client, run, metrics, **rest)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own
-        monkeypatch.setattr(MlflowClient, "log_batch", slow)
-        store = (tmp_path / "store").as_uri()
-        run_some(tmp_path, {"use": "mlflow", "with": {"tracking_uri": store}}, last)
-        client = MlflowClient(store)
-        experiment = client.get_experiment_by_name("colocate")
-        assert experiment is not None
-        (run,) = client.search_runs([experiment.experiment_id])
-        history = client.get_metric_history(run.info.run_id, "accuracy")
-    assert sorted((each.step, each.value) for each in history) == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert waited
-    assert all(waited)
-
-
 def test_an_mlflow_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its thread meets is the observer's: log.txt has it, once, and the run there doesn't stay a running one."""
     from mlflow import MlflowClient
@@ -251,14 +198,6 @@ def test_an_mlflow_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     log = (folder / "log.txt").read_text()
     assert log.count("the observer 'mlflow' raised in colocate_run_") == 1
     assert "ConnectionError: the store is gone" in log
-
-
-def test_an_mlflow_store_that_can_not_be_had(tmp_path: Path) -> None:
-    """It is said what to do; mlflow-skinny, say, has none on its own machine."""
-    pytest.importorskip("mlflow")
-    wanted = r"no store for gopher://nowhere: say where its server is \(tracking_uri"
-    with pytest.raises(colocate.PluginError, match=wanted):
-        run_some(tmp_path, {"use": "mlflow", "with": {"tracking_uri": "gopher://nowhere"}})
 
 
 def test_an_mlflow_server_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,28 +311,6 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     with taken, pytest.raises(colocate.PluginError, match=r"prometheus' raised when .*in use.* a port of its own"):
         run_some(tmp_path, {"use": "prometheus", "with": {"port": taken.server_port}})
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"port": -1}, r"port: -1 is none: give one up to 65535"),
-        ({"port": 70000}, r"port: 70000 is none: give one up to 65535"),
-        (
-            {"port": 0, "address": "256.1.1.1"},
-            r"can't listen at 256\.1\.1\.1:0 \(.+\); give an address of this machine",
-        ),
-        (
-            {"port": 0, "address": "192.0.2.1"},
-            r"can't listen at 192\.0\.2\.1:0 \(.+\); give an address of this machine",
-        ),
-    ],
-)
-def test_where_nothing_can_listen(tmp_path: Path, options: dict[str, object], told: str) -> None:
-    """The error says which option is wrong, and speaks of other runs only where the port is taken."""
-    with pytest.raises(colocate.PluginError, match=told) as raised:
-        run_some(tmp_path, {"use": "prometheus", "with": options})
-    assert "another run" not in str(raised.value)
 
 
 class Collector(http.server.BaseHTTPRequestHandler):

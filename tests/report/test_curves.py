@@ -30,23 +30,11 @@ class TestWhichAreLarge:
         found = headline(series_of([dict.fromkeys(names, 0.5) | {"step": 1}]))
         assert [each.name for each in found] == ["eval_accuracy", "eval_score", "reward", "accuracy"]
 
-    def test_without_any_of_those_the_first_that_was_logged(self) -> None:
-        assert [each.name for each in headline(series_of([{"step": 1, "loss": 1.0, "grad_norm": 2.0}]))] == ["loss"]
-
-    def test_a_part_of_a_word_is_no_word(self) -> None:
-        found = headline(series_of([{"step": 1, "lr": 1.0, "evaluated": 2.0, "rewarded": 2.0, "value_loss": 1.0}]))
-        assert [each.name for each in found] == ["lr"]
-
     def test_fractions_share_an_axis_from_0_to_1_and_others_have_their_own(self) -> None:
         found = drawn(*({"step": n, "eval_accuracy": n / 10, "accuracy": n / 20, "return": n * 40} for n in range(10)))
         assert [labels(chart) for chart in found.large] == [["Held-out accuracy", "Accuracy"], ["Return"]]
         assert [label for _, label in found.large[0].y_ticks] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
         assert [line.strong for line in found.large[0].lines] == [True, False]
-
-    def test_all_others_are_small(self) -> None:
-        found = drawn({"step": 1, "reward": 1.0, "kl": 0.1, "policy_loss": 0.2})
-        assert [labels(chart) for chart in found.small] == [["KL"], ["Policy loss"]]
-        assert found.rest == ()
 
     def test_what_finds_no_room_is_in_a_table(self) -> None:
         found = drawn(*({"step": n, "reward": 1} | {f"m{k}": k + n for k in range(30)} for n in range(3)))
@@ -64,14 +52,6 @@ class TestLines:
         assert (line.first, line.last) == ("0", "0.5")
         assert chart.summary == "Steps 0 to 10: Loss from 0 to 0.5."
 
-    def test_steps_count_not_lines_of_the_log(self) -> None:
-        (chart,) = drawn({"step": 0, "loss": 0.0}, {"step": 1, "loss": 1.0}, {"step": 4, "loss": 0.5}).large
-        assert [x for x, _ in places(chart.lines[0].path)] == [0, WIDTH // 4, WIDTH]
-
-    def test_all_charts_have_the_same_steps(self) -> None:
-        found = drawn({"step": 0, "reward": 0.0}, {"step": 10, "reward": 1.0, "late": 3.0}, {"step": 20, "late": 4.0})
-        assert [x for x, _ in places(found.small[0].lines[0].path)] == [WIDTH // 2, WIDTH]
-
     @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
     def test_what_is_no_number_is_a_gap(self, bad: float | None) -> None:
         values = [0.0, 1.0, bad, 0.5, 0.0]
@@ -80,22 +60,12 @@ class TestLines:
         assert len(places(chart.lines[0].path)) == 4
         assert not any("step 2" in hover.text for hover in chart.hovers)
 
-    def test_a_metric_that_never_was_a_number_is_named(self) -> None:
-        gaps = ("Loss never was a finite number.",)
-        assert drawn({"step": 1, "loss": None}, {"step": 2, "loss": math.nan}) == Curves((), (), (), gaps)
-
     def test_one_that_no_longer_is_a_number_is_not_shown_as_it_was_before(self) -> None:
         rows = [{"step": step, "reward": value} for step, value in enumerate((0.5, math.nan, 0.7, math.inf))]
         found = drawn(*rows)
         assert found.large[0].lines[0].last == "not finite"
         assert found.gaps == ("Reward was no finite number 2 of 4 times, first at step 1.",)
         assert drawn(*rows[:1]).gaps == ()
-
-    def test_one_that_is_logged_now_and_then_has_no_gaps(self) -> None:
-        rows = [{"step": n, "loss": 1.0, **({"eval_accuracy": n / 10} if n % 5 == 0 else {})} for n in range(11)]
-        (line,) = drawn(*rows).large[0].lines
-        assert line.path.count("M") == 1
-        assert len(places(line.path)) == 3
 
     def test_a_constant_and_a_single_point_are_drawn_inside(self) -> None:
         for rows in ([{"step": 3, "loss": 2.0}], [{"step": n, "loss": -1e9} for n in range(3)]):
@@ -122,9 +92,3 @@ class TestHovers:
         (chart,) = drawn({"step": 0, "reward": 0.25}, {"step": 10, "reward": 0.5, "accuracy": 0.75}).large
         assert [hover.text for hover in chart.hovers] == ["step 0\nReward 0.25", "step 10\nReward 0.5\nAccuracy 0.75"]
         assert [(hover.left, hover.width) for hover in chart.hovers] == [(0.0, 50.0), (50.0, 50.0)]
-
-    def test_they_lie_side_by_side_and_are_not_too_many(self) -> None:
-        (chart,) = drawn(*({"step": n, "loss": n} for n in range(1234))).large
-        assert len(chart.hovers) <= 100
-        for one, other in zip(chart.hovers, chart.hovers[1:], strict=False):
-            assert one.left + one.width == pytest.approx(other.left, abs=0.02)

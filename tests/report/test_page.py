@@ -166,12 +166,6 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("key", NOTHING)
-def test_a_run_without_one_of_its_parts(tmp_path: Path, key: str) -> None:
-    page = Page(tmp_path, record(**{key: NOTHING[key]}))
-    assert [section.get("id") for section in page.root.iter("section")] == PARTS
-
-
 def test_a_run_of_nothing(tmp_path: Path) -> None:
     page = Page(tmp_path, record(**NOTHING))
     assert "The job logged no numbers." in page.words("curves")
@@ -181,23 +175,6 @@ def test_a_run_of_nothing(tmp_path: Path) -> None:
     assert "No role held tensors or arrays." in page.words("memory")
     assert "There is no graph of this run." in page.words("ownership")
     assert "There is no config of this run." in page.words("setup")
-
-
-def test_a_run_of_one_step(tmp_path: Path) -> None:
-    spans = calls(rounds=1, slots=1, warm_ups=0)
-    rows = [{"step": 1, "reward": 0.5, "loss": -2.0}]
-    page = Page(tmp_path, record(metrics=rows, spans=spans, totals=totals(spans), tables={"t": []}))
-    assert len(page.find("curves", "figure")) == 2
-    assert "Calls to 4 roles on 1 slot" in page.text
-    assert "It has no rows." in page.words("answers")
-    assert "up close" not in page.words("timeline")
-
-
-def test_a_run_whose_loss_never_was_a_number(tmp_path: Path) -> None:
-    """It logged something, and what that was is what one looks for."""
-    words = Page(tmp_path, record(metrics=[{"step": 1, "loss": None}])).words("curves")
-    assert "Loss never was a finite number." in words
-    assert "logged no numbers" not in words
 
 
 def test_a_run_that_failed_says_so_first(tmp_path: Path) -> None:
@@ -211,17 +188,6 @@ def test_the_log_and_the_start_up(tmp_path: Path) -> None:
     page = Page(tmp_path, attrs.evolve(record(), log="first\n<b>second</b>\n", start_up=3.0))
     assert page.root.findtext(".//pre[@class='log']") == "first\n<b>second</b>\n"
     assert "(start-up)" in (tmp_path / "report.html").read_text()
-
-
-def test_a_run_that_was_stopped_says_by_what(tmp_path: Path) -> None:
-    page = Page(tmp_path, record(stopped="SIGINT"))
-    assert page.root.findtext("./body/header/p/span[@class='state stopped']") == "stopped by SIGINT"
-
-
-def test_a_page_that_is_there_is_replaced(tmp_path: Path) -> None:
-    Page(tmp_path, record(name="first"))
-    assert Page(tmp_path, record(name="second")).root.findtext("./body/header/h1") == "second"
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:

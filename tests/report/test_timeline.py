@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import attrs
-import pytest
 from tests.report.sample import ROUND, STARTED, calls
 
 from colocate_report.calls import Restart, Span
@@ -57,12 +55,6 @@ class TestLanes:
         assert [(role, heights(area)[0]) for role, area in found.areas] == [(1, 100), (0, 67)]
         assert found.busy == "10%"
 
-    def test_its_weight_does_not_grow_with_the_calls(self) -> None:
-        few = drawn(*(span("actor", n / 10, n / 10 + 0.05) for n in range(100)))
-        many = drawn(*(span("actor", n / 1000, n / 1000 + 0.0005) for n in range(10_000)))
-        assert len(str(many)) < 1.2 * len(str(few))
-        assert len(many.hovers) == 10
-
     def test_a_pointer_is_told_methods_times_and_numbers_of_calls(self) -> None:
         found = drawn(span("actor", 1.0, 1.2, "act"), span("actor", 1.3, 1.5, "act"), span("critic", 1.9, 3.0, "judge"))
         assert [hover.text for hover in found.hovers] == [
@@ -70,11 +62,6 @@ class TestLanes:
             "2 s to 3 s\ncritic.judge 1 s",
         ]
         assert [(hover.left, hover.width) for hover in found.hovers] == [(10.0, 10.0), (20.0, 10.0)]
-
-    def test_of_many_methods_the_longest_are_named(self) -> None:
-        found = drawn(*(span("actor", n / 100, n / 100 + n / 1000, f"m{n}") for n in range(1, 10)))
-        lines = found.hovers[0].text.splitlines()
-        assert lines[1:] == [*(f"actor.m{n} {n} ms" for n in range(9, 3, -1)), "and 3 more"]
 
 
 class TestTimeline:
@@ -84,28 +71,6 @@ class TestTimeline:
         assert found.hidden == 0
         assert found.ticks[0] == (0.0, "0 s")
         assert found.ticks[-1] == (100.0, "30 s")
-
-    def test_slots_of_several_groups_say_whose_they_are(self) -> None:
-        spans = [*calls(slots=1), *calls(slots=1, group="judges")]
-        assert [each.label for each in timeline(spans, ROLES, STARTED, STARTED).lanes] == ["judges 0", "policy 0"]
-
-    def test_calls_of_a_clock_that_is_not_ours_stay_inside(self) -> None:
-        spans = [span("actor", STARTED - 5, STARTED - 4), span("actor", STARTED + 40, STARTED + 45)]
-        (found,) = timeline(spans, ROLES, STARTED, STARTED + 30).lanes
-        assert found.busy == "12%"
-        assert all(0 <= hover.left <= 100 for hover in found.hovers)
-
-    def test_spans_in_any_order(self) -> None:
-        spans = calls()
-        assert timeline(spans[::-1], ROLES, STARTED, STARTED) == timeline(spans, ROLES, STARTED, STARTED)
-
-    def test_no_time_at_all(self) -> None:
-        found = timeline([span("actor", STARTED, STARTED)], ROLES, STARTED, STARTED)
-        assert found.lanes[0].busy == "0%"
-        assert found.closeup is None
-
-    def test_nothing(self) -> None:
-        assert timeline([], {}, STARTED, STARTED + 1).lanes == ()
 
 
 class TestCloseup:
@@ -119,46 +84,6 @@ class TestCloseup:
         assert [bar.role for bar in bars] == [ROLES[role] for role, _, _ in ROUND]
         assert found.lasted == "976 ms"
         assert bars[0].text == "actor.generate\n300 ms, after 0 ms"
-
-    def test_it_says_why_memory_moved(self) -> None:
-        spans = [attrs.evolve(each, why="room for role 'critic'") for each in calls(slots=1)]
-        found = closeup({"slot 0": spans}, ROLES, STARTED)
-        assert found is not None
-        assert found.lanes[0][2][0].text == "actor.generate: room for role 'critic'\n300 ms, after 0 ms"
-
-    def test_what_happens_now_and_then_does_not_make_a_round(self) -> None:
-        spans: list[Span] = []
-        for number in range(6):
-            spans += shifted(calls(rounds=10, slots=1, warm_ups=0), number * 20)
-            spans.append(span("critic", spans[-1].end, spans[-1].end + 0.01, "save"))
-        found = closeup({"slot 0": spans}, ROLES, STARTED)
-        assert found is not None
-        assert found.anchor == "actor.generate"
-        assert len(found.lanes[0][2]) == len(ROUND)
-
-    def test_calls_that_are_many_in_a_round(self) -> None:
-        spans, now = [], STARTED
-        for _ in range(10):
-            for role, method, seconds in [
-                ("actor", "act", 0.1),
-                *[("critic", "learn", 0.05)] * 8,
-                ("actor", "rate", 0.1),
-            ]:
-                spans.append(span(role, now, now + seconds, method))
-                now += seconds
-            now += 0.2
-        found = closeup({"slot 0": spans}, ROLES, STARTED)
-        assert found is not None
-        assert found.anchor == "actor.act"
-        assert [bar.name for bar in found.lanes[0][2]] == ["act", *["learn"] * 8, "rate"]
-
-    def test_other_slots_show_what_they_did_at_that_time(self) -> None:
-        late = [span("critic", each.start + 0.1, each.end + 0.1, slot=1) for each in calls(slots=1)]
-        found = closeup({"slot 0": calls(slots=1), "slot 1": late}, ROLES, STARTED)
-        assert found is not None
-        bars = found.lanes[1][2]
-        assert bars[0].left == 0.0
-        assert max(bar.left + bar.width for bar in bars) == pytest.approx(100.0, abs=0.02)
 
     def test_it_is_the_median_round(self) -> None:
         spans, now = [], STARTED
@@ -184,7 +109,3 @@ class TestCloseup:
     def test_nothing_that_repeats(self) -> None:
         assert closeup({"slot 0": calls(rounds=2, slots=1, warm_ups=2)}, ROLES, STARTED) is None
         assert closeup({}, ROLES, STARTED) is None
-
-
-def shifted(spans: list[Span], seconds: float) -> list[Span]:
-    return [span(each.role, each.start + seconds, each.end + seconds, each.method) for each in spans]
