@@ -124,17 +124,14 @@ class _Window:
                 continue
             with peer:
                 try:
-                    self._tell(peer)
+                    peer.settimeout(PATIENCE_S)
+                    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                    _, user, _ = _CREDENTIALS.unpack(told)
+                    if user in (os.getuid(), 0):
+                        peer.sendall(json.dumps(self._scene.seen()).encode() + b"\n")
                 except Exception as error:  # who looked has gone, say: whatever it is, the job has no part in it
                     if not isinstance(error, OSError):
                         report_exception()
-
-    def _tell(self, peer: socket.socket) -> None:
-        peer.settimeout(PATIENCE_S)
-        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if user not in (os.getuid(), 0):
-            return
-        peer.sendall(json.dumps(self._scene.seen()).encode() + b"\n")
 
 
 def jobs() -> list[Job]:

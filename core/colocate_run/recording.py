@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate import GroupMemory
+import colocate_report
+from colocate import GroupMemory, Runtime
 from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver
 from colocate.errors import ColocateError, ConfigError, EngineError, GroupRestarted
 from colocate.plugins import find_job
@@ -33,7 +34,7 @@ from colocate_run.run import Run, StopSignals
 from colocate_run.screen import Screen
 
 if TYPE_CHECKING:
-    from colocate import ColocatedGroup, Runtime
+    from colocate import ColocatedGroup
 
 
 @attrs.define(eq=False)
@@ -112,7 +113,8 @@ def record(
         ConfigError: What is given is no runtime, or the folder can't be made.
         PluginError: An observer can't be had.
     """
-    _check_runtime(runtime)
+    if not isinstance(runtime, Runtime):
+        raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
     path = Path(os.path.abspath(directory))  # also of "." and "..", which have no names of their own
     screen, log = Screen(quiet=True), RunLog()
     folder = RunFolder.create(path.name, path.parent)
@@ -123,13 +125,6 @@ def record(
         _recording(begun, runtime, runtime.groups, StopSignals(screen.stopping), 0.0) as run,
     ):
         yield run
-
-
-def _check_runtime(runtime: object) -> None:
-    from colocate import Runtime  # which needs all of core
-
-    if not isinstance(runtime, Runtime):
-        raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
 
 
 @contextlib.contextmanager
@@ -314,8 +309,6 @@ def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
 
 def _report(record: RunRecord, error: str | None = None) -> Path:
     """Write report.html."""
-    import colocate_report
-
     record = attrs.evolve(record, config=config_text(record.config))
     return colocate_report.write(record.directory, record, error=error)
 

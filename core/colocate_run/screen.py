@@ -80,44 +80,33 @@ def table_that_fits(
 
     A word that needs more than half of the width is broken, so that there is a table at all.
     """
-    every = {name: _Column.of(rows, name, name in sizes, width // 2) for name in keys_of(rows)}
-    found: dict[str, _Column] = {}
-    for name in sorted(every, key=lambda name: spare[::-1].index(name) + 1 if name in spare else 0):
-        if not found or _width_of([*found.values(), every[name]]) <= width:
-            found[name] = every[name]
-    found = {name: found[name] for name in every if name in found}
-    left = width - _width_of(found.values())
-    for each in sorted(found.values(), key=lambda each: each.most - each.least):
-        each.width += min(left, each.most - each.least)
-        left -= each.width - each.least
+    cells = {name: [text_of(row.get(name)) for row in rows] for name in keys_of(rows)}
+    most = {name: max(map(cell_len, (name, *each))) for name, each in cells.items()}  # no cell needs a second line
+    least = {  # no word is broken
+        name: most[name]
+        if name in sizes
+        else max(min(width // 2, cell_len(word)) for cell in (name, *each) for word in (*cell.split(), ""))
+        for name, each in cells.items()
+    }
+    found: list[str] = []
+    left = width + 2
+    for name in sorted(cells, key=lambda name: spare[::-1].index(name) + 1 if name in spare else 0):
+        if not found or least[name] + 2 <= left:
+            found.append(name)
+            left -= least[name] + 2
+    found = [name for name in cells if name in found]
+    widths = dict(least)
+    for name in sorted(found, key=lambda name: most[name] - least[name]):
+        widths[name] += min(left, most[name] - least[name])
+        left -= widths[name] - least[name]
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name, each in found.items():
-        shown.add_column(Text(name), justify="right" if each.right else "left", overflow="fold", width=each.width)
-    for cells in zip(*(each.cells for each in found.values()), strict=True):
-        shown.add_row(*map(Text, cells))
-    left_out = ", ".join(name for name in every if name not in found)
+    for name in found:
+        right = name in sizes or _is_numeric(rows, name)
+        shown.add_column(Text(name), justify="right" if right else "left", overflow="fold", width=widths[name])
+    for line in zip(*(cells[name] for name in found), strict=True):
+        shown.add_row(*map(Text, line))
+    left_out = ", ".join(name for name in cells if name not in found)
     return Group(shown, *([Text(f"(a wider terminal shows {left_out}, too)", "dim")] if left_out else []))
-
-
-@attrs.define(eq=False)
-class _Column:
-    cells: Sequence[str]
-    right: bool
-    least: int  # its width when no word is broken
-    most: int  # when no cell needs a second line
-    width: int
-
-    @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], name: str, is_size: bool, longest: int) -> _Column:
-        cells = [text_of(row.get(name)) for row in rows]
-        most = max(map(cell_len, (name, *cells)))
-        words = (word for cell in (name, *cells) for word in (*cell.split(), ""))
-        least = most if is_size else max(min(longest, cell_len(word)) for word in words)
-        return cls(cells, is_size or _is_numeric(rows, name), least, most, least)
-
-
-def _width_of(found: Collection[_Column]) -> int:
-    return sum(each.least for each in found) + 2 * (len(found) - 1)
 
 
 def _is_numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
@@ -255,7 +244,10 @@ class Screen:
         for title, rows in record.tables.items():
             self._show(title, rows)
         whole = record.seconds or 1.0
-        phases = [_share(phase, seconds, whole) for phase, seconds in timed_phases(record).items()]
+        phases = [
+            {"phase": phase, "seconds": round(seconds, 2), "share": f"{seconds / whole:.0%}"}
+            for phase, seconds in timed_phases(record).items()
+        ]
         self._show("time per phase", phases)
         calls = [
             {"group": each.group, "role": each.role, "method": each.method, "calls": each.calls}
@@ -309,10 +301,6 @@ def _numbers(scalars: Mapping[str, Any]) -> str:
 
 def _times(seconds: Mapping[str, float]) -> str:
     return "  ".join(f"{phase} {spent:.2f}s" for phase, spent in seconds.items())
-
-
-def _share(phase: str, seconds: float, whole: float) -> dict[str, Any]:
-    return {"phase": phase, "seconds": round(seconds, 2), "share": f"{seconds / whole:.0%}"}
 
 
 def short(directory: Path) -> str:

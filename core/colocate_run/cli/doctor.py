@@ -14,13 +14,13 @@ from typing import Any
 import attrs
 import psutil
 
+from colocate import connect
 from colocate.driver import SpillFile, free_memory
 from colocate.errors import ColocateError, ConfigError, PluginError
 from colocate.gpus import gpu_names
 from colocate.plugins import PluginInfo, pip_line, plugins
 from colocate.texts import size_text
 from colocate_run.cli.output import error_data, leaves, load, print_errors, print_json
-from colocate_run.config import Config
 from colocate_run.environment import environment
 from colocate_run.launch import reserve_pool
 from colocate_run.screen import console, show_table
@@ -65,7 +65,14 @@ def _examined(
     try:
         config = load(file, executor, changes, allow_import=allow_import)
         wanted = config.executor.with_.get(_SPILL_DIR)
-        _reserve_all(config)
+        # All pools are held together for a moment; no worker starts.
+        with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
+            pools = [reserve_pool(runtime, name, config) for name in config.pools]
+            if wanted is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
+                try:
+                    SpillFile.somewhere(wanted).close()
+                except ValueError as error:
+                    raise ConfigError(f"{_SPILL_DIR}={wanted!r}: {error}") from None
     except ColocateError as error:
         return wanted, [error]
     except ExceptionGroup as group:
@@ -74,20 +81,6 @@ def _examined(
             raise
         return wanted, leaves(ours)
     return wanted, []
-
-
-def _reserve_all(config: Config) -> None:
-    """Connect, and hold all pools together for a moment; no worker starts."""
-    from colocate import connect
-
-    with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
-        pools = [reserve_pool(runtime, name, config) for name in config.pools]
-        wanted = config.executor.with_.get(_SPILL_DIR)
-        if wanted is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
-            try:
-                SpillFile.somewhere(wanted).close()
-            except ValueError as error:
-                raise ConfigError(f"{_SPILL_DIR}={wanted!r}: {error}") from None
 
 
 def _row(plugin: PluginInfo, fault: PluginError | None) -> dict[str, Any]:
