@@ -10,63 +10,41 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from colocate._api.audit import audit_strays
-from colocate._api.glance import Recent, glance
-from colocate._calls.records import CALL_FINISHED, OF_RUNS, check_observer
-from colocate._crew.crew import Restarts
-from colocate._crew.saved import found_in
-from colocate._protocol.commands import Seen
-from colocate._protocol.message import read
-from colocate._protocol.requests import Requests
-from colocate._signals.off_main import off_main
-from colocate._system.deadline import Deadline
-from colocate._system.files import GrowingFile, atomic_folder, write_whole
-from colocate._system.jobs import JobThread, report_exception
-from colocate._system.limits import LEDGERS_WITHIN_S, TOLD_WITHIN_S
-from colocate._system.recent import RECENT_S, Interval, length, merged
-from colocate._system.room import SpillFile, free_memory
-from colocate.worker.serving.functions import CHECKPOINT, SLEEP, WAKE
+from colocate._api.audit import audit_strays as audit_strays
+from colocate._api.glance import Recent as Recent
+from colocate._api.glance import glance
+from colocate._calls.records import CALL_FINISHED as CALL_FINISHED
+from colocate._calls.records import OF_RUNS as OF_RUNS
+from colocate._calls.records import check_observer as check_observer
+from colocate._crew.crew import Restarts as Restarts
+from colocate._crew.saved import found_in as found_in
+from colocate._protocol.commands import Seen as Seen
+from colocate._protocol.message import read as read
+from colocate._protocol.requests import Requests as Requests
+from colocate._signals.off_main import off_main as off_main
+from colocate._system.deadline import Deadline as Deadline
+from colocate._system.files import GrowingFile as GrowingFile
+from colocate._system.files import atomic_folder as atomic_folder
+from colocate._system.files import write_whole as write_whole
+from colocate._system.jobs import JobThread as JobThread
+from colocate._system.jobs import report_exception as report_exception
+from colocate._system.limits import LEDGERS_WITHIN_S as LEDGERS_WITHIN_S
+from colocate._system.limits import TOLD_WITHIN_S as TOLD_WITHIN_S
+from colocate._system.recent import RECENT_S as RECENT_S
+from colocate._system.recent import Interval as Interval
+from colocate._system.recent import length as length
+from colocate._system.recent import merged as merged
+from colocate._system.room import SpillFile as SpillFile
+from colocate._system.room import free_memory as free_memory
+from colocate.worker.serving.functions import CHECKPOINT as CHECKPOINT
+from colocate.worker.serving.functions import SLEEP as SLEEP
+from colocate.worker.serving.functions import WAKE as WAKE
 
 if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup
     from colocate._api.runtime import Runtime
     from colocate.errors import ColocateError
     from colocate.executor import Executor
-
-__all__ = [
-    "CALL_FINISHED",
-    "CHECKPOINT",
-    "LEDGERS_WITHIN_S",
-    "OF_RUNS",
-    "RECENT_S",
-    "SLEEP",
-    "TOLD_WITHIN_S",
-    "WAKE",
-    "Deadline",
-    "Driver",
-    "GrowingFile",
-    "Interval",
-    "JobThread",
-    "Place",
-    "Recent",
-    "Requests",
-    "Restarts",
-    "Seen",
-    "SpillFile",
-    "atomic_folder",
-    "audit_strays",
-    "check_observer",
-    "fail",
-    "found_in",
-    "free_memory",
-    "length",
-    "merged",
-    "off_main",
-    "read",
-    "report_exception",
-    "restarts_of",
-    "write_whole",
-]
 
 
 class Place(NamedTuple):

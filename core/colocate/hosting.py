@@ -8,22 +8,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from colocate._protocol.ledger import Purpose
-from colocate._role.context import Context, MeshPlace, attach, derive_seed, need_torch, reset_current, set_current
-from colocate.worker.memory.holdings import Storages, held_by, optimizers_of
-
-__all__ = [
-    "Context",
-    "MeshPlace",
-    "Purpose",
-    "Storages",
-    "attach",
-    "derive_seed",
-    "held_by",
-    "hosted",
-    "need_torch",
-    "optimizers_of",
-]
+from colocate._protocol.ledger import Purpose as Purpose
+from colocate._role.context import Context as Context
+from colocate._role.context import MeshPlace as MeshPlace
+from colocate._role.context import attach as attach
+from colocate._role.context import derive_seed as derive_seed
+from colocate._role.context import need_torch as need_torch
+from colocate._role.context import reset_current, set_current
+from colocate.worker.memory.holdings import Storages as Storages
+from colocate.worker.memory.holdings import held_by as held_by
+from colocate.worker.memory.holdings import optimizers_of as optimizers_of
 
 
 @contextlib.contextmanager

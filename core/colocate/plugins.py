@@ -3,46 +3,49 @@
 What this module offers may change with any version; plugins themselves need `colocate.hookimpl` and `colocate.needs`.
 """
 
-from colocate._plugins.entry_points import versions_of
-from colocate._plugins.needs import lacks_processes, lacks_vmm, needed_by
+from colocate._plugins.entry_points import versions_of as versions_of
+from colocate._plugins.needs import lacks_processes as lacks_processes
+from colocate._plugins.needs import lacks_vmm as lacks_vmm
+from colocate._plugins.needs import needed_by as needed_by
 from colocate._plugins.plugins import (
-    FoundJob,
-    FoundRole,
-    PluginInfo,
-    about_executor,
-    abouts,
-    find_executor,
-    find_job,
-    find_observer,
-    find_role,
-    jobs_of,
-    plugins,
-    plugins_named,
-    roles_of,
+    FoundJob as FoundJob,
 )
-from colocate._plugins.strays import of_this_machine
-from colocate._protocol.versions import PROTOCOL
-from colocate._system.installed import pip_line
-
-__all__ = [
-    "PROTOCOL",
-    "FoundJob",
-    "FoundRole",
-    "PluginInfo",
-    "about_executor",
-    "abouts",
-    "find_executor",
-    "find_job",
-    "find_observer",
-    "find_role",
-    "jobs_of",
-    "lacks_processes",
-    "lacks_vmm",
-    "needed_by",
-    "of_this_machine",
-    "pip_line",
-    "plugins",
-    "plugins_named",
-    "roles_of",
-    "versions_of",
-]
+from colocate._plugins.plugins import (
+    FoundRole as FoundRole,
+)
+from colocate._plugins.plugins import (
+    PluginInfo as PluginInfo,
+)
+from colocate._plugins.plugins import (
+    about_executor as about_executor,
+)
+from colocate._plugins.plugins import (
+    abouts as abouts,
+)
+from colocate._plugins.plugins import (
+    find_executor as find_executor,
+)
+from colocate._plugins.plugins import (
+    find_job as find_job,
+)
+from colocate._plugins.plugins import (
+    find_observer as find_observer,
+)
+from colocate._plugins.plugins import (
+    find_role as find_role,
+)
+from colocate._plugins.plugins import (
+    jobs_of as jobs_of,
+)
+from colocate._plugins.plugins import (
+    plugins as plugins,
+)
+from colocate._plugins.plugins import (
+    plugins_named as plugins_named,
+)
+from colocate._plugins.plugins import (
+    roles_of as roles_of,
+)
+from colocate._plugins.strays import of_this_machine as of_this_machine
+from colocate._protocol.versions import PROTOCOL as PROTOCOL
+from colocate._system.installed import pip_line as pip_line

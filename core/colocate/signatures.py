@@ -4,46 +4,46 @@ Signatures, and what isn't in one: amounts, variables, meshes and budgets. What 
 version.
 """
 
-from colocate._role.budget import NO_BUDGET, Budget, Budgets, Limit, budgets
-from colocate._role.method_spec import MethodSpec
-from colocate._role.role import methods_of, torchrun_problem
+from colocate._role.budget import NO_BUDGET as NO_BUDGET
+from colocate._role.budget import Budget as Budget
+from colocate._role.budget import Budgets as Budgets
+from colocate._role.budget import Limit as Limit
+from colocate._role.budget import budgets as budgets
+from colocate._role.method_spec import MethodSpec as MethodSpec
+from colocate._role.role import methods_of as methods_of
+from colocate._role.role import torchrun_problem as torchrun_problem
 from colocate._signatures import (
-    Arguments,
-    Checked,
-    Place,
-    Problem,
-    arguments_of,
-    brief,
-    options_of,
-    path_text,
-    problems,
-    shown,
+    Arguments as Arguments,
 )
-from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, variable_problem
-from colocate._values.mesh import parse_meshes
-
-__all__ = [
-    "NO_BUDGET",
-    "Arguments",
-    "Budget",
-    "Budgets",
-    "Checked",
-    "Limit",
-    "MethodSpec",
-    "Place",
-    "Problem",
-    "amount_problem",
-    "arguments_of",
-    "brief",
-    "budgets",
-    "duration_problem",
-    "gpus_problem",
-    "methods_of",
-    "options_of",
-    "parse_meshes",
-    "path_text",
-    "problems",
-    "shown",
-    "torchrun_problem",
-    "variable_problem",
-]
+from colocate._signatures import (
+    Checked as Checked,
+)
+from colocate._signatures import (
+    Place as Place,
+)
+from colocate._signatures import (
+    Problem as Problem,
+)
+from colocate._signatures import (
+    arguments_of as arguments_of,
+)
+from colocate._signatures import (
+    brief as brief,
+)
+from colocate._signatures import (
+    options_of as options_of,
+)
+from colocate._signatures import (
+    path_text as path_text,
+)
+from colocate._signatures import (
+    problems as problems,
+)
+from colocate._signatures import (
+    shown as shown,
+)
+from colocate._system.numbers import amount_problem as amount_problem
+from colocate._system.numbers import duration_problem as duration_problem
+from colocate._system.numbers import gpus_problem as gpus_problem
+from colocate._system.numbers import variable_problem as variable_problem
+from colocate._values.mesh import parse_meshes as parse_meshes

@@ -3,25 +3,15 @@
 What this module offers may change with any version.
 """
 
-from colocate._display import columns
-from colocate._plugins.entry_points import listed
-from colocate._system.jobs import error_text
-from colocate._system.lines import made_for
-from colocate._system.nearest import did_you_mean, nearest
-from colocate._system.numbers import parse_bytes, plural, shown, size_text
-from colocate._system.tracebacks import frames_of_users, told
-
-__all__ = [
-    "columns",
-    "did_you_mean",
-    "error_text",
-    "frames_of_users",
-    "listed",
-    "made_for",
-    "nearest",
-    "parse_bytes",
-    "plural",
-    "shown",
-    "size_text",
-    "told",
-]
+from colocate._display import columns as columns
+from colocate._plugins.entry_points import listed as listed
+from colocate._system.jobs import error_text as error_text
+from colocate._system.lines import made_for as made_for
+from colocate._system.nearest import did_you_mean as did_you_mean
+from colocate._system.nearest import nearest as nearest
+from colocate._system.numbers import parse_bytes as parse_bytes
+from colocate._system.numbers import plural as plural
+from colocate._system.numbers import shown as shown
+from colocate._system.numbers import size_text as size_text
+from colocate._system.tracebacks import frames_of_users as frames_of_users
+from colocate._system.tracebacks import told as told
