@@ -15,7 +15,7 @@ from colocate.plugins import find_role
 from colocate.signatures import arguments_of
 from colocate.texts import made_for, plural
 from colocate_run.config.schema import Config, RoleConfig
-from colocate_run.stage import Stage
+from colocate_run.screen import Stage
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup, Pool, Runtime

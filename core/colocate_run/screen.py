@@ -8,8 +8,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 from rich import box
@@ -27,7 +28,10 @@ from colocate_report.tables import keys_of
 
 if TYPE_CHECKING:
     from colocate_run.log import RunLog
-    from colocate_run.stage import Stage
+
+Stage: TypeAlias = Callable[[str, str], AbstractContextManager[object]]
+"""Entered for each step of a start, with its name and in words what is done."""
+
 
 PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
 

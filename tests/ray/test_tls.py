@@ -15,7 +15,7 @@ from tests.ray.conftest import tls
 import colocate
 from colocate.errors import ConfigError, EngineError
 from colocate.testing.probes.plain import Echo
-from colocate_report.cluster_window import look_at
+from colocate_report.window import look_at
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ import pytest
 import colocate
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Reach, Watchable, Window
-from colocate_report.cluster_window import ClusterWindow, look_at
-from colocate_report.window import Job, window
+from colocate_report.window import ClusterWindow, Job, look_at, window
 from colocate_run.cli.cluster import Cluster
 from colocate_run.cli.top import Sight, _chosen, show_top
 
@@ -64,7 +63,7 @@ def test_job_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = ClusterWindow(registry, "demo", "here/1/1", seen)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("colocate_report.cluster_window.PATIENCE_S", 0.2)
+            patch.setattr("colocate_report.window.PATIENCE_S", 0.2)
             with pytest.raises(TimeoutError, match=r"job 'demo' \(here/1/1\) doesn't answer"):
                 look_at(registry.windows()[0], registry)
         go.set()

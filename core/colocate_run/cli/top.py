@@ -16,8 +16,7 @@ from colocate.driver import RECENT_S, Driver, off_main
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Detachable, Executor, Watchable, Window
 from colocate.texts import did_you_mean, plural, size_text
-from colocate_report.cluster_window import look_at
-from colocate_report.window import Job, jobs, look, short
+from colocate_report.window import Job, jobs, look, look_at, short
 from colocate_run.cli.cluster import Cluster
 from colocate_run.cli.output import guarded, print_json
 from colocate_run.screen import console, show_table, table_that_fits

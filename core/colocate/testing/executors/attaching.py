@@ -24,7 +24,7 @@ from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
-from colocate_report.cluster_window import look_at
+from colocate_report.window import look_at
 from colocate_run.cli.cluster import Cluster
 from colocate_run.cli.top import show_top
 
