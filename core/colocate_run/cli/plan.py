@@ -256,7 +256,8 @@ def _measure(made: Sequence[RolePlan]) -> None:
     for each in made:
         if each.instance is None:
             continue
-        declares, declared = getattr(each.instance, "device_state", None), dict[str, Any]()
+        declares: Any = getattr(each.instance, "device_state", None)
+        declared: Any = {}
         if callable(declares):
             with each.running("its device_state()"):
                 declared = declares()
