@@ -33,17 +33,7 @@ _FILES = (
 
 
 class Connection:
-    """A Dask client of our own, so that nobody else closes it, and what it says to the scheduler.
-
-    Args:
-        loop: Where it lives.
-        address: The scheduler's, or a cluster object.
-        security: Certificates, where the scheduler wants them.
-        timeout: Seconds to connect in.
-
-    Attributes:
-        address: The scheduler's.
-    """
+    """A Dask client of our own, so that nobody else closes it, and what it says to the scheduler."""
 
     def __init__(self, loop: LoopThread, address: Any, security: Security | None, timeout: float) -> None:
         self._loop = loop
@@ -54,7 +44,7 @@ class Connection:
         self._renewing = threading.Lock()
         self.version = far.describe()
         self._client: Any = _connected(loop, address, security, timeout)
-        self.address = str(self._client.scheduler.address)
+        self.address = str(self._client.scheduler.address)  # the scheduler's
         self._introduced = undocumented.stream_of(self._client)
         track(self)
         try:

@@ -34,27 +34,16 @@ _REMEMBERED = 100
 
 @attrs.frozen
 class Plan:
-    """How to make one keeper.
+    """How to make one keeper."""
 
-    Attributes:
-        reservation: Whose it is.
-        key: The driver's secret.
-        host: Address under which other machines reach this one; None when they needn't.
-        env: Environment of its workers.
-        encrypted: Whether it talks with other machines by TLS, with the Dask worker's own certificates.
-        label: The reservation's name among those of all drivers (`Request.id`).
-        detachable: Whether other drivers may follow this one.
-        ports: The first and the last that it may listen on; None for any.
-    """
-
-    reservation: str
-    key: bytes = attrs.field(repr=False)
-    host: str | None
-    env: Mapping[str, str]
-    encrypted: bool = False
-    label: str = ""
-    detachable: bool = False
-    ports: tuple[int, int] | None = None
+    reservation: str  # whose it is
+    key: bytes = attrs.field(repr=False)  # the driver's secret
+    host: str | None  # address under which other machines reach this one; None when they needn't
+    env: Mapping[str, str]  # environment of its workers
+    encrypted: bool = False  # whether it talks with other machines by TLS, with the Dask worker's own certificates
+    label: str = ""  # the reservation's name among those of all drivers (`Request.id`)
+    detachable: bool = False  # whether other drivers may follow this one
+    ports: tuple[int, int] | None = None  # the first and the last that it may listen on; None for any
 
 
 @attrs.define(eq=False)
@@ -75,15 +64,7 @@ def describe() -> Facts:
 
 
 async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
-    """Make the keeper that is planned for this worker.
-
-    Args:
-        plans: By address of the worker.
-        dask_worker: Given by Dask.
-
-    Returns:
-        The keeper's address.
-    """
+    """Make the keeper that is planned for this worker (`plans`: by address); return its address."""
     plan = plans[dask_worker.address]
     here = _on_workers.setdefault(dask_worker, _OnWorker())
     for reservation in list(here.keepers):  # the scheduler has freed the slot, so nobody has a right to it

@@ -12,79 +12,45 @@ from colocate.keeper import difference
 
 @attrs.frozen
 class Wanted:
-    """Slots wanted together, as a driver tells the scheduler.
+    """Slots wanted together, as a driver tells the scheduler."""
 
-    Attributes:
-        reservation: Id of the reservation to be.
-        client: Id of the driver's Dask client; when it goes, the slots are freed.
-        owner: Name of the pool.
-        slots: How many.
-        cpus: Threads of each.
-        gpus: GPUs of each.
-        memory: Bytes of each; 0 for any.
-        strategy: "pack" or "spread".
-        timeout: Seconds to wait while they could fit but don't now.
-        share: Whether workers that serve others will do, and go on serving them.
-        only: The very workers to hold, in this order; None to choose.
-        label: The reservation's name among those of all drivers (`Request.id`).
-    """
-
-    reservation: str
-    client: str
-    owner: str
-    slots: int
-    cpus: float = 0
-    gpus: int = 0
-    memory: int = 0
-    strategy: str = "pack"
-    timeout: float = 60.0
-    share: bool = False
-    only: tuple[str, ...] | None = None
-    label: str = ""
+    reservation: str  # id of the reservation to be
+    client: str  # id of the driver's Dask client; when it goes, the slots are freed
+    owner: str  # name of the pool
+    slots: int  # how many
+    cpus: float = 0  # threads of each
+    gpus: int = 0  # GPUs of each
+    memory: int = 0  # bytes of each; 0 for any
+    strategy: str = "pack"  # "pack" or "spread"
+    timeout: float = 60.0  # seconds to wait while they could fit but don't now
+    share: bool = False  # whether workers that serve others will do, and go on serving them
+    only: tuple[str, ...] | None = None  # the very workers to hold, in this order; None to choose
+    label: str = ""  # the reservation's name among those of all drivers (`Request.id`)
 
 
 @attrs.frozen
 class Held:
-    """A reservation, as the scheduler's table has it.
+    """A reservation, as the scheduler's table has it."""
 
-    Attributes:
-        label: Its name (`Request.id`).
-        id: The reservation's.
-        client: Id of the driver's Dask client; empty when the reservation was given to the cluster.
-        present: Whether that is still there, or nobody has to be.
-        slots: How many it was made of.
-        workers: Addresses of its Dask workers that are still there.
-        hosts: Those of their machines.
-        since: When it was made, in seconds of time.time().
-        stuck: Addresses of those that didn't end their slots when they were told to.
-    """
-
-    label: str
-    id: str
-    client: str
-    present: bool
-    slots: int
-    workers: tuple[str, ...]
-    hosts: tuple[str, ...]
-    since: float
-    stuck: tuple[str, ...] = ()
+    label: str  # its name (`Request.id`)
+    id: str  # the reservation's
+    client: str  # id of the driver's Dask client; empty when the reservation was given to the cluster
+    present: bool  # whether that is still there, or nobody has to be
+    slots: int  # how many it was made of
+    workers: tuple[str, ...]  # addresses of its Dask workers that are still there
+    hosts: tuple[str, ...]  # those of their machines
+    since: float  # when it was made, in seconds of time.time()
+    stuck: tuple[str, ...] = ()  # addresses of those that didn't end their slots when they were told to
 
 
 @attrs.frozen
 class Facts:
-    """What a Dask worker says of its process.
+    """What a Dask worker says of its process."""
 
-    Attributes:
-        python: Version of Python, as "3.12".
-        colocate: Version of colocate.
-        visible: The GPUs that `CUDA_VISIBLE_DEVICES` names there; None when it isn't set.
-        dask_cuda: Whether dask-cuda started it, so that the first visible GPU is its own.
-    """
-
-    python: str
-    colocate: str
-    visible: tuple[str, ...] | None = None
-    dask_cuda: bool = False
+    python: str  # version of Python, as "3.12"
+    colocate: str  # version of colocate
+    visible: tuple[str, ...] | None = None  # the GPUs that `CUDA_VISIBLE_DEVICES` names there; None when it isn't set
+    dask_cuda: bool = False  # whether dask-cuda started it, so that the first visible GPU is its own
 
     def unlike(self, driver: Facts) -> str | None:
         """In which version it differs from the driver, and what to do; None when they can talk."""
@@ -94,27 +60,17 @@ class Facts:
 
 @attrs.frozen
 class Offer:
-    """One Dask worker: room for one slot.
+    """One Dask worker: room for one slot."""
 
-    Attributes:
-        worker: Its address.
-        host: The machine's address.
-        cpus: Its threads.
-        gpus: How many GPUs it has.
-        visible: What `CUDA_VISIBLE_DEVICES` would name them; None when that can't be told from the worker.
-        memory: Its memory limit in bytes; 0 when it has none.
-        unfit: Why it can never hold a slot; empty when it can.
-        taken: Why it can't hold one now; empty when it can.
-    """
-
-    worker: str
-    host: str
-    cpus: float
-    gpus: int = 0
+    worker: str  # its address
+    host: str  # the machine's address
+    cpus: float  # its threads
+    gpus: int = 0  # how many GPUs it has
+    # What `CUDA_VISIBLE_DEVICES` would name them; None when that can't be told from the worker
     visible: tuple[str, ...] | None = None
-    memory: int = 0
-    unfit: str = ""
-    taken: str = ""
+    memory: int = 0  # its memory limit in bytes; 0 when it has none
+    unfit: str = ""  # why it can never hold a slot; empty when it can
+    taken: str = ""  # why it can't hold one now; empty when it can
 
     def suits(self, wanted: Wanted) -> bool:
         """Whether a slot would fit, if it were free."""
@@ -129,17 +85,11 @@ class Offer:
 
 @attrs.frozen
 class Grant:
-    """One slot that a driver holds.
+    """One slot that a driver holds."""
 
-    Attributes:
-        worker: Address of its Dask worker.
-        host: Address of its machine.
-        gpus: Its GPUs, as `CUDA_VISIBLE_DEVICES` names them.
-    """
-
-    worker: str
-    host: str
-    gpus: tuple[str, ...] = ()
+    worker: str  # address of its Dask worker
+    host: str  # address of its machine
+    gpus: tuple[str, ...] = ()  # its GPUs, as `CUDA_VISIBLE_DEVICES` names them
 
 
 @attrs.frozen

@@ -84,12 +84,7 @@ class Reservations(SchedulerPlugin):
     # -- what drivers ask for
 
     async def reserve(self, wanted: Wanted, version: Facts) -> Sequence[Grant] | Refusal:
-        """Hold all slots, or none.
-
-        Args:
-            wanted: What.
-            version: The driver's Python and colocate, which a worker must share.
-        """
+        """Hold all slots, or none."""
         deadline = time.monotonic() + wanted.timeout
         self._waiting[wanted.reservation] = wanted.client
         heard: set[str] = set()  # workers that have just answered
@@ -117,11 +112,7 @@ class Reservations(SchedulerPlugin):
             self._waiting.pop(wanted.reservation, None)
 
     async def release(self, reservation: str) -> list[str]:
-        """Free the slots of a reservation, or withdraw it; returns when they are free.
-
-        Returns:
-            The workers that are stuck, and can't be ended: they stay held until they go.
-        """
+        """Free the slots of a reservation, or withdraw it; return the stuck workers, which stay held until they go."""
         self._waiting.pop(reservation, None)
         self._forget(reservation)
         self._news()
@@ -275,11 +266,7 @@ class Reservations(SchedulerPlugin):
         asyncio.get_running_loop().call_later(_REPLACED_S, give_up)
 
     async def _learn(self) -> set[str]:
-        """Ask the workers that have come what they are, and those again that don't answer.
-
-        Returns:
-            Those that have answered.
-        """
+        """Ask workers that have come what they are, again those that don't answer; return those that have answered."""
         unknown = [worker for worker in self._scheduler.workers if not isinstance(self._facts.get(worker), Facts)]
         for worker in self._silent:  # nobody waits for those
             self._ask_one(worker)

@@ -21,23 +21,16 @@ _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_
 
 
 class Envoy(DriverProxy):
-    """A process that is in one Ray. Its end is the end of all that this driver has there.
-
-    Attributes:
-        folder: Where its private Ray keeps its files; None when it has joined a cluster.
-    """
+    """A process that is in one Ray. Its end is the end of all that this driver has there."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         """Start it, and wait until it is in.
-
-        Args:
-            cluster: Which Ray.
-            lost: Told when an actor is gone, on a thread of the envoy's: number of the reservation, index, Ray's words.
 
         Raises:
             EngineError: The cluster can't be joined.
             ColocateError: A private Ray can't be started.
         """
+        # Where its private Ray keeps its files; None when it has joined a cluster
         self.folder = new_folder() if cluster.private else None
         super().__init__(
             "colocate_ray.service",
@@ -54,12 +47,6 @@ class Envoy(DriverProxy):
 
     def call(self, name: str, *arguments: Any, within_s: float | None = None, patience_s: float = 0.0) -> Any:
         """Have it do something, and wait for the result: while the envoy lives, and at most so many seconds.
-
-        Args:
-            name: What.
-            arguments: Its arguments.
-            within_s: How long; None for as long as the head of the cluster answers.
-            patience_s: From when on the head is asked whether it does.
 
         Raises:
             ColocateError: It failed, or took longer, or the envoy is gone.

@@ -28,15 +28,10 @@ _NOT_SET_BY_RAY = {f"RAY_EXPERIMENTAL_NOSET_{name}": name for name in SHOWING}
 
 @attrs.frozen
 class Gpus:
-    """Those of one slot.
+    """Those of one slot."""
 
-    Attributes:
-        names: As Ray calls them, in the order of the ranks.
-        env: What shows them, and no others, to its workers.
-    """
-
-    names: tuple[str, ...] = ()
-    env: Mapping[str, str] = attrs.field(factory=dict)
+    names: tuple[str, ...] = ()  # as Ray calls them, in the order of the ranks
+    env: Mapping[str, str] = attrs.field(factory=dict)  # what shows them, and no others, to its workers
 
 
 def gpus_here(cluster: Cluster) -> Gpus:
@@ -61,19 +56,7 @@ class Holder:
     def open(
         self, version: str, number: int, key: bytes, request: Request, slots: Mapping[int, Gpus], cluster: Cluster
     ) -> dict[str, Any] | str:
-        """Make the keepers of a reservation's slots on this machine.
-
-        Args:
-            version: The driver's version of colocate.
-            number: Of the reservation.
-            key: The key of the driver's keepers.
-            request: What the slots were reserved by.
-            slots: By the index of the bundle.
-            cluster: Which Ray this is.
-
-        Returns:
-            Where they are; or, as text, why they can't be.
-        """
+        """Make the keepers of a reservation's slots on this machine; say where they are, or why they can't be."""
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return f"it {words}"
         die_with(os.getppid())  # a raylet that is killed would leave it behind
@@ -141,10 +124,6 @@ def end_process(pid: int, created: float | None) -> None:
     """End the process of an actor that doesn't answer, on its machine. Ray itself asks kindly, and may do no more.
 
     What is below it ends with it, a moment later; that is waited for too.
-
-    Args:
-        pid: Its process id.
-        created: When it was made; None for one that Ray's table of actors has now, whose processes have Ray's titles.
     """
     try:
         process = psutil.Process(pid)

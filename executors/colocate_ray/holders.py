@@ -22,19 +22,12 @@ _ENDED_WITHIN_S = 10.0
 
 @attrs.define(eq=False)
 class Holding:
-    """A holder, as it is known here.
+    """A holder, as it is known here."""
 
-    Attributes:
-        node: The node, by Ray's id.
-        actor: The actor.
-        watch: The call that ends with it.
-        process: Its process id, and when that was made, once it has said so.
-    """
-
-    node: str
-    actor: Any
-    watch: Any
-    process: tuple[int, float] | None = None
+    node: str  # the node, by Ray's id
+    actor: Any  # the actor
+    watch: Any  # the call that ends with it
+    process: tuple[int, float] | None = None  # its process id, and when that was made, once it has said so
 
     @property
     def is_gone(self) -> bool:
@@ -47,13 +40,7 @@ class Holding:
 
 
 def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> None:
-    """End an actor that doesn't answer, by a task on its machine; it is gone when this returns.
-
-    Args:
-        actor: It.
-        node: Where it is.
-        process: See `end_process`; None when it isn't known, or there is none.
-    """
+    """End an actor that doesn't answer, by a task on its machine; it is gone when this returns."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(end_process)
     try:
@@ -70,11 +57,7 @@ class Holders:
     """All holders of one process. Thread-safe."""
 
     def __init__(self, lost: Callable[[Holding, str], None]) -> None:
-        """Have none yet.
-
-        Args:
-            lost: Told when one is gone, in Ray's words, on a thread of Ray's.
-        """
+        """Have none yet."""
         self._lost = lost
         self._at: dict[str, Holding] = {}
         self._over = False
@@ -82,10 +65,6 @@ class Holders:
 
     def at(self, node: str, owner: str) -> Holding:
         """The one on a node; made, if there is none.
-
-        Args:
-            node: The node, by Ray's id.
-            owner: Whose it is, for its name in Ray's tables.
 
         Raises:
             ColocateError: None are made any more.

@@ -109,10 +109,6 @@ def _dial(address: str) -> None:
 def _greet(sock: socket.socket, address: str) -> None:
     """Exchange the first words with the head of a cluster, by TLS or without: Ray itself would try for a minute.
 
-    Args:
-        sock: A connection to it, with a timeout.
-        address: Its address, for messages.
-
     Raises:
         EngineError: One side wants TLS and the other doesn't, or doesn't know the certificate that it is shown.
     """

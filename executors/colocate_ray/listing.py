@@ -20,12 +20,7 @@ _JOB_DIGITS = 8  # with which the id of a placement group ends; Ray's table has 
 
 
 def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
-    """The placement groups and actors of this driver.
-
-    Args:
-        nodes: The nodes.
-        held: Ids of the reservations that it commands and an owner owns, perhaps one that another job has made.
-    """
+    """The placement groups and actors of this driver."""
     own: str = ray.get_runtime_context().get_job_id()
     everyone = _actors()
     owned = _by_owner(everyone)

@@ -39,18 +39,7 @@ class Owner:
     def open(
         self, version: str, key: bytes, name: str, cluster: Cluster, ports: tuple[int, int] | None
     ) -> str | Failure:
-        """Make the keeper.
-
-        Args:
-            version: The driver's version of colocate.
-            key: The key of the pool's keepers.
-            name: Its own in Ray.
-            cluster: How its driver has joined.
-            ports: The first and the last that it may listen on; None for any.
-
-        Returns:
-            The keeper's address; an error when the version is another, or it can't listen.
-        """
+        """Make the keeper; return its address, or an error when the version is another, or it can't listen."""
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return Failure(ColocateError, f"the Python that Ray runs in the cluster {words}", {})
         die_with(os.getppid())  # a raylet that is killed would leave it behind

@@ -32,11 +32,7 @@ class OwnedPlacing(Placing):
         self._undialled: dict[str, Any] = {}  # owners that the driver hasn't dialled yet, by name
 
     def open_owner(self, request: Request, key: bytes) -> tuple[str, str]:
-        """Have an owner made.
-
-        Returns:
-            Its name, and the address of the lead keeper.
-        """
+        """Have an owner made; return its name, and the address of the lead keeper."""
         name = f"{listing.PREFIX}{request.id}{listing.OWNER}{secrets.token_hex(4)}"
         actor_class: Any = ray.remote(Owner)
         actor = actor_class.options(

@@ -73,12 +73,7 @@ class Placing:
     """All that this driver holds. Thread-safe."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
-        """Hold nothing yet.
-
-        Args:
-            cluster: What we are in.
-            lost: Told when an actor is gone: number of the reservation, index of the bundle, Ray's words.
-        """
+        """Hold nothing yet."""
         self.nodes = Nodes()
         self.cluster = cluster
         self._lost = lost

@@ -18,22 +18,17 @@ HEAD = "check_head"  # of all requests the one that takes a few seconds at most,
 
 @attrs.frozen
 class Cluster:
-    """Which Ray to be in.
+    """Which Ray to be in."""
 
-    Attributes:
-        address: Of the cluster to join, "auto" for the one of this machine; None to start a private one.
-        cpus: CPUs that a private one offers; None for this machine's.
-        gpus: GPUs that a private one offers, by name and in the order of the ranks; None when it is to look itself, or
-            isn't private.
-        token_file: The file with the token of the cluster to join; None for what Ray's environment says.
-        runtime_env: Ray's runtime environment of the actors.
-    """
-
+    # Of the cluster to join, "auto" for the one of this machine; None to start a private one
     address: str | None = None
-    cpus: float | None = None
+    cpus: float | None = None  # CPUs that a private one offers; None for this machine's
+    # GPUs that a private one offers, by name and in the order of the ranks; None when it is to look itself, or isn't
+    # private
     gpus: tuple[str, ...] | None = None
+    # The file with the token of the cluster to join; None for what Ray's environment says
     token_file: str | None = None
-    runtime_env: Mapping[str, Any] | None = None
+    runtime_env: Mapping[str, Any] | None = None  # ray's runtime environment of the actors
 
     @property
     def private(self) -> bool:
@@ -43,21 +38,13 @@ class Cluster:
 
 @attrs.frozen
 class Slot:
-    """A slot that is held, as the envoy found it.
+    """A slot that is held, as the envoy found it."""
 
-    Attributes:
-        index: Which bundle of its placement group it is; the slots themselves are sorted by node and device.
-        node: Name of the machine.
-        devices: Indices of its GPUs.
-        host: Address under which other workers reach the machine.
-        address: That of its keeper.
-    """
-
-    index: int
-    node: str
-    devices: tuple[int, ...]
-    host: str
-    address: str
+    index: int  # which bundle of its placement group it is; the slots themselves are sorted by node and device
+    node: str  # name of the machine
+    devices: tuple[int, ...]  # indices of its GPUs
+    host: str  # address under which other workers reach the machine
+    address: str  # that of its keeper
 
 
 def tls_of_environment() -> Tls | None:

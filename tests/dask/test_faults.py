@@ -105,20 +105,6 @@ def test_scheduler_that_is_started_anew(cluster: tuple[str, psutil.Process], awa
             workers.close()
 
 
-def test_scheduler_that_goes_on(cluster: tuple[str, psutil.Process]) -> None:
-    """What a stopped scheduler held of a driver that has closed is free when it goes on."""
-    address, scheduler = cluster
-    with colocate.connect("dask", address=address) as other:
-        runtime = colocate.connect("dask", address=address)
-        _, _, workers = spawned(runtime)
-        scheduler.suspend()
-        ended(runtime.close, grace=1.0)
-        workers.wait()
-        workers.close()
-        scheduler.resume()
-        other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
-
-
 @pytest.mark.long
 @SIGNALS
 def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:

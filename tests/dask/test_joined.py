@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +15,8 @@ from distributed import Client, Status
 from tests.dask.conftest import planted, script
 
 import colocate
-from colocate import Pool, Runtime, WorkerDied
-from colocate.errors import ColocateError, PlacementError, PlacementTimeout
+from colocate import Pool, Runtime
+from colocate.errors import PlacementError, PlacementTimeout
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
@@ -123,24 +122,6 @@ def test_never_fits(runtime: Runtime) -> None:
         assert [row["node"] for row in caught.value.nodes] == ["127.0.0.1", "127.0.0.2"]
     with pytest.raises(PlacementError, match=r"2\.0 GiB"):  # one worker has a limit of 1 GiB; the others have none
         runtime.reserve(5, cpus=0, host_memory="2GiB")
-    everything_is_free(runtime)
-
-
-def test_held_by_another_driver(cluster: str, runtime: Runtime) -> None:
-    """What one driver holds no other gets; who waits gets it as soon as it is given back."""
-    with colocate.connect("dask", address=cluster) as second:
-        first = runtime.reserve(4, cpus=0, name="greedy")
-        whose = f"3 held by greedy of runtime {runtime._node.services.id}"
-        with pytest.raises(PlacementTimeout, match=whose) as caught:
-            second.reserve(2, cpus=0, timeout=0)
-        assert "free" in caught.value.nodes[0]
-        got: list[Pool] = []
-        waiter = threading.Thread(target=lambda: got.append(second.reserve(2, cpus=0, timeout=PATIENCE_S, name="late")))
-        waiter.start()
-        wait_until(lambda: any(child.name == "late" for child in list(second._node.children.values())), "it waits")
-        first.close()
-        waiter.join()
-        assert echo(got[0]).noop() == [None, None]
     everything_is_free(runtime)
 
 
@@ -299,26 +280,6 @@ def waiting(runtime: Runtime) -> int:
     executor: Any = runtime._node.services.executor
     found: int = executor._connection.on_scheduler(count)
     return found
-
-
-def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
-    """A Dask worker that dies fails its group with Dask's words; the one that replaces it isn't part of it."""
-    with replacing(runtime), runtime.reserve(2, cpus=2, strategy="pack") as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        with pytest.raises(PlacementError, match="can never fit"):
-            runtime.reserve(6, cpus=0)
-        pids: dict[str, int] = other.run(os.getpid)
-        processes = Processes([pid for pid, _, _ in group.role("echo", Echo).place()])
-        victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: group._node.failure is not None, "the group fails")
-        assert isinstance(group._node.failure, WorkerDied)
-        assert "has left the cluster" in (group._node.failure.detail or "")
-        processes.wait()
-        processes.close()
-        with pytest.raises(ColocateError):
-            group.role("echo", Echo).noop()
-    assert statuses(other) == ["running"] * 5
 
 
 def test_restart_after_a_killed_dask_worker(runtime: Runtime, other: Any) -> None:

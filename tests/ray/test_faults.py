@@ -78,14 +78,6 @@ def test_engine(name: str, number: signal.Signals) -> None:
     everything.close()
 
 
-def test_a_request_when_the_control_store_is_gone() -> None:
-    """It ends, where Ray would wait: with what is to be done."""
-    with colocate.connect("ray", cpus=1) as runtime:
-        send(of_ray(runtime, "gcs_server").pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"the private Ray doesn't answer .*connect again"):
-            runtime.reserve(1, timeout=0)
-
-
 @pytest.mark.long
 def test_stopped_envoy() -> None:
     """One that shows no life is ended, and with it all that it held."""

@@ -23,9 +23,8 @@ import colocate
 from colocate import ColocatedGroup, Runtime, gpus
 from colocate.errors import ColocateError, ConfigError, EngineError
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, starter_of, wait_until
+from colocate.testing.waiting import Processes, wait_until
 from colocate_ray.leftovers import left_here
-from colocate_ray.private import engine_error
 
 SCRIPT = """
 import json, os, sys
@@ -175,21 +174,6 @@ def _lose_the_envoy(runtime: Runtime, group: ColocatedGroup) -> None:
     assert not Path(envoy(runtime).folder).exists()
 
 
-def test_one_actor_has_the_keepers_of_all_pools(runtime: Runtime) -> None:
-    """It stays from one reservation to the next, and the end of one is the end of nothing else."""
-    starters = []
-    with runtime.reserve(1) as other:
-        echo = other.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-        starters.append(starter_of(echo.place()[0][0]))
-        for _ in range(2):
-            with runtime.reserve(1) as pool:
-                ((pid, *_),) = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).place()
-                starters.append(starter_of(pid))
-            assert not psutil.pid_exists(pid)
-            assert echo.echo(1) == [1]
-    assert len(set(starters)) == 1
-
-
 def test_an_environment_that_ray_does_not_take() -> None:
     with pytest.raises(ConfigError, match=r"runtime_env=\.\.\.\): directory /nowhere/at_all must be"):
         colocate.connect("ray", cpus=1, runtime_env={"working_dir": "/nowhere/at_all"})
@@ -233,26 +217,6 @@ def test_one_whose_envoy_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -
         assert not [*Path(parent).iterdir()]
     assert caught.value.logs is not None
     assert "gcs_server.out" in caught.value.logs
-
-
-def test_last_lines_of_its_logs(tmp_path: Path) -> None:
-    logs = tmp_path / "r" / "session_latest" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "raylet.err").write_text(
-        "[2026-11-28 15:04:54,949 C 1 1] (raylet) it is broken\n*** StackTrace Information ***\nmain()\n"
-    )
-    (logs / "raylet.out").write_text("")
-    (logs / "gcs_server.out").write_text(
-        "x" * (1 << 20) + "\n[2026-11-28 15:04:54,949 I 1 1] (gcs_server) waits\n\tstatistics\n"
-    )
-    error = engine_error(tmp_path, "a private Ray did not start.")
-    assert error.logs is not None
-    assert [*error.logs] == ["raylet.err", "gcs_server.out"]
-    assert str(error) == (
-        "a private Ray did not start."
-        "\n  raylet.err: [2026-11-28 15:04:54,949 C 1 1] (raylet) it is broken"
-        "\n  gcs_server.out: [2026-11-28 15:04:54,949 I 1 1] (gcs_server) waits"
-    )
 
 
 def test_not_installed() -> None:

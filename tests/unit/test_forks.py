@@ -178,29 +178,6 @@ def test_the_threads_of_numpy_alone() -> None:
     assert (done.stdout, done.stderr) == ("[(2, False)]\n" * 3, "")
 
 
-def test_many_one_after_the_other(runtime: Runtime) -> None:
-    """Neither the template nor this process keeps anything of a worker that has ended."""
-
-    def kept(pid: int) -> int:
-        return len(os.listdir(f"/proc/{pid}/fd"))
-
-    with runtime.reserve(1) as pool:
-        pool.spawn({"echo": colocate.role(Echo)}).close()
-        template = forks._forks.current
-        assert template is not None
-        before = kept(template.pid), kept(os.getpid())
-        below = {child.pid for child in psutil.Process().children(recursive=True)}
-        for _ in range(10):
-            pool.spawn({"echo": colocate.role(Echo)}).close()
-        assert forks._forks.current is template
-
-        def has_ended() -> bool:  # the template has its part of the last one for a moment longer
-            children = {child.pid for child in psutil.Process().children(recursive=True)}
-            return kept(template.pid) <= before[0] and kept(os.getpid()) <= before[1] and children <= below
-
-        wait_until(has_ended, "as many files and processes as after the first one")
-
-
 def test_what_roles_have_imported(runtime: Runtime) -> None:
     """A role has imported torch when it was constructed: the workers after it find that done."""
     with runtime.reserve(1) as pool:

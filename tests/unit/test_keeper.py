@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -22,9 +21,8 @@ from colocate._protocol.commands import Detach
 from colocate._protocol.from_worker import Address, Hello
 from colocate._protocol.message import Message, read
 from colocate._protocol.to_worker import Listen
-from colocate._system.deadline import Deadline
 from colocate.executor import Boot, Exit, Host
-from colocate.keeper import Adoption, Keeper, Keepers, KeptSlot, Lease, Patience, Registration, adopt_lead, listed
+from colocate.keeper import Keeper, Keepers, KeptSlot, Lease, Patience, Registration, listed
 from colocate.keeper.forks import NoFork
 from colocate.keeper.keeper import _StartedWorker
 from colocate.testing.waiting import starter_of, wait_until
@@ -333,46 +331,6 @@ def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyP
     _host, heard = kept.launch()
     exit = heard.exits.get(timeout=WAIT_S)
     assert exit.detail == "it could not be started: OSError: [Errno 12] Cannot allocate memory"
-
-
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_taken_from_oneself(
-    keepers: Keepers, cluster: wire.Tls, monkeypatch: pytest.MonkeyPatch, encrypted: bool
-) -> None:
-    """Who has adopted a worker twice hears of its end by the one that holds, though the other one ends later."""
-    monkeypatch.setattr("colocate.keeper.slots.LANE_ENDS_WITHIN_S", WAIT_S)
-    if encrypted:
-        keepers.tls = cluster
-        kept = Kept(keepers, detachable=True, host="127.0.0.1", tls=cluster)
-    else:
-        kept = Kept(keepers, detachable=True)
-    host, heard = kept.launch()
-    pid = heard.hello()["pid"]
-    lease = Lease("name", 300.0, frozenset({host.token}), record=b"the record")
-    assert kept.slot.confirm(partial(Detach, lease=lease), within_s=WAIT_S)
-    kept.slot.leave()
-    kept.slot.left(Deadline(WAIT_S))
-    registration = Registration("name", kept.address, keepers.key)
-    boot, borrowed, owned = Boot("w", "g", 0, "here"), Heard(), Heard()
-    before: Any = adopt_lead(keepers, registration, Adoption("one", False, lambda by: None)).take(
-        boot, borrowed, host.token
-    )
-    assert borrowed.hello()
-    go_on = threading.Event()
-
-    def stick() -> None:
-        go_on.wait(WAIT_S)
-
-    kept.keeper._launcher.soon(stick)
-    owner = adopt_lead(keepers, registration, Adoption("one", True, lambda by: None))
-    wait_until(lambda: before._exit is not None, "the borrow is over but for its last words")
-    owner.take(boot, owned, host.token)
-    go_on.set()
-    assert borrowed.exits.get(timeout=WAIT_S).signal is None
-    assert owned.hello()
-    os.kill(pid, signal.SIGKILL)
-    assert owned.exits.get(timeout=WAIT_S).signal == "SIGKILL"
-    kept.keeper.close()
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -57,13 +57,7 @@ class Keepers:
     """
 
     def __init__(self, name: str, tls: wire.Tls | None = None, patience: Patience | None = None) -> None:
-        """Make none yet.
-
-        Args:
-            name: That of the threads.
-            tls: This machine's certificates, where connections with others are encrypted.
-            patience: How long keepers are waited for; None for what is usual within a cluster.
-        """
+        """Make none yet."""
         self.patience = patience or Patience()
         self.tls = tls
         self.key = wire.new_key()
