@@ -1,4 +1,4 @@
-"""Detached pools: a pool changes its driver. What a driver does; `keeper/leased.py` has the other half.
+"""Detached pools: a pool changes its driver. What a driver does; `keeper/keeper.py` has the other half.
 
 Whoever detaches a pool is through with it. Whoever attaches it borrows it: the end of that, however it comes, leaves
 the pool as it is; or owns it (`own=True`), and then it ends with its driver as any other. One driver commands a pool at

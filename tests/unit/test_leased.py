@@ -27,7 +27,7 @@ from colocate.keeper import (
     adopt_lead,
     listed,
 )
-from colocate.keeper.leased import Leased
+from colocate.keeper.keeper import Leased
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 LEASE = Lease("name", 300.0, record=b"the record")

@@ -36,16 +36,11 @@ from colocate.worker.serving.output import Tail, log_levels, split_label
 class Stage(enum.IntEnum):
     """What a worker does. It goes on from one to a later one only, perhaps not through all of them."""
 
-    STARTING = 0
-    """Nothing has been heard of it."""
-    RUNNING = 1
-    """It has said hello."""
-    BUILT = 2
-    """Its roles are constructed, or one of them could not be."""
-    LEAVING = 3
-    """It runs role code no longer, and leaves by itself."""
-    GONE = 4
-    """Its process has ended, or none was started."""
+    STARTING = 0  # nothing has been heard of it
+    RUNNING = 1  # it has said hello
+    BUILT = 2  # its roles are constructed, or one of them could not be
+    LEAVING = 3  # it runs role code no longer, and leaves by itself
+    GONE = 4  # its process has ended, or none was started
 
 
 class Stages:

@@ -70,7 +70,12 @@ class Fork:
 
 
 def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
-    """The first variable that a fork comes too late for; None when there is none."""
+    """The first variable that a fork comes too late for; None when there is none.
+
+    Args:
+        env: What the worker is to have.
+        base: What the template was started with.
+    """
     for name in sorted((env.keys() | base.keys()) - SHOWING):  # these are read when GPUs are first used
         if env.get(name) != base.get(name) and _TOO_EARLY.match(name):
             return name
@@ -78,7 +83,11 @@ def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
 
 
 def hold(base: Mapping[str, str]) -> None:
-    """Workers will be started: have a template ready for them, in the background. Until as many `let_go`."""
+    """Workers will be started: have a template ready for them, in the background. Until as many `let_go`.
+
+    Args:
+        base: The environment of workers for which nobody asks for another.
+    """
     _forks.hold(dict(base))
 
 

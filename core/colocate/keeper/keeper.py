@@ -2,7 +2,7 @@
 
 The driver dials it and says by a token what the connection is: its commands (`_protocol.commands`), or the lane of a
 worker, which is handed to that worker as it is. When the connection of the commands ends, the driver has let go of the
-keeper or is gone: the workers are killed. One whose pool may be detached (`leased.py`) has one driver after the other.
+keeper or is gone: the workers are killed. One whose pool may be detached (`Leased`) has one driver after the other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,17 +26,77 @@ from colocate._protocol import commands
 from colocate._protocol.commands import COMMANDS, NEWCOMER, TOKEN_BYTES
 from colocate._protocol.message import Message, read
 from colocate._protocol.requests import Requests
-from colocate._system.limits import DIALLED_WITHIN_S, LOOKED_AT_WITHIN_S
+from colocate._system.limits import DIALLED_WITHIN_S, LEAD_SLACK_S, LOOKED_AT_WITHIN_S
 from colocate.errors import ClosedError
 from colocate.executor import Lease, Running
 from colocate.keeper import forks
-from colocate.keeper.leased import Leased
 from colocate.keeper.process import Launcher, WorkerProcess
 from colocate.worker.birth import processes
 from colocate.worker.serving.output import Tail
 from colocate.worker.serving.service import CUT, GIVEN_BYTES, LOOK
 
 _ENDS_AGAIN_S = 0.5
+
+
+@attrs.define(eq=False)
+class Leased:
+    """Who commands a keeper: one driver at a time, each by a higher epoch than the one before; for a while, nobody.
+
+    A keeper whose pool may be detached has one. Until that is detached, the end of its driver is its end, as for any
+    other. The lead keeper of a pool has the record and decides who may have it; the others take the lead's word, which
+    is an epoch higher than theirs.
+    """
+
+    epoch: int = 1  # that of the driver that commands it, or did last
+    owned: bool = True  # whether the end of that driver is the end of all
+    lease: Lease | None = None  # that of the last detach; None before the first
+    who: str = ""  # who commands it, in words; empty when nobody does
+    since: float = attrs.field(factory=time.time)  # since when, in seconds of time.time()
+    vacancies: int = 0  # how often it has been without a driver
+    ends: float | None = None  # when the time to live is over, by time.monotonic(); None while somebody commands it
+
+    def refusal(self, epoch: int, own: bool) -> tuple[str, str] | None:
+        """Why a newcomer can't have it: a kind and words; None when it can."""
+        if self.lease is None:
+            return "closed", "it hasn't been detached"
+        if epoch:
+            return (
+                None if epoch > self.epoch else ("late", f"{self.who or 'another driver'} has it (epoch {self.epoch})")
+            )
+        if not self.lease.lead:
+            return "closed", "its lead keeper isn't here"
+        if self.who and not own:
+            return "borrowed", f"{self.who}, since {time.strftime('%F %T', time.localtime(self.since))}"
+        return None
+
+    def grant(self, epoch: int, who: str, own: bool) -> None:
+        """A newcomer has it from now on."""
+        self.epoch = epoch or self.epoch + 1
+        self.owned, self.who, self.since, self.ends = own, who, time.time(), None
+
+    def vacate(self) -> float:
+        """Nobody has it from now on; how long it lives like that."""
+        assert self.lease is not None
+        left = self.lease.ttl if self.lease.lead else self.lease.ttl + LEAD_SLACK_S
+        self.vacancies += 1
+        self.who, self.since, self.ends = "", time.time(), time.monotonic() + left
+        return left
+
+    def seen(self) -> dict[str, Any]:
+        """What listings show."""
+        assert self.lease is not None
+        left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
+        return {
+            "name": self.lease.name,
+            "answers": True,
+            "epoch": self.epoch,
+            "driver": self.who or None,
+            "owned": self.owned,
+            "ttl_s": self.lease.ttl,
+            "left_s": left,
+            "since": self.since,
+            **self.lease.about,
+        }
 
 
 class Keeper:

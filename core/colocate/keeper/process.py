@@ -116,7 +116,15 @@ class WorkerProcess:
                 self._process = fork(arguments, env, os.environ if base is None else base, sock, output, imports)
             except NoFork as why:
                 _logger.info("worker %s is started by itself, not forked: %s", label, why)
-                self._process = _started(arguments, env, sock, output)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), *arguments],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[sock.fileno()],
+                    process_group=0,
+                )
         except BaseException:
             os.close(self._log)
             raise
@@ -199,7 +207,14 @@ class WorkerProcess:
         program = program_of(self.pid)  # of one that has ended, so long as nobody has waited for it
         code = self._process.wait()
         self._hub.unwatch(self._pidfd)
-        self._drain_log()
+        with contextlib.suppress(BlockingIOError):  # a child of the worker still has the pipe
+            for _ in range(_LAST_READS):  # one that has left the process group may write for ever
+                if not (data := os.read(self._log, 65536)):
+                    break
+                self._partial += data
+        self._hub.unwatch(self._log)
+        for line in self._partial.removesuffix(b"\n").split(b"\n") if self._partial else ():
+            self._say(line)
         self._close_descriptors()
         if code == -ENDS:  # it was killed before it had put supervisors above itself
             code = -signal.SIGKILL
@@ -215,30 +230,3 @@ class WorkerProcess:
                 os.close(self._pidfd)
             self._pidfd = -1
         os.close(self._log)
-
-    def _drain_log(self) -> None:
-        try:
-            for _ in range(_LAST_READS):  # a child that has left the process group may write for ever
-                if not (data := os.read(self._log, 65536)):
-                    break
-                self._partial += data
-        except BlockingIOError:  # a child of the worker still has the pipe
-            pass
-        self._hub.unwatch(self._log)
-        for line in self._partial.removesuffix(b"\n").split(b"\n") if self._partial else ():
-            self._say(line)
-
-
-def _started(
-    arguments: Sequence[str], env: Mapping[str, str], sock: socket.socket, output: int
-) -> subprocess.Popen[bytes]:
-    """A worker with an interpreter of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), *arguments],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=[sock.fileno()],
-        process_group=0,
-    )

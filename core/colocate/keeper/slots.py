@@ -57,7 +57,13 @@ class Keepers:
     """
 
     def __init__(self, name: str, tls: wire.Tls | None = None, patience: Patience | None = None) -> None:
-        """Make none yet."""
+        """Make none yet.
+
+        Args:
+            name: That of the threads.
+            tls: This machine's certificates, where connections with others are encrypted.
+            patience: How long keepers are waited for; None for what is usual within a cluster.
+        """
         self.patience = patience or Patience()
         self.tls = tls
         self.key = wire.new_key()
@@ -179,11 +185,7 @@ class Keepers:
     def _hub_ended(self, reason: str) -> None:
         """Nothing of the workers would be heard any more; their keepers end them, whose connections have ended."""
         for slot in list(self._slots):
-            slot.hub_ended(reason)
-
-    def forget(self, slot: KeptSlot) -> None:
-        """A slot is closed."""
-        self._slots.discard(slot)
+            slot._over(reason, at_once=True)
 
 
 class KeptSlot:
@@ -252,7 +254,7 @@ class KeptSlot:
         self._closed = True
         if self._commands is not None:
             self._commands.close()
-        self.keepers.forget(self)
+        self.keepers._slots.discard(self)
 
     def confirm(self, command: Callable[[int], Message], within_s: float) -> bool:
         """Tell the keeper something that it confirms; whether it has.
@@ -277,7 +279,7 @@ class KeptSlot:
         if self._commands is not None:
             self._gone.wait(deadline.left)
             self._commands.close()
-        self.keepers.forget(self)
+        self.keepers._slots.discard(self)
 
     # -- on a dialling thread
 
@@ -382,19 +384,12 @@ class KeptSlot:
             over = partial(self._over, f"{self._is_gone}: {reason}")
             self.keepers.hub.later(self.keepers.patience.words_s, over)
 
-    def hub_ended(self, reason: str) -> None:
-        """It won't be heard of any more."""
-        self._lost = self._lost or reason
+    def _over(self, reason: str, *, at_once: bool = False) -> None:
+        """Note that the keeper is gone, and its workers with it; or at once that nothing is heard of them any more."""
+        self._lost = self._lost or (reason if at_once else self._words or reason)
         self._requests.fail_all(EngineError(reason))
         for host in list(self.hosts.values()):
-            host.lost(reason)
-
-    def _over(self, reason: str) -> None:
-        """The keeper is gone, and its workers with it."""
-        self._lost = self._lost or self._words or reason
-        self._requests.fail_all(EngineError(reason))
-        for host in list(self.hosts.values()):
-            host.ended(Exit(detail=self._lost))
+            host.ended(Exit(detail=self._lost), at_once=at_once)
 
 
 class KeptHost(Host):
@@ -490,20 +485,13 @@ class KeptHost(Host):
 
     # -- on the hub's thread
 
-    def ended(self, exit: Exit) -> None:
-        """It is gone. What it has said before is taken first."""
-        if self._exit is not None:
-            return
-        self._exit = exit
-        if self.lane is None or self.lane.finished:
+    def ended(self, exit: Exit, *, at_once: bool = False) -> None:
+        """Note that it is gone. What it has said before is taken first, unless nothing is heard of it any more."""
+        known, self._exit = self._exit, self._exit or exit
+        if at_once or (known is None and (self.lane is None or self.lane.finished)):
             self._finish()
-        else:
+        elif known is None:
             self.slot.keepers.hub.later(LANE_ENDS_WITHIN_S, self._finish)
-
-    def lost(self, reason: str) -> None:
-        """The driver hears nothing of it any more."""
-        self._exit = self._exit or Exit(detail=reason)
-        self._finish()
 
     def _lane_closed(self, reason: str) -> None:
         if self._exit is not None:
