@@ -596,7 +596,7 @@ class Crew(Link):
     def hurry(self) -> None:
         """Nobody waits any more for what still runs in it: its grace period is over."""
         super().hurry()
-        self.workforce.hurry()
+        self.workforce.stages.wake()
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
         """Close it on behalf of `by`."""

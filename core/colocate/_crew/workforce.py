@@ -50,7 +50,7 @@ class Stages:
         """Begin with nothing heard of any of them."""
         self._news = threading.Condition()
         self._of = [Stage.STARTING] * slots
-        self._in = [slots] + [0] * (len(Stage) - 1)  # how many are in each
+        self.numbers = [slots] + [0] * (len(Stage) - 1)  # how many are in each
 
     def reach(self, slot: int, stage: Stage) -> None:
         """Note that a worker has come so far; nothing new if it has come farther."""
@@ -58,23 +58,19 @@ class Stages:
             before = self._of[slot]
             if stage > before:
                 self._of[slot] = stage
-                self._in[stage] += 1
-                self._in[before] -= 1
-                if not self._in[before]:
+                self.numbers[stage] += 1
+                self.numbers[before] -= 1
+                if not self.numbers[before]:
                     self._news.notify_all()
 
     def all_reached(self, stage: Stage) -> bool:
         """Whether all have come so far."""
-        return not any(self._in[:stage])
+        return not any(self.numbers[:stage])
 
     def short_of(self, stage: Stage) -> set[int]:
         """Return the slots whose workers haven't come so far."""
         with self._news:
             return {slot for slot, reached in enumerate(self._of) if reached < stage}
-
-    def any_in(self, stage: Stage) -> bool:
-        """Whether some worker is just there."""
-        return bool(self._in[stage])
 
     def wake(self) -> None:
         """Have waits look again: something else has come."""
@@ -157,7 +153,8 @@ class Worker:
                 self.progress[message.role] = message.done, message.total
             case from_worker.Hello():
                 self.hello = message.facts
-                workforce.said_hello(self.slot)
+                # One of a slot that an earlier driver has started has its roles.
+                workforce.stages.reach(self.slot, Stage.BUILT if self.slot in workforce._built else Stage.RUNNING)
             case from_worker.Address():
                 asked = self._where
                 assert asked is not None
@@ -373,10 +370,6 @@ class Workforce:
         )
         self.built(slot, failure_error(self.link, call, slot, failure, body))
 
-    def said_hello(self, slot: int) -> None:
-        """Note that a worker runs; that of a slot which an earlier driver has started has its roles."""
-        self.stages.reach(slot, Stage.BUILT if slot in self._built else Stage.RUNNING)
-
     def _reached(self, stage: Stage, deadline: Deadline) -> bool:
         """Wait until all workers have come so far; whether they have."""
         return self.stages.wait(lambda: self.stages.all_reached(stage), deadline)
@@ -385,10 +378,6 @@ class Workforce:
         """Wait as long as somebody waits for the group's end; whether it is so."""
         self.stages.wait(lambda: self.link.hurried or ready(), deadline)
         return ready()
-
-    def hurry(self) -> None:
-        """Have waits look again: nobody waits any more for what still runs."""
-        self.stages.wake()
 
     def ready(self) -> None:
         """The group can be called. A worker that went after it had constructed its roles is found now."""
@@ -467,7 +456,7 @@ class Workforce:
             for slot in hung:  # first: others may wait for it, or for the processor that it keeps busy
                 self.workers[slot].host.kill()
             within = AFTER_FORCE_S if hung else AFTER_END_S
-            self.stages.wait(lambda: not self.stages.any_in(Stage.LEAVING), Deadline(within))
+            self.stages.wait(lambda: not self.stages.numbers[Stage.LEAVING], Deadline(within))
         finally:
             for timer in self._timers:
                 timer.cancel()
