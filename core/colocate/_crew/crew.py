@@ -64,7 +64,7 @@ class Ledgers:
         self._requests: Requests[int, Ledger] = Requests(link.base)
 
     def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
-        """The ledgers of some slots, in their order.
+        """Return the ledgers of some slots, in their order.
 
         Raises:
             TimeoutError: A worker hasn't answered in time.
@@ -78,7 +78,7 @@ class Ledgers:
         return [ledger for ledger in found.values() if not isinstance(ledger, Exception)]
 
     def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
-        """The ledger of each of some slots, or why there is none; see `get`."""
+        """Return the ledger of each of some slots, or why there is none; see `get`."""
         asked = {slot: self._requests.open([slot]) for slot in slots}
         found: dict[int, Ledger | Exception] = {}
         try:
@@ -101,7 +101,7 @@ class Ledgers:
         return found
 
     def answered(self, worker: Worker, told: from_worker.LedgerTold) -> None:
-        """A worker has answered."""
+        """Take a worker's answer."""
         if told.ledger is not None:
             self._requests.answered(told.token, worker.slot, told.ledger)
             return
@@ -131,27 +131,27 @@ class Home(Owned, abc.ABC):
 
     @abc.abstractmethod
     def others(self) -> Mapping[str, Crew]:
-        """The crews of its runtime, by name."""
+        """Return the crews of its runtime, by name."""
 
     @abc.abstractmethod
     def places_for(self, crew: Crew) -> Sequence[Place]:
-        """Where its slots lie; reserved anew if the engine has lost some."""
+        """Return where its slots lie; reserved anew if the engine has lost some."""
 
     @abc.abstractmethod
     def changed(self) -> None:
-        """What drivers after this one are to know of its groups has changed."""
+        """Note that what drivers after this one are to know of its groups has changed."""
 
     @abc.abstractmethod
     def goes_on(self, crew: Crew) -> bool:
-        """Whether it lives on when this driver lets go of it."""
+        """Return whether it lives on when this driver lets go of it."""
 
     @abc.abstractmethod
     def forget(self, crew: Crew) -> None:
-        """Its name is free."""
+        """Free its name."""
 
     @abc.abstractmethod
     def vacate(self, crew: Crew) -> None:
-        """It has gone: its slots are free."""
+        """Free its slots, as it has gone."""
 
 
 class Restarts:
@@ -205,35 +205,35 @@ class Restarts:
                 return self.restored
 
     def committed(self, checkpoint: Checkpoint) -> None:
-        """There is a new checkpoint: what comes after it is a new attempt."""
+        """Note a new checkpoint: what comes after it is a new attempt."""
         self.checkpoint = self.written = checkpoint
         self.progressed()
 
     def began_from(self, checkpoint: Checkpoint | None) -> None:
-        """The roles are as a checkpoint has them, or as constructed."""
+        """Note that the roles are as a checkpoint has them, or as constructed."""
         self.checkpoint = checkpoint
         self.restored = None if checkpoint is None else checkpoint.tag
         self.written = None
 
     def moved(self, before: Path, after: Path) -> None:
-        """A folder that the last checkpoint may lie in has another name."""
+        """Note that a folder which the last checkpoint may lie in has another name."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
             folder = after / self.checkpoint.folder.relative_to(before)
             self.checkpoint = self.written = attrs.evolve(self.checkpoint, folder=folder)
 
     def lost(self, folder: Path, before: Checkpoint | None) -> None:
-        """What was made in a folder is gone; before that there was another one, or none."""
+        """Note that what was made in a folder is gone; before that there was another checkpoint, or none."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
             self.checkpoint, self.written = before, None
 
     def progressed(self) -> None:
-        """There is something new to go on from: what fails from now on has its own number of attempts."""
+        """Note something new to go on from: what fails from now on has its own number of attempts."""
         self._used = 0
 
     # -- when the group fails
 
     def begin(self, cause: ColocateError) -> ColocateError:
-        """The group has failed; what its users are told. The order's lock is held.
+        """Begin with the group's failure; return what its users are told. The order's lock is held.
 
         A restart begins with `go`, once they have been.
         """
@@ -264,7 +264,7 @@ class Restarts:
             self._thread = thread
 
     def stop(self) -> None:
-        """The group is closing."""
+        """Stop waiting for another attempt: the group is closing."""
         self._stopping.set()
 
     def join(self) -> None:
@@ -496,7 +496,7 @@ class Crew(Link):
         self.services.tell("colocate_group_changed", self.name, state.value, cause)
 
     def _look_at_life(self) -> None:
-        """Calls may be sent at once while `check` has nothing to say."""
+        """Let calls be sent at once while `check` has nothing to say."""
         (self.order.gate.open if self.life.is_plain else self.order.gate.shut)("its life")
 
     def became_ready(self) -> None:
@@ -506,7 +506,7 @@ class Crew(Link):
                 self._tell_state(State.READY)
 
     def fail(self, error: ColocateError) -> None:
-        """It can't go on: every pending call ends with this error, every worker is ended."""
+        """Fail, until a restart or for good: every pending call ends with this error, every worker is ended."""
         with self.order.lock:
             if self.life.state is not State.READY:
                 return
@@ -560,7 +560,7 @@ class Crew(Link):
         self.home.changed()
 
     def begin_again(self) -> bool:
-        """It is being rebuilt from now on; False when it is closed."""
+        """Note that it is being rebuilt from now on; False when it is closed."""
         with self.order.lock:
             if not self.life.restart():
                 return False
@@ -594,7 +594,7 @@ class Crew(Link):
         self.workforce.wind_down(grace, deadline)
 
     def hurry(self) -> None:
-        """Nobody waits any more for what still runs in it: its grace period is over."""
+        """Wait no more for what still runs in it: its grace period is over."""
         super().hurry()
         self.workforce.stages.wake()
 

@@ -29,7 +29,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
-        """The one in a folder, for a group with these roles.
+        """Return the one in a folder, for a group with these roles.
 
         Raises:
             ConfigError: There is none, or it is of other roles, or of other numbers of ranks and not made for that.
@@ -69,7 +69,7 @@ class Checkpoint:
 
 
 def found_in(folder: Path) -> dict[str, Path]:
-    """Where checkpoints of groups lie in a folder, by the group that wrote each; the last one of each."""
+    """Return where checkpoints of groups lie in a folder, by the group that wrote each; the last one of each."""
     found: dict[str, tuple[int, Path]] = {}
     for place, folders, files in os.walk(folder):
         if RECORD not in files:
@@ -88,7 +88,7 @@ def found_in(folder: Path) -> dict[str, Path]:
 
 
 def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dict[str, RoleInfo]:
-    """The roles that have a state to save.
+    """Return the roles that have a state to save.
 
     Raises:
         ConfigError: There is none, or one has only half of what it needs, or something else of that name.
@@ -112,7 +112,7 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
 
 
 def _unfit(info: RoleInfo, which: str) -> str | None:
-    """Why colocate can't call a `@method` as a role's `save` or `restore`, in words; None where it can."""
+    """Return why colocate can't call a `@method` as a role's `save` or `restore`, in words; None where it can."""
     spec = info.methods.get(which)
     if spec is None:
         return None
@@ -141,7 +141,7 @@ def refuse_others(folder: Path, roles: Collection[str]) -> None:
 
 
 def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
-    """What lies there that isn't a checkpoint's to replace, in words; None when nothing does."""
+    """Return what lies there that isn't a checkpoint's to replace, in words; None when nothing does."""
     if not os.path.lexists(folder):
         parent = next(path for path in folder.parents if os.path.lexists(path))
         return None if parent.is_dir() else f"{parent}, in which it would lie, is no folder"

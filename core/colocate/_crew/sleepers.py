@@ -37,16 +37,16 @@ class Sleepers:
         return bool(self.marks)
 
     def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
-        """They are about to sleep, or have been told to."""
+        """Mark what is about to sleep, or has been told to."""
         for tag in tags:
             self.marks[role, tag] = Slept(until_woken)
 
     def seen(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
-        """The marks that a role has."""
+        """Return the marks that a role has."""
         return {mark: slept for mark, slept in list(self.marks.items()) if mark[0] == role and mark[1] in tags}
 
     def for_call(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
-        """Those of which a call of the role wakes it."""
+        """Return those of which a call of the role wakes it."""
         return {mark: slept for mark, slept in self.seen(role, tags).items() if not slept.until_woken}
 
     @property
@@ -59,11 +59,11 @@ class Sleepers:
         return found
 
     def woken(self, seen: dict[Mark, Slept]) -> None:
-        """They have been woken by a call that was made when these marks were there."""
+        """Forget marks of what a call has woken that was made when these were there."""
         for mark, slept in seen.items():
             if self.marks.get(mark) is slept:
                 del self.marks[mark]
 
     def renew(self) -> None:
-        """All roles have been made anew."""
+        """Forget all: the roles have been made anew."""
         self.marks.clear()

@@ -109,7 +109,7 @@ def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
 def ship(
     thing: Any, name: str, *, in_process: bool, distribution: str | None = None, version: str | None = None
 ) -> Shipped:
-    """The class or function as it travels.
+    """Return the class or function as it travels.
 
     Raises:
         Exception: It can't be pickled; only something that is neither a class nor a function can't.
@@ -126,7 +126,7 @@ def ship(
 
 @functools.cache
 def _distribution(package: str) -> tuple[str | None, str | None]:
-    """The distribution that an import package belongs to, and its version; None where metadata doesn't tell."""
+    """Return the distribution that an import package belongs to, and its version; None where metadata doesn't tell."""
     if (version := version_of(package)) is not None:
         return package, version
     try:
@@ -137,7 +137,7 @@ def _distribution(package: str) -> tuple[str | None, str | None]:
 
 
 def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: int, in_process: bool) -> Any:
-    """What the workers need to construct the roles, as one message body for all of them.
+    """Return what the workers need to construct the roles, as one message body for all of them.
 
     Raises:
         SerializationError: A class or a constructor argument can't be sent.

@@ -64,7 +64,7 @@ class Taught:
                 worker.table.script = "has another's"
 
     def renew(self) -> None:
-        """Its workers are new ones, which get script and modules as they are now."""
+        """Begin anew: the workers are new ones, which get script and modules as they are now."""
         self.given = Given(self._link.name)
         self.script = ids.this_process()
         self._sent.clear()
@@ -191,7 +191,7 @@ class Taught:
 
 
 def _are_equal(now: Any, was: Any) -> bool:
-    """Whether two values are plain, and the same."""
+    """Return whether two values are plain, and the same."""
     return type(now) in _PLAIN and type(now) is type(was) and (now == was or now != now)
 
 

@@ -64,7 +64,7 @@ class Stages:
                     self._news.notify_all()
 
     def all_reached(self, stage: Stage) -> bool:
-        """Whether all have come so far."""
+        """Return whether all have come so far."""
         return not any(self.numbers[:stage])
 
     def short_of(self, stage: Stage) -> set[int]:
@@ -335,7 +335,7 @@ class Workforce:
         return sorted(self.stages.short_of(Stage.BUILT)) if time.time() - self.began > longer_than else []
 
     def constructing(self, longer_than: float) -> list[int]:
-        """The slots whose roles have been under construction for so many seconds."""
+        """Return the slots whose roles have been under construction for so many seconds."""
         since = self._building_since
         if since is None or time.time() - since <= longer_than:
             return []
@@ -380,7 +380,7 @@ class Workforce:
         return ready()
 
     def ready(self) -> None:
-        """The group can be called. A worker that went after it had constructed its roles is found now."""
+        """Let the group be called. A worker that went after it had constructed its roles is found now."""
         self.link.became_ready()
         self.look()
 
@@ -511,7 +511,7 @@ class Workforce:
         return self.stages.all_reached(Stage.LEAVING)
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """The grace period of its owner is over at `deadline`, whenever this group's turn comes."""
+        """Note that its owner's grace period is over at `deadline`, whenever this group's turn comes."""
         self._granted = max(self._granted, grace)
         self._overdue = self._overdue.or_sooner(deadline)
         wait_s = deadline.before(STACKS_WITHIN_S).left or 0.0

@@ -12,7 +12,7 @@ _EDGE_BYTES = 64
 
 
 def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
-    """One body that holds all of them, and where in it each lies."""
+    """Return one body that holds all of them, and where in it each lies."""
     given = [body for body in bodies if body is not None]
     if not given:
         return [None] * len(bodies), None
@@ -35,7 +35,7 @@ def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
 
 
 def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple[Call, Any]]:
-    """Each call with its body, in order."""
+    """Return each call with its body, in order."""
     for call, where in calls:
         if where is None:
             yield call, None
@@ -53,7 +53,7 @@ class Memory:
         self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
 
     def snapshot(self, body: Any) -> Any:
-        """The body with memory that nobody else writes to."""
+        """Return the body with memory that nobody else writes to."""
         if not isinstance(body, Packed) or not body.buffers:
             return body
         return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers), body.needs)

@@ -70,7 +70,7 @@ class Failed(Message):
     taken: Sequence[Taken] = ()  # see `Done`
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         seq, failure, *others = values(self)
         return "Failed", seq, values(failure), *others
 
@@ -107,7 +107,7 @@ class GroupsDropped(Message):
     failure: Failure | None  # what a role's `renew` raised
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         return "GroupsDropped", self.number, self.holders, None if self.failure is None else values(self.failure)
 
     @classmethod
@@ -144,7 +144,7 @@ class LedgerTold(Message):
     trace: str = ""  # the traceback of what was raised then
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         ledger = None if self.ledger is None else attrs.astuple(self.ledger, recurse=False)
         return "LedgerTold", self.token, ledger, self.role, self.trace
 
@@ -164,7 +164,7 @@ class Fetched(Message):
     failure: Failure | None  # what kept it from being sent
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         return "Fetched", self.token, self.rows, None if self.failure is None else values(self.failure)
 
     @classmethod
@@ -235,7 +235,7 @@ class Ask(Message):
     question: Message  # what it wants to know
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         return "Ask", self.token, self.question.head()
 
     @classmethod

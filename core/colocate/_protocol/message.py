@@ -26,7 +26,7 @@ class Message:
     __slots__ = ()
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         return type(self).__name__, *_values[type(self)](self)
 
     # For all of them: to write these anew for each class takes a tenth of all that a driver imports.
@@ -41,27 +41,27 @@ class Message:
 
     @classmethod
     def of(cls, *values: Any) -> Message:
-        """The message of such values, in the order in which they travel; where they aren't the very fields."""
+        """Return the message of such values, in the order in which they travel; where they aren't the very fields."""
         return cls(*values)
 
 
 def values(message: Message) -> Head:
-    """What it says, in the order of its fields."""
+    """Return what it says, in the order of its fields."""
     return _values[type(message)](message)
 
 
 def kind_of(head: Head) -> object:
-    """What a head says that it is, whatever version has made it."""
+    """Return what a head says that it is, whatever version has made it."""
     return head[0]
 
 
 def is_a(head: Head, kind: type[Message]) -> bool:
-    """Whether a head is of such a message, whatever version has made it."""
+    """Return whether a head is of such a message, whatever version has made it."""
     return kind_of(head) == kind.__name__
 
 
 def read(head: Head | Message) -> Message:
-    """The message of a head; within one process it is handed over as it is."""
+    """Return the message of a head; within one process it is handed over as it is."""
     return head if isinstance(head, Message) else _kinds[head[0]](*head[1:])
 
 

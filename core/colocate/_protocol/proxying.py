@@ -52,5 +52,5 @@ class Failure:
         return cls(type(error), error.message, dict(error.__dict__))
 
     def error(self) -> ColocateError:
-        """The error."""
+        """Return the error."""
         return self.kind(self.message, **self.facts)

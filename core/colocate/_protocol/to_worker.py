@@ -57,7 +57,7 @@ class Build(Message):
     restored: Sequence[str] | None
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         kind, *before, budgets, restored = super().head()
         return kind, *before, budgets.plain(), restored
 
@@ -111,7 +111,7 @@ class Batch(Message):
         return [call for call, _ in self.calls]
 
     def head(self) -> Head:
-        """What travels of it."""
+        """Return what travels of it."""
         return "Batch", self.frees, [(call.head(), where) for call, where in self.calls]
 
     @classmethod

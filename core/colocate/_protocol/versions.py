@@ -17,7 +17,7 @@ _COMPARED = {"colocate": "colocate", "protocol": "protocol", "python": "Python"}
 
 
 def facts() -> dict[str, Any]:
-    """What a process says of itself: its id and versions."""
+    """Return what a process says of itself: its id and versions."""
     import colocate
 
     python = platform.python_version().rpartition(".")[0]
@@ -25,7 +25,7 @@ def facts() -> dict[str, Any]:
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
-    """What is wrong with a worker of such facts, or another process that an engine has; None when they can talk.
+    """Return what is wrong with a worker of such facts, or another process that an engine has; None when they can talk.
 
     Args:
         here: The driver's facts: those that are to be compared.

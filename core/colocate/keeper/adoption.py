@@ -62,7 +62,7 @@ class Registration:
     keepers: tuple[str, ...] = ()
 
     def unseen(self) -> dict[str, Any]:
-        """What listings show when its lead doesn't answer: what was known when it got the name."""
+        """Return what listings show when its lead doesn't answer: what was known when it got the name."""
         unknown = dict.fromkeys(("epoch", "driver", "owned", "ttl_s", "left_s"))
         return {"name": self.name, "answers": False, **unknown, "since": self.since, **self.about}
 
@@ -174,7 +174,7 @@ class AdoptedSlot(KeptSlot):
 
 
 def _let_it_go_on(lane: wire.SocketLane) -> None:
-    """Nothing comes of an adoption, which may be granted all the same: as an owner's, its end would be the pool's."""
+    """Give an adoption up that may be granted all the same: as an owner's, its end would be the pool's."""
     lane.send(GiveUp().head())
     lane.close()
 
@@ -347,7 +347,7 @@ def adopt_lead(
 
 
 def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
-    """What the leads of detached pools say of them, all asked at once, without those that are gone by now."""
+    """Return what the leads of detached pools say of them, all asked at once, without those that are gone by now."""
     if not registrations:
         return []
     with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
@@ -355,7 +355,7 @@ def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Ma
 
 
 def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
-    """What the workers of a detached pool do, and who has it, by all its keepers, asked at once.
+    """Return what the workers of a detached pool do, and who has it, by all its keepers, asked at once.
 
     Returns:
         What listings show; and as "workers" what each of them says of itself, as "silent" those that say nothing, and
@@ -400,7 +400,7 @@ def _inside(keepers: Keepers, registration: Registration, address: str) -> SeenI
 
 
 def _asked(keepers: Keepers, address: str, registration: Registration, question: Message) -> Message:
-    """A keeper's answer.
+    """Return a keeper's answer.
 
     Raises:
         TimeoutError: It doesn't come.
@@ -436,18 +436,18 @@ class DetachableByKeepers(Detachable):
 
     @abc.abstractmethod
     def registrations(self) -> Iterable[Registration]:
-        """What the engine's registry has of the detached pools of the cluster."""
+        """Return what the engine's registry has of the detached pools of the cluster."""
 
     @abc.abstractmethod
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
-        """The keepers of a reservation; None of one that isn't detachable, or that was let go."""
+        """Return the keepers of a reservation; None of one that isn't detachable, or that was let go."""
 
     @abc.abstractmethod
     def slot_of(self, place: Place) -> KeptSlot:
-        """The connection to the keeper of a slot."""
+        """Return the connection to the keeper of a slot."""
 
     def registration(self, name: str) -> Registration:
-        """The registration of a pool.
+        """Return the registration of a pool.
 
         Raises:
             ConfigError: There is none of that name.

@@ -70,7 +70,7 @@ class Fork:
 
 
 def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
-    """The first variable that a fork comes too late for; None when there is none.
+    """Return the first variable that a fork comes too late for; None when there is none.
 
     Args:
         env: What the worker is to have.
@@ -83,7 +83,7 @@ def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
 
 
 def hold(base: Mapping[str, str]) -> None:
-    """Workers will be started: have a template ready for them, in the background. Until as many `let_go`.
+    """Have a template ready for workers that will be started, in the background. Until as many `let_go`.
 
     Args:
         base: The environment of workers for which nobody asks for another.
@@ -92,7 +92,7 @@ def hold(base: Mapping[str, str]) -> None:
 
 
 def foresee(base: Mapping[str, str]) -> None:
-    """Somebody may be about to `hold`: have a template ready. It ends when nobody has, after a while."""
+    """Have a template ready for who may be about to `hold`. It ends when nobody has, after a while."""
     hold(base)
     let_go()
 
@@ -147,12 +147,12 @@ def fork(
 
 
 def own_process() -> int | None:
-    """The process id of this one's template; None when it has none."""
+    """Return the process id of this one's template; None when it has none."""
     return None if _forks.current is None else _forks.current.pid
 
 
 def own_descriptor(number: int) -> bool:
-    """Whether a descriptor leads to the template."""
+    """Return whether a descriptor leads to the template."""
     return (template := _forks.current) is not None and template.sock.fileno() == number
 
 
@@ -257,7 +257,7 @@ class _Forks:
                 self._ends = self._thread.after(TEMPLATE_IDLE_S, self._end)
 
     def template(self, base: dict[str, str]) -> _Template:
-        """The template for an environment, which lives."""
+        """Return the template for an environment, which lives."""
         found: list[_Template] = []
         self._thread.run(lambda: found.append(self._here(base)))
         return found[0]
@@ -265,7 +265,7 @@ class _Forks:
     # -- on the thread with which it ends
 
     def _end(self) -> None:
-        """Unless somebody has begun to need it meanwhile."""
+        """End the template, unless somebody has begun to need it meanwhile."""
         with self._lock:
             needed = self._holders
         if not needed and self.current is not None:
@@ -286,7 +286,7 @@ class _Forks:
         return self.current
 
     def forget(self) -> None:
-        """In a forked child: a copy of the socket would keep the template, and whoever is asked here isn't its own."""
+        """Let go of it in a forked child: a copy of the socket would keep the template, which isn't the child's own."""
         if self.current is not None:
             self.current.sock.close()
         self.__init__()  # type: ignore[misc]

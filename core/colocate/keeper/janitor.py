@@ -66,7 +66,7 @@ def _sweep(session: int, mark: bytes) -> None:
 
 
 def _is_left(pid: int, session: int, mark: bytes) -> bool:
-    """Whether a process runs that the proxy has started: in its session, or with its mark."""
+    """Return whether a process runs that the proxy has started: in its session, or with its mark."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, _parent, _group, its_session, *_ = file.read().rpartition(b") ")[2].split()

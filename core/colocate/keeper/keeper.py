@@ -56,7 +56,7 @@ class Leased:
     ends: float | None = None  # when the time to live is over, by time.monotonic(); None while somebody commands it
 
     def refusal(self, epoch: int, own: bool) -> tuple[str, str] | None:
-        """Why a newcomer can't have it: a kind and words; None when it can."""
+        """Return why a newcomer can't have it: a kind and words; None when it can."""
         if self.lease is None:
             return "closed", "it hasn't been detached"
         if epoch:
@@ -70,12 +70,12 @@ class Leased:
         return None
 
     def grant(self, epoch: int, who: str, own: bool) -> None:
-        """A newcomer has it from now on."""
+        """Have a newcomer command from now on."""
         self.epoch = epoch or self.epoch + 1
         self.owned, self.who, self.since, self.ends = own, who, time.time(), None
 
     def vacate(self) -> float:
-        """Nobody has it from now on; how long it lives like that."""
+        """Have nobody command from now on; return how long it lives like that."""
         assert self.lease is not None
         left = self.lease.ttl if self.lease.lead else self.lease.ttl + LEAD_SLACK_S
         self.vacancies += 1
@@ -83,7 +83,7 @@ class Leased:
         return left
 
     def seen(self) -> dict[str, Any]:
-        """What listings show."""
+        """Return what listings show."""
         assert self.lease is not None
         left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
         return {

@@ -36,7 +36,7 @@ def seen(started: int) -> str | None:
 
 
 def py_spy() -> str | None:
-    """Where py-spy is: beside this interpreter, or on the path; None when there is none."""
+    """Return where py-spy is: beside this interpreter, or on the path; None when there is none."""
     beside = Path(sysconfig.get_path("scripts"), "py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")
 

@@ -166,14 +166,14 @@ class DriverProxy:
         self._log.close()
 
     def last_words(self) -> str:
-        """The end of what it has printed, for an error; empty when that is nothing."""
+        """Return the end of what it has printed, for an error; empty when that is nothing."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         text = tail.decode(errors="replace").strip()
         return f"Its last words:\n{text}" if text else ""
 
     def lost(self, why: str) -> EngineError:
-        """The error of all that is asked for when the process has ended by itself. `folder` is still there."""
+        """Return the error of all that is asked for when the process has ended by itself. `folder` is still there."""
         return EngineError(why)
 
     def _end(self) -> None:
@@ -284,7 +284,7 @@ class Proxied:
         """The driver has let go, or is gone: end what is the driver's. The process ends afterwards."""
 
     def method(self, name: str) -> Callable[..., Any]:
-        """What is asked for by a name; override it where others than this object have the methods."""
+        """Return what is asked for by a name; override it where others than this object have the methods."""
         found: Callable[..., Any] = getattr(self, name)
         return found
 

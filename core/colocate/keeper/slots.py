@@ -183,7 +183,7 @@ class Keepers:
             raise
 
     def _hub_ended(self, reason: str) -> None:
-        """Nothing of the workers would be heard any more; their keepers end them, whose connections have ended."""
+        """Note that nothing would be heard of the workers any more; their keepers end them, being left alone."""
         for slot in list(self._slots):
             slot._over(reason, at_once=True)
 
@@ -332,7 +332,7 @@ class KeptSlot:
         return request
 
     def listed(self, asked: Request[None, Sequence[Any]] | None, deadline: Deadline) -> list[Running]:
-        """What it has answered; if it doesn't, what ought to run there, with that doubt."""
+        """Return what it has answered; if it doesn't, what ought to run there, with that doubt."""
         hosts = [host.boot for host in list(self.hosts.values())]
         node = hosts[0].node if hosts else ""
         if asked is None:
