@@ -387,6 +387,7 @@ def search(*roots: object, apart: Iterable[object] = (), most: int | None = None
                     if (name := _ACCUMULATED.get(kind.__name__)) and of_kind is Purpose.BUFFERS:
                         sums = [each for item in some if (each := getattr(item, name, None)) is not None]
                         found.noted[Purpose.GRADIENTS] += sums
+                        seen.setdefault(of_kind, set(closed)).update(map(id, sums))
                     inner = of_kind or (purpose if purpose is Purpose.OPTIMIZER else None)
                     for item in some:
                         add(inner, _attributes(item))
