@@ -24,8 +24,7 @@ from colocate._values.leaves import (
     leaves,
     map_leaves,
     named_leaves,
-    rebuild_dict,
-    rebuild_tuple,
+    rebuild,
     take_apart,
 )
 from colocate.errors import DispatchError
@@ -267,10 +266,10 @@ def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, mem
         check_alike(parts, path, label)
         if isinstance(first, Mapping):
             made = {key: concat([p[key] for p in parts], f"{path}[{key!r}]", label, memo) for key in first}
-            return rebuild_dict(first, made)
+            return rebuild(first, made)
         if isinstance(first, tuple):
             columns = enumerate(zip(*parts, strict=True))
-            return rebuild_tuple(first, [concat(items, f"{path}[{index}]", label, memo) for index, items in columns])
+            return rebuild(first, [concat(items, f"{path}[{index}]", label, memo) for index, items in columns])
         return None
     kind = _kind(first, path)
     for index, part in enumerate(parts):

@@ -15,7 +15,7 @@ from colocate._system.imported import imported
 from colocate._system.nearest import did_you_mean
 from colocate._values.batch import concat, rows, slice_rows
 from colocate._values.dispatch import Dispatch, Scatter, check_place, written
-from colocate._values.leaves import check_alike, is_container, rebuild_dict, rebuild_tuple
+from colocate._values.leaves import check_alike, is_container, rebuild
 from colocate._values.mesh import Ranks
 from colocate.errors import ConfigError, DispatchError
 
@@ -236,8 +236,8 @@ def reduce_values(
             columns = enumerate(zip(*values, strict=True))
         made = {key: reduce_values(items, operation, weights, ranks, (*keys, key)) for key, items in columns}
         if isinstance(first, Mapping):
-            return rebuild_dict(first, made)
-        return list(made.values()) if isinstance(first, list) else rebuild_tuple(first, made.values())
+            return rebuild(first, made)
+        return list(made.values()) if isinstance(first, list) else rebuild(first, made.values())
     family = _family(first)
     for index, value in enumerate(values):
         if family is None or _family(value) is not family:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
@@ -365,7 +365,7 @@ def map_leaves(
                 if type(name) is not str:
                     key(name)
         changed = {name: new for name, old in value.items() if (new := map_leaves(old, leaf, matters, key)) is not old}
-        return rebuild_dict(value, changed) if changed else value
+        return rebuild(value, changed) if changed else value
     if isinstance(value, (list, tuple)):
         if matters is not None:
             kinds = set(map(type, value))
@@ -374,7 +374,7 @@ def map_leaves(
         items = [map_leaves(item, leaf, matters, key) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return rebuild_tuple(value, items) if isinstance(value, tuple) else items
+        return rebuild(value, items) if isinstance(value, tuple) else items
     return leaf(value) if matters is None or matters(type(value)) else value
 
 
@@ -388,46 +388,38 @@ def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> 
         return [value] * count
     if not isinstance(value, tuple):
         columns = [take_apart(item, count, leaf) for item in value.values()]
-        return [rebuild_dict(value, dict(zip(value, items, strict=True))) for items in zip(*columns, strict=True)]
-    return [rebuild_tuple(value, items) for items in zip(*(take_apart(i, count, leaf) for i in value), strict=True)]
+        return [rebuild(value, dict(zip(value, items, strict=True))) for items in zip(*columns, strict=True)]
+    return [rebuild(value, items) for items in zip(*(take_apart(i, count, leaf) for i in value), strict=True)]
 
 
-def rebuild_dict(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Make a mapping of the same type and order with these items in place of its own.
+def rebuild(value: Any, items: Any) -> Any:
+    """Make a mapping or tuple of the same type and order with these items in place of its own: of a tuple, with all.
 
-    One that is no dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is made by its class of a dict: what it
-    has besides its items may be of its rows.
+    A mapping that is no dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is made by its class of a dict:
+    what it has besides its items may be of its rows.
     """
-    if type(value) is dict:
+    kind = type(value)
+    if kind is dict:
         return items if len(items) == len(value) else {**value, **items}
-    if not isinstance(value, dict):
-        if all(items.get(key) is item for key, item in value.items()):
-            return value
-        made: Any = type(value)
-        try:
-            return made({**value, **items})
-        except Exception as error:
-            raise _cannot_be_made(value, error, "Make it of a dict alone, or pass that") from error
-    new = copy.copy(value)  # the one way that keeps what subclasses hold besides their items
-    for key, item in items.items():
-        new[key] = item
-    return new
-
-
-def _cannot_be_made(value: Any, error: Exception, instead: str) -> DispatchError:
-    return DispatchError(f"no {type(value).__qualname__} can be made of other items: {error}. {instead}")
-
-
-def rebuild_tuple(value: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
-    """Make a tuple of the same type with these items, which are as many."""
-    if type(value) is tuple:
+    if kind is tuple:
         return tuple(items)
-    make: Callable[[Iterable[Any]], tuple[Any, ...]] = getattr(type(value), "_make", type(value))
+    if isinstance(value, dict):
+        new = copy.copy(value)  # the one way that keeps what subclasses hold besides their items
+        for key, item in items.items():
+            new[key] = item
+        return new
+    make, instead = kind, "Make it of a dict alone, or pass that"
+    if isinstance(value, tuple):
+        make = getattr(kind, "_make", kind)
+        instead = "Give the class a classmethod _make(items), as a named tuple has it, or pass a plain tuple"
+    elif all(items.get(key) is item for key, item in value.items()):
+        return value
+    else:
+        items = {**value, **items}
     try:
         return make(items)
     except Exception as error:
-        instead = "Give the class a classmethod _make(items), as a named tuple has it, or pass a plain tuple"
-        raise _cannot_be_made(value, error, instead) from error
+        raise DispatchError(f"no {kind.__qualname__} can be made of other items: {error}. {instead}") from error
 
 
 def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
