@@ -80,19 +80,6 @@ class Closing(ExecutorCase):
             echo.noop()
         assert not pool.alive
 
-    def test_error_and_failure(self, runtime: Runtime) -> None:
-        """An error in the block isn't hidden by what goes wrong at closing."""
-
-        def fail() -> None:
-            with runtime.reserve(1, cpus=0, name="doomed") as pool, pool.spawn(ROLES) as group:
-                group.role("faulty", Faulty).fail.keep()
-                group.role("faulty", Faulty).fine()
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fail()
-        assert "doomed" not in [pool.name for pool in runtime._node.children.values()]
-
     def test_running_and_queued(self, spawn: Spawn) -> None:
         """A running call sees ctx.cancelled and has its grace; queued ones fail with ClosedError; none stays open."""
         group = spawn(ROLES, slots=1)
@@ -172,18 +159,6 @@ class Closing(ExecutorCase):
             pool.close()
         assert [type(error) for error in caught.value.exceptions] == [RoleError, RoleError]
         assert pool.state == "closed"
-
-    def test_from_a_callback(self, spawn: Spawn) -> None:
-        """A done callback may close the group."""
-        group = spawn(ROLES, slots=1)
-        heard: list[str] = []
-
-        def close(call: Any) -> None:
-            group.close()
-            heard.append(group.state)
-
-        group.role("echo", Echo).noop.submit().add_done_callback(close)
-        wait_until(lambda: heard == ["closed"], "the callback has closed the group")
 
 
 def pids_of(group: ColocatedGroup) -> list[int]:

@@ -165,19 +165,6 @@ class Sleeping(Dozers):
         dozing.sleep("actor", discard=["grads", "cache"])
         assert [{*part} for part in actor.parts()] == [{*before[0]} - (_lost(dozing) - {"grads"})] * 2
 
-    def test_discard_of_what_can_not_be(self, dozing: ColocatedGroup) -> None:
-        """Tags that there aren't, that must be kept, or that stay awake."""
-        refused: list[tuple[str, Any, Any]] = [
-            (r"discard='grads'\) is a string; write discard=\('grads',\)", None, "grads"),
-            (r"\(discard\) names 'weights'; what can be discarded is grads, cache", None, ["weights"]),
-            (r"\(discard\) names 'grad'; what can be discarded is grads, cache", None, ["cache", "grad"]),
-            (r"\(discard\) names 'grads', which tags=\('cache',\) leaves awake", ["cache"], ["grads"]),
-        ]
-        for words, tags, discard in refused:
-            with pytest.raises(ConfigError, match=words):
-                dozing.sleep("actor", tags, discard=discard)
-        assert dozing.role("actor", Dozing).asleep() == [[]] * 2
-
     def test_sleep_that_keeps_addresses(self, spawn: Spawn) -> None:
         """`sleep="vmm"`: what a constructor has made is where it was, and the numbers are those of one without."""
         pytest.importorskip("torch")
