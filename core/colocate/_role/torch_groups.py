@@ -37,27 +37,16 @@ _sharers: set[int] = set()
 
 @attrs.frozen
 class Plan:
-    """What a group is made from, and how.
+    """What a group is made from, and how."""
 
-    Attributes:
-        name: What torch calls it: the same after it was renewed.
-        board: What its ranks meet under: another one each time.
-        slots: Those of its ranks, in order; in the default group, to torch a slot's number is the rank.
-        index: Which of them this is.
-        is_default: Whether it is torch's default group.
-        lies_in_default: Whether it is one of the default group's.
-        device: Of the slot.
-        timeout_s: How long a collective may take.
-    """
-
-    name: str
-    board: str
-    slots: Sequence[int]
-    index: int
-    is_default: bool
-    lies_in_default: bool
-    device: str
-    timeout_s: float
+    name: str  # what torch calls it: the same after it was renewed
+    board: str  # what its ranks meet under: another one each time
+    slots: Sequence[int]  # those of its ranks, in order; in the default group, to torch a slot's number is the rank
+    index: int  # which of them this is
+    is_default: bool  # whether it is torch's default group
+    lies_in_default: bool  # whether it is one of the default group's
+    device: str  # of the slot
+    timeout_s: float  # how long a collective may take
 
     def make(self, store: Any) -> ProcessGroup:
         """Make it, together with all its ranks, which meet through a store, and have it when all of them have.

@@ -15,40 +15,24 @@ _SHOWN = 200
 
 @attrs.frozen
 class WorkerFound:
-    """A process that runs `colocate.worker`: a worker, one of its supervisors, or a template.
+    """A process that runs `colocate.worker`: a worker, one of its supervisors, or a template."""
 
-    Attributes:
-        pid: Its process id.
-        starter: The process that started it.
-        orphan: Whether that one is gone. (A forked child of a worker has its command line, but lives below it.)
-        label: What it was started for: the id of its worker, or that of the reservation whose keeper started it.
-        since: When it was started, in seconds of time.time().
-    """
-
-    pid: int
-    starter: int
-    orphan: bool
-    label: str
-    since: float
+    pid: int  # its process id
+    starter: int  # the process that started it
+    orphan: bool  # whether that one is gone. (A forked child of a worker has its command line, but lives below it.)
+    label: str  # what it was started for: the id of its worker, or that of the reservation whose keeper started it
+    since: float  # when it was started, in seconds of time.time()
 
 
 @attrs.frozen
 class Left:
-    """A process that a worker's roles have started, and that has outlived the worker and its supervisors.
+    """A process that a worker's roles have started, and that has outlived the worker and its supervisors."""
 
-    Attributes:
-        pid: Its process id.
-        since: When it was started, in seconds of time.time().
-        label: What the worker was started for; empty when the process has cleared its environment.
-        starter: The process that started the worker.
-        name: Of the program that it runs.
-    """
-
-    pid: int
-    since: float
-    label: str
-    starter: int
-    name: str
+    pid: int  # its process id
+    since: float  # when it was started, in seconds of time.time()
+    label: str  # what the worker was started for; empty when the process has cleared its environment
+    starter: int  # the process that started the worker
+    name: str  # of the program that it runs
 
     def running(self, node: str = "") -> Running:
         """Return the same as an audit takes it."""
@@ -59,19 +43,12 @@ class Left:
 
 @attrs.frozen
 class Child:
-    """A process that this very process has started.
+    """A process that this very process has started."""
 
-    Attributes:
-        started: Its process id; of a worker that of the upper supervisor.
-        pid: The same; of a worker that of its own process.
-        since: When it was started, in seconds of time.time().
-        label: What it was started for; empty when it isn't a worker's, or has changed its command line.
-    """
-
-    started: int
-    pid: int
-    since: float
-    label: str
+    started: int  # its process id; of a worker that of the upper supervisor
+    pid: int  # the same; of a worker that of its own process
+    since: float  # when it was started, in seconds of time.time()
+    label: str  # what it was started for; empty when it isn't a worker's, or has changed its command line
 
 
 def below_this() -> list[Child]:

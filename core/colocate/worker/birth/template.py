@@ -56,23 +56,14 @@ _CLONE_PARENT = 0x8000
 
 @attrs.frozen
 class Wanted:
-    """A worker to be forked. With it come its output, its socket, where to answer, and its folder, as descriptors.
+    """A worker to be forked. With it come its output, its socket, where to answer, and its folder, as descriptors."""
 
-    Attributes:
-        arguments: What follows the module on its command line, with its socket's descriptor left out.
-        env: All of its environment.
-        imports: What the template imports before, if it hasn't.
-        umask: For the files that it makes.
-        limits: Of its resources.
-        cpus: Those that it may run on.
-    """
-
-    arguments: tuple[str, ...]
-    env: Mapping[str, str]
-    imports: tuple[str, ...]
-    umask: int
-    limits: Mapping[int, tuple[int, int]]
-    cpus: frozenset[int]
+    arguments: tuple[str, ...]  # what follows the module on its command line, with its socket's descriptor left out
+    env: Mapping[str, str]  # all of its environment
+    imports: tuple[str, ...]  # what the template imports before, if it hasn't
+    umask: int  # for the files that it makes
+    limits: Mapping[int, tuple[int, int]]  # of its resources
+    cpus: frozenset[int]  # those that it may run on
 
 
 class Template:

@@ -21,30 +21,21 @@ from colocate.worker.serving.scope import Scope
 
 @attrs.define(eq=False)
 class Entry:
-    """One rank's part of a resident: pending until its call has run, then a value or a failure.
-
-    Attributes:
-        weight: How many rows the call that made it worked on; None where nothing was scattered.
-        counted: How many rows the value has, once that has been asked.
-        lent: Calls on other workers of this process that have the very value.
-        nbytes: Bytes of its tensors and arrays.
-        copies: What of a device's memory in it has been brought to the host for others; None where nothing has been.
-        readers: How many of them are at it.
-        read: When one has begun last, as a number that grows.
-    """
+    """One rank's part of a resident: pending until its call has run, then a value or a failure."""
 
     value: Any = None
-    weight: int | None = None
+    weight: int | None = None  # how many rows the call that made it worked on; None where nothing was scattered
     error: str | None = None
     ready: bool = False
     maker: str = ""
     watch: Watch | None = None
-    lent: list[str] = attrs.field(factory=list)
-    counted: int | None = None
-    nbytes: int = 0
+    lent: list[str] = attrs.field(factory=list)  # calls on other workers of this process that have the very value
+    counted: int | None = None  # how many rows the value has, once that has been asked
+    nbytes: int = 0  # bytes of its tensors and arrays
+    # what of a device's memory in it has been brought to the host for others; None where nothing has been
     copies: HostCopies | None = None
-    readers: int = 0
-    read: int = 0
+    readers: int = 0  # how many of them are at it
+    read: int = 0  # when one has begun last, as a number that grows
 
     def rows(self, label: str) -> int:
         """How many rows the value has, counted once: nobody changes it any more."""

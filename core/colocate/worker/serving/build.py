@@ -30,21 +30,13 @@ from colocate.worker.site import Site
 
 @attrs.frozen
 class Shipped:
-    """A class or function on its way: by its name, as a definition, or as it is within one process.
+    """A class or function on its way: by its name, as a definition, or as it is within one process."""
 
-    Attributes:
-        name: "module:qualified.name".
-        data: It packed; None when it goes by its name.
-        cls: It itself: within one process, or where what it is in is pickled for it.
-        distribution: Where the driver has it from.
-        version: The version there.
-    """
-
-    name: str
-    data: wire.Packed | None = None
-    cls: Any = None
-    distribution: str | None = None
-    version: str | None = None
+    name: str  # "module:qualified.name"
+    data: wire.Packed | None = None  # it packed; None when it goes by its name
+    cls: Any = None  # it itself: within one process, or where what it is in is pickled for it
+    distribution: str | None = None  # where the driver has it from
+    version: str | None = None  # the version there
 
     def load(self) -> Any:
         """It in this process.
@@ -79,22 +71,17 @@ class Shipped:
 
 @attrs.frozen
 class RoleBuild:
-    """One role to construct.
-
-    Attributes:
-        arguments: A packed (args, kwargs).
-        keeps_addresses: Whether what it makes on a GPU as it is constructed keeps its addresses when it sleeps.
-    """
+    """One role to construct."""
 
     name: str
     shipped: Shipped
-    arguments: Any
+    arguments: Any  # a packed (args, kwargs)
     slots: tuple[int, ...] | range
     meshes: Mapping[str, Mesh]
     group: str
     seed: int
     generation: int
-    keeps_addresses: bool
+    keeps_addresses: bool  # whether what it makes on a GPU as it is constructed keeps its addresses when it sleeps
 
 
 def context_in(

@@ -19,26 +19,20 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class HostedRole:
-    """A role instance and what is needed to run its methods; without a name it is what functions run in.
-
-    Attributes:
-        setting: What makes torch's settings.
-        settings: Which the role has of its own; None for those of all.
-        keeps_addresses: Whether what its constructor has made on a GPU keeps its addresses when it sleeps.
-        routes: Its methods by name, each with what errors and stacks call it.
-        drawn: Its last call, and where its random numbers were when that began; None for their beginning.
-        operations: How many operations of process groups it has begun in the calls that have ended.
-    """
+    """A role instance and what is needed to run its methods; without a name it is what functions run in."""
 
     name: str | None
     instance: Any
     methods: Mapping[str, MethodSpec]
     ctx: Context
-    setting: Setting
-    settings: Settings | None = None
-    keeps_addresses: bool = False
+    setting: Setting  # what makes torch's settings
+    settings: Settings | None = None  # which the role has of its own; None for those of all
+    keeps_addresses: bool = False  # whether what its constructor has made on a GPU keeps its addresses when it sleeps
+    # how many operations of process groups it has begun in the calls that have ended
     operations: int = attrs.field(default=0, init=False)
+    # its methods by name, each with what errors and stacks call it
     routes: Mapping[str, tuple[MethodSpec, str]] = attrs.field(init=False)
+    # its last call, and where its random numbers were when that began; None for their beginning
     drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
 
     def __attrs_post_init__(self) -> None:

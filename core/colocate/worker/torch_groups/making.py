@@ -57,35 +57,23 @@ class Made:
 
 @attrs.frozen
 class Together:
-    """A role's group that its ranks make together: all of them, or none.
+    """A role's group that its ranks make together: all of them, or none."""
 
-    Attributes:
-        key: Its name among the worker's groups.
-        plan: How it is made.
-        address: Where the store listens at which its ranks meet.
-        kept: The worker's groups by name.
-    """
-
-    key: str
-    plan: Plan
-    address: tuple[str, int]
-    kept: dict[str, Made]
+    key: str  # its name among the worker's groups
+    plan: Plan  # how it is made
+    address: tuple[str, int]  # where the store listens at which its ranks meet
+    kept: dict[str, Made]  # the worker's groups by name
 
 
 @attrs.define(eq=False)
 class _Wait:
-    """A lane that waits, or a thread of a role's.
+    """A lane that waits, or a thread of a role's."""
 
-    Attributes:
-        asked: The call that it waits in.
-        over: Ends with what it waits for.
-        group: What it withdraws from when it leaves; its rank isn't back before the end of that. None for nothing.
-        left: Ends when it needn't wait any longer, with the reason if it has left.
-    """
-
-    asked: int
-    over: Future[None]
+    asked: int  # the call that it waits in
+    over: Future[None]  # ends with what it waits for
+    # what it withdraws from when it leaves; its rank isn't back before the end of that. None for nothing
     group: Together | None
+    # ends when it needn't wait any longer, with the reason if it has left
     left: Future[str | None] = attrs.field(factory=Future)
 
 
@@ -267,20 +255,13 @@ class _Default:
     """One that is there or in the making, and where its store listens.
 
     The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
-
-    Attributes:
-        board: What the slots meet under.
-        asked: The call that it was begun for; None for another slot's.
-        made: Ends with it.
-        address: Where its store listens.
-        store: That, where this slot serves it.
     """
 
-    board: str
-    asked: int | None
-    made: Future[None] = attrs.field(factory=Future)
-    address: tuple[str, int] | None = None
-    store: Any = None
+    board: str  # what the slots meet under
+    asked: int | None  # the call that it was begun for; None for another slot's
+    made: Future[None] = attrs.field(factory=Future)  # ends with it
+    address: tuple[str, int] | None = None  # where its store listens
+    store: Any = None  # that, where this slot serves it
 
 
 class DefaultGroup:

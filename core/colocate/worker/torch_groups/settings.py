@@ -26,42 +26,25 @@ _Autocast: TypeAlias = tuple[tuple[tuple[str, bool, Any], ...], bool, int]
 
 @attrs.frozen
 class Settings:
-    """Torch's settings.
+    """Torch's settings."""
 
-    Attributes:
-        grad: Whether gradients are recorded.
-        inference: Whether tensors are made that autograd can't use.
-        autocast: Which operations compute in another dtype; None for none.
-        dtype: That of new tensors of which none is said; None for the usual one.
-        modes: What is asked about each operation, a default device among them; None for nothing.
-        stream: On which a GPU computes; None for the usual one.
-    """
-
-    grad: bool = True
-    inference: bool = False
-    autocast: _Autocast | None = None
-    dtype: Any = None
-    modes: _Modes | None = None
-    stream: Any = None
+    grad: bool = True  # whether gradients are recorded
+    inference: bool = False  # whether tensors are made that autograd can't use
+    autocast: _Autocast | None = None  # which operations compute in another dtype; None for none
+    dtype: Any = None  # that of new tensors of which none is said; None for the usual one
+    modes: _Modes | None = None  # what is asked about each operation, a default device among them; None for nothing
+    stream: Any = None  # on which a GPU computes; None for the usual one
 
 
 @attrs.frozen
 class _Modes:
-    """What torch keeps on stacks of a thread, the first to be put there first.
+    """What torch keeps on stacks of a thread, the first to be put there first."""
 
-    Attributes:
-        functions: Its function modes.
-        default: The one of them that is the default device.
-        device: What code is compiled for, if there are any.
-        operators: Its dispatch modes.
-        saved: What packs and unpacks tensors that a backward pass needs.
-    """
-
-    functions: tuple[Any, ...]
-    default: Any
-    device: Any
-    operators: tuple[Any, ...]
-    saved: tuple[tuple[Any, Any], ...]
+    functions: tuple[Any, ...]  # its function modes
+    default: Any  # the one of them that is the default device
+    device: Any  # what code is compiled for, if there are any
+    operators: tuple[Any, ...]  # its dispatch modes
+    saved: tuple[tuple[Any, Any], ...]  # what packs and unpacks tensors that a backward pass needs
 
 
 USUAL = Settings()
