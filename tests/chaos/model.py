@@ -28,7 +28,7 @@ DEADLY = ("kill", "lane", "keeper", "envoy")
 HANGING = ("stop", "gil")
 """Faults after which a worker doesn't answer, and lives."""
 
-AT_A_PEER = "colocate/worker/peers.py"
+AT_A_PEER = "colocate/worker/residents/peers.py"
 """In the stack of a rank that asks another one for a part of a value."""
 AMPLE_S = 1.0
 """A grace in which every rank that isn't hit by anything ends."""

@@ -2,7 +2,7 @@
 
 The driver's half is `CallOrder` with `Cancellations`, the worker's is `LaneOrder` with `Scope`, as they are. Here are
 the lanes between them, what a worker does about each message, and process groups, as far as it matters who waits for
-whom: operations are counted, whoever waits in vain cuts, what is cut is of no use (`worker/process_groups.py`). What
+whom: operations are counted, whoever waits in vain cuts, what is cut is of no use (`worker/torch_groups`). What
 happens next is drawn from a seed, which is enough to have it happen again.
 """
 

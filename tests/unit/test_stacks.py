@@ -92,24 +92,3 @@ def test_a_stack_as_text() -> None:
     assert first == f'  File "{__file__}", line {line}, in outer\n    inner()\n'
     assert second.startswith(f'  File "{__file__}", line {inner.__code__.co_firstlineno + 2}, in inner\n')
     assert stack_of_role_code(thread) == []
-
-
-def test_a_deep_stack() -> None:
-    """All of it."""
-    begun, over = threading.Event(), threading.Event()
-
-    def down(depth: int) -> None:
-        if depth:
-            down(depth - 1)
-        else:
-            begun.set()
-            over.wait()
-
-    thread = threading.Thread(target=down, args=[500])
-    thread.start()
-    assert begun.wait(20)
-    try:
-        assert sum(frame.f_code.co_name == "down" for frame in frames_of(thread)) == 501
-    finally:
-        over.set()
-        thread.join()

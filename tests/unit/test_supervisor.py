@@ -22,7 +22,7 @@ from colocate._plugins import strays
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.waiting import Processes, send, wait_until
 from colocate.worker.birth import processes
-from colocate.worker.birth.supervisor import MARK, SUPERVISORS
+from colocate.worker.birth.supervisor import SUPERVISORS
 
 # A starter: it starts a worker of the test's own, says its pids from the top, and waits.
 STARTER = """
@@ -224,22 +224,3 @@ def test_a_limit_that_means_something_stays(hard: int) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_RTTIME, (9_000_000, hard)),
     )
     assert done.stdout == "9000000\n"
-
-
-def test_the_mark_names_starter_and_worker(runtime: Runtime) -> None:
-    """In the worker, and in what its roles start."""
-    group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
-    (worker,) = group._node.workforce.workers
-    ((program, *_),) = group.role("parent", Parent).start_children()
-    for pid in (worker.pid, program):
-        assert psutil.Process(pid).environ()[MARK] == f"{os.getpid()} {worker.boot.worker}"
-    group.close()
-    assert not psutil.pid_exists(program)
-
-
-def test_a_close_leaves_nothing(runtime: Runtime) -> None:
-    """A worker's end is heard of when all of it is over: what a role has started is gone when `close` returns."""
-    group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
-    (pids,) = group.role("parent", Parent).start_children()
-    group.close()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]

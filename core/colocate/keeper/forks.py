@@ -1,4 +1,4 @@
-"""Workers as forks of a template (`worker/template.py`), for whoever starts workers on this machine: one per process.
+"""Workers as forks of a template (`worker/birth/template.py`), for whoever starts workers here: one per process.
 
 A fork is up in milliseconds and shares the template's memory, but comes too late for what is read when a process, a
 library or the interpreter starts. So an environment is the template's in all of that (`differs`), or the worker gets an

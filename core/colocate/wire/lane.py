@@ -34,7 +34,7 @@ _LOOKS_S = 0.05
 
 
 class Posting(NamedTuple):
-    """How frames are sent in steps that nothing comes in between (`_system.at_once`).
+    """How frames are sent in steps that nothing comes in between (`_signals.at_once`).
 
     Attributes:
         queues: Steps, functions in C that `map` calls, by which each gets its place behind what was sent before.

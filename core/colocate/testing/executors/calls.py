@@ -375,7 +375,7 @@ class Functions(ExecutorCase):
             assert error.rank in ranks
             assert isinstance(error.__cause__, ValueError)
             assert error.remote_traceback is not None
-            assert "worker/functions.py" not in error.remote_traceback
+            assert "worker/serving/functions.py" not in error.remote_traceback
             assert pair.run(fail, ()) == [0, 1]
 
     @needs(OwnProcess)

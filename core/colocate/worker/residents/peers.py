@@ -94,14 +94,17 @@ class _HostPeers(Peers):
 class LocalPeers(_HostPeers):
     """All workers are in this process: parts are handed over by reference, or between slots as the codec has it."""
 
-    address = None  # they need none
-
     def __init__(self, host: WorkerHost, find: Find) -> None:
         """Args: host: This worker. find: The worker on a slot of a group."""
         super().__init__(host)
         self._find = find
         self._waiting: Store | None = None
         self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
+
+    @property
+    def address(self) -> None:
+        """They need none."""
+        return
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
         """Return what a call that is over wrote into of other workers' residents."""

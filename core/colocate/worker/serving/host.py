@@ -217,7 +217,7 @@ class WorkerHost(Site):
 
         Its process groups aren't cut yet. A step that all ranks are in ends by itself. Of one that some of them drop,
         the others wait in vain, which the next driver's hold ends; to cut them amid a transfer would have gloo forget
-        who waits for that (`collective_waits`), and in a backward pass nothing else frees them.
+        who waits for that (`torch_groups.waits`), and in a backward pass nothing else frees them.
         """
         self.scope.renew(base)
         self.definitions.renew()
