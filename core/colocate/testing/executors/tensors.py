@@ -145,7 +145,8 @@ class Optimizers(TensorCase):
     @of_executor
     def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
         """For those of a call or a function, for results and residents, in whatever has the parameters."""
-        group = spawn({"trainer": colocate.role(Trainer)}, name="training")
+        # On one slot: threads would make steps of one model at the same time.
+        group = spawn({"trainer": colocate.role(Trainer)}, slots=1, name="training")
         trainer, model = group.role("trainer", Trainer), torch.nn.Linear(2, 2)
         parameters = list(model.parameters())
         sgd = functools.partial(torch.optim.SGD, lr=1.0)
@@ -159,11 +160,11 @@ class Optimizers(TensorCase):
         ):
             assert trainer.step_with(model, optimizer)
         assert trainer.step_with_both([model, sgd(parameters)])
-        assert group.run(lambda ctx, it: takes_a_step(model, it), sgd(parameters)) == [True, True]
+        assert group.run(lambda ctx, it: takes_a_step(model, it), sgd(parameters)) == [True]
         with _told(group):
-            assert group.run(lambda ctx, it: takes_a_step(model, sgd(it)), parameters) == [True, True]
+            assert group.run(lambda ctx, it: takes_a_step(model, sgd(it)), parameters) == [True]
         scheduler = torch.optim.lr_scheduler.StepLR(sgd(parameters), 1)
-        assert group.run(lambda ctx, *it: takes_a_step(it[0], it[1].optimizer), model, scheduler) == [True, True]
+        assert group.run(lambda ctx, *it: takes_a_step(it[0], it[1].optimizer), model, scheduler) == [True]
         assert takes_a_step(*trainer.make())
         made, listed = trainer.make(listed=True)
         assert takes_a_step(made, sgd(listed))
