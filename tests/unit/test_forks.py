@@ -179,9 +179,10 @@ def test_the_threads_of_numpy_alone() -> None:
 
 
 def test_what_roles_have_imported(runtime: Runtime) -> None:
-    """A role has imported torch when it was constructed: the workers after it find that done."""
+    """A role has imported torch in a call: the workers after it find that done."""
     with runtime.reserve(1) as pool:
-        pool.spawn(ROLES).close()
+        with pool.spawn(ROLES) as group:
+            group.role("born", Born).threads()
         template = forks._forks.current
         assert template is not None
         maps = Path(f"/proc/{template.pid}/maps")
