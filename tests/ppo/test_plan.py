@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import Forks
 
 import colocate
 
@@ -18,11 +20,14 @@ FEW = [
 ]
 
 
-def planned(file: Path, changes: list[str]) -> dict[str, dict[str, int]]:
-    """What the command says of each role, by kind."""
-    options = [part for change in changes for part in ("--set", change)]
-    command = [sys.executable, "-W", "error", "-m", "colocate", "plan", str(file), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def planned(file: Path, changes: list[str], forks: Forks | None) -> dict[str, dict[str, int]]:
+    """What the command says of each role, by kind; without forks it is one that begins by itself."""
+    command = ["plan", str(file), "--json", *(part for change in changes for part in ("--set", change))]
+    if forks is not None:
+        done = forks.run(command, Path.cwd(), os.environ)
+    else:
+        begin = [sys.executable, "-W", "error", "-m", "colocate"]
+        done = subprocess.run([*begin, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     (group,) = json.loads(done.stdout)
     return {role["role"]: role["kinds"] for role in group["roles"]}
@@ -38,13 +43,13 @@ def planned(file: Path, changes: list[str]) -> dict[str, dict[str, int]]:
     ids=["whole", "shards", "copies"],
 )
 def test_what_is_planned_is_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str, changes: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks, example: str, changes: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = colocate.load_config(EXAMPLES / example, set=[*FEW, *changes])
     with colocate.launch(config) as launched:
         (memory,) = launched.run(quiet=True).memory
-    plan = planned(EXAMPLES / example, changes)
+    plan = planned(EXAMPLES / example, changes, forks if changes else None)
     for role in memory.slots[0].roles:
         if role.role:
             held = {kind: size for kind, size in role.device.items() if kind not in ("tensors", "residents")}
