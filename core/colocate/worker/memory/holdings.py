@@ -513,7 +513,7 @@ def _matter(items: list[Any]) -> list[Any]:
     for kind in set(map(type, items)) - PLAIN if len(found) < len(items) else ():
         if kind in (dict, tuple):
             values: Callable[[Any], Iterable[Any]] = dict.values if kind is dict else iter
-            rest = [each for each in items if type(each) is kind and not gc.is_tracked(each)]
+            rest: list[Any] = [each for each in items if type(each) is kind and not gc.is_tracked(each)]
             if not PLAIN.issuperset(map(type, chain.from_iterable(map(values, rest)))):
                 found += [each for each in rest if not PLAIN.issuperset(map(type, tuple(values(each))))]
         elif _looks(kind)[0] == "array":
