@@ -18,6 +18,7 @@ from colocate._calls.records import OF_RUNS as OF_RUNS
 from colocate._calls.records import check_observer as check_observer
 from colocate._crew.crew import Restarts as Restarts
 from colocate._crew.saved import found_in as found_in
+from colocate._plugins.strays import of_this_machine as of_this_machine
 from colocate._protocol.commands import Seen as Seen
 from colocate._protocol.message import read as read
 from colocate._protocol.requests import Requests as Requests

@@ -46,6 +46,5 @@ from colocate._plugins.plugins import (
 from colocate._plugins.plugins import (
     roles_of as roles_of,
 )
-from colocate._plugins.strays import of_this_machine as of_this_machine
 from colocate._protocol.versions import PROTOCOL as PROTOCOL
 from colocate._system.installed import pip_line as pip_line

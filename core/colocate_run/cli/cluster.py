@@ -11,9 +11,9 @@ import attrs
 from rich.text import Text
 
 from colocate import Audit
-from colocate.driver import Driver, audit_strays
+from colocate.driver import Driver, audit_strays, of_this_machine
 from colocate.errors import ColocateError, ConfigError
-from colocate.plugins import about_executor, abouts, find_executor, of_this_machine
+from colocate.plugins import about_executor, abouts, find_executor
 from colocate.texts import made_for
 from colocate_run.cli.output import guarded, load, print_json
 from colocate_run.screen import console, show_table
