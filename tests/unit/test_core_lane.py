@@ -108,7 +108,7 @@ def test_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
     with colocate.connect("local") as runtime:
         strange = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
-        monkeypatch.setattr(failure, "describe", broken)
+        monkeypatch.setattr(failure, "failed", broken)
         with pytest.raises(WorkerDied):
             strange.fail.submit().result(PATIENCE_S)
 

@@ -40,8 +40,7 @@ class Work(CallState):
     message: Message | None = None
     body: Any = None
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
-    role: Any = None  # the role that it is for, and the method; none for what constructs roles
-    spec: Any = None
+    spec: Any = None  # of its method; none for what constructs roles
     rows: int | None = attrs.field(default=None, init=False)
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
     operations: int = attrs.field(default=0, init=False)  # of process groups that came before it

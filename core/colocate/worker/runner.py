@@ -109,7 +109,7 @@ class Runner:
         call = work.message
         assert isinstance(call, to_worker.Call)
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
-        role: HostedRole = work.role
+        role = site.roles[call.role]
         spec: MethodSpec = work.spec
         start = work.began = time.time()
         tokens = set_current(role.ctx), running_call.set(work)

@@ -187,7 +187,7 @@ class WorkerHost(Site):
             hosted = self.roles[call.role] = hosted_functions(self, *call.role)
         spec, label = hosted.routes.get(call.method) or (hosted.methods["run"], f"function {call.method}")
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(call.seq, self._runner.call, label, call, body, concurrency, hosted, spec)
+        work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
         work.lots = self.definitions.count
         if call.keep is not None:
             if not is_expected:
