@@ -287,7 +287,7 @@ class Scatter(_Named):
                 return take_apart(values, 1, lambda leaf: [owned[id(leaf)]]), None, None
         else:
             check_sets(f"the parameter {first!r}", total, of, first)
-            sizes = even_sizes(total, count, of)
+            spread: Sequence[int] = even_sizes(total, count, of)
             if not all(leaf.known for _, leaf in deferred):
                 beside = {id(leaf): Beside(first, total, owner) for owner, leaf in deferred}
                 by = owned.get(id(deferred[0][1]))
@@ -296,12 +296,12 @@ class Scatter(_Named):
                     theirs = leaf.sizes(axis, mesh, count, of)
                     same_rows(first, total, owner, sum(theirs))
                     if place == 0:
-                        sizes = theirs
-                        for size in sizes:
+                        spread = theirs
+                        for size in theirs:
                             check_sets(f"a part of {owner!r}, as it lies in the workers,", size, of, owner)
             if self.pad and (total > 0 or self.empty == "error"):
-                each, sizes = padded_sizes(total, count)
-            if self.empty == "error" and (total == 0 or (each is None and 0 in sizes)):
+                each, spread = padded_sizes(total, count)
+            if self.empty == "error" and (total == 0 or (each is None and 0 in spread)):
                 if total < count * of:
                     sets = f", in sets of {of}," if of > 1 else ""
                     ranks = f"{plural(count, 'rank')} along {axis!r}"
@@ -311,6 +311,7 @@ class Scatter(_Named):
                     what += "where they lie now"
                 hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if total and of == 1 else "")
                 raise DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=first)
+            sizes = spread
         split = None if sizes is None else leaf_splitter(sizes, each)
 
         def parts_of(leaf: Any) -> Sequence[Any]:
