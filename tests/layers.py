@@ -48,7 +48,7 @@ LAYERS = {
     "_owned": "the ownership law",
     "_calls": "one order of calls, the hold, deadlines",
     "_kept": "residents, the driver's half",
-    "_crew": "the workers of a group: start, watch, end, restart",
+    "_worker_group": "the workers of a group: start, watch, end, restart",
     "_views": "sending: views, pipelines, functions",
     "_api": "the live objects",
     "_detached": "pools that change their driver: what `detach` and `attach` of the live objects find on first use",

@@ -25,9 +25,6 @@ from colocate._api.connection import Connection
 from colocate._api.pool import Slots
 from colocate._calls.failures import hung_error
 from colocate._calls.stacks import NO_ANSWER
-from colocate._crew.crew import Attachment, Crew
-from colocate._crew.saved import Checkpoint, Tag
-from colocate._crew.spawn import Declared
 from colocate._definitions.bundles import pack_whole, unpack_whole
 from colocate._owned.owned import State, raise_together
 from colocate._role.budget import Budget
@@ -35,6 +32,9 @@ from colocate._role.role import RoleInfo, check_role
 from colocate._signals.off_main import off_main
 from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
+from colocate._worker_group.saved import Checkpoint, Tag
+from colocate._worker_group.spawn import Declared
+from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
@@ -110,7 +110,7 @@ class PoolRecord:
     groups: tuple[GroupRecord, ...]
 
 
-def _lease(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Lease:
+def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) -> Lease:
     """Return what the cluster has of a pool: its workers, its record, and what listings show."""
     records = []
     for group in groups:
@@ -133,8 +133,8 @@ def _lease(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Lease:
                 restarts.limit,
                 restarts.checkpoint,
                 restarts.restored,
-                group.taught.script,
-                dict(group.taught.given.contents),
+                group.published.script,
+                dict(group.published.given.contents),
                 group.sleepers.until_woken,
             )
         )
@@ -214,11 +214,11 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
     raise_together(f"pool {pool.name!r} was detached, and this had gone wrong", failed)
 
 
-def _close_all(pool: Slots, by: str) -> list[Crew]:
+def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
     """Refuse all new uses at once and return the groups; or raise, when that would break something."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(pool.lock)
-        groups = pool.crews
+        groups = pool.worker_groups
         for group in groups:
             locks.enter_context(group.order.lock)
             group.order.gate.shut("its detaching")  # calls are posted without that lock
@@ -295,14 +295,14 @@ def _changed(pool: Slots) -> None:
     if attachment is None or pool.reservation is None or pool.closed_by is not None:
         return
     with attachment.lock:
-        groups = [group for group in pool.crews if attachment.own or group.name in attachment.groups]
+        groups = [group for group in pool.worker_groups if attachment.own or group.name in attachment.groups]
         attachment.groups = {group.name for group in groups}
         cast("Detachable", executor).renew(pool.reservation, _lease(pool, groups, attachment.name, attachment.ttl))
 
 
-def _taken(pool: Slots, record: GroupRecord) -> Crew:
+def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
     """Take up a group as it is recorded."""
-    other = pool.connection.crews.get(record.name)
+    other = pool.connection.worker_groups.get(record.name)
     if other is not None:
         assert pool.attachment is not None
         raise ConfigError(
@@ -313,7 +313,7 @@ def _taken(pool: Slots, record: GroupRecord) -> Crew:
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
-    group.taught.follows(record.script, record.modules)
+    group.published.follows(record.script, record.modules)
     for role, tags in record.until_woken.items():
         group.sleepers.mark(role, tags, until_woken=True)
     executor = cast("Detachable", pool.connection.services.executor)
@@ -321,7 +321,7 @@ def _taken(pool: Slots, record: GroupRecord) -> Crew:
     return group
 
 
-def _greet(group: Crew) -> None:
+def _greet(group: WorkerGroup) -> None:
     """Wait until its workers have heard of their new driver; then have them all come back from what they were in."""
     silent = group.workforce.wait_hello(group.grace)
     group.workforce.ready()
@@ -334,7 +334,7 @@ def _greet(group: Crew) -> None:
 # -- the end
 
 
-def _left(pool: Slots, groups: Sequence[Crew]) -> None:
+def _left(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
     """Forget it: nothing of it is this driver's any more."""
     for group in groups:
         group.leave()
@@ -346,7 +346,7 @@ def lost(pool: Slots, by: str) -> None:
     """Close what another driver has taken. On the thread that hears messages: nothing here waits."""
     words = f"{by}, who has taken it"
     with pool.lock:  # whoever puts a group on it has done so, or will not
-        is_first, groups = pool.life.close(words), pool.crews
+        is_first, groups = pool.life.close(words), pool.worker_groups
     for group in groups:
         if group.life.close(words):
             group.residents.break_borrows()

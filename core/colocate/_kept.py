@@ -54,7 +54,7 @@ T_co = TypeVar("T_co", covariant=True)
 _log = logging.getLogger("colocate")
 
 
-class Hold:
+class Pin:
     """What everybody holds who needs a resident's value in the workers: its handle, and each call that uses it.
 
     Nothing is counted, so that an interruption of who begins to use it leaves nothing behind: what its frames had is
@@ -64,7 +64,7 @@ class Hold:
     __slots__ = ("__weakref__",)
 
 
-class HoldEnd(weakref.ref[Hold]):
+class PinEnd(weakref.ref[Pin]):
     """Notes the end of a resident's hold, which comes at any point of any thread: by a function in C.
 
     No signal falls in that: a finalizer in Python would lose what a signal's handler raises in it, and then the
@@ -74,14 +74,14 @@ class HoldEnd(weakref.ref[Hold]):
     __slots__ = ("key",)
     key: int
 
-    def __new__(cls, hold: Hold, note: Callable[[HoldEnd], object], key: int) -> HoldEnd:
+    def __new__(cls, pin: Pin, note: Callable[[PinEnd], object], key: int) -> PinEnd:
         """Args: note: Called with this when the hold ends. Where this is interrupted, it dies before the hold does."""
-        self: HoldEnd = super().__new__(cls, hold, note)
+        self: PinEnd = super().__new__(cls, pin, note)
         self.key = key
         return self
 
-    def __init__(self, hold: Hold, note: Callable[[HoldEnd], object], key: int) -> None:
-        super().__init__(hold, note)  # type: ignore[call-arg]
+    def __init__(self, pin: Pin, note: Callable[[PinEnd], object], key: int) -> None:
+        super().__init__(pin, note)  # type: ignore[call-arg]
 
 
 @attrs.define(eq=False)
@@ -101,7 +101,7 @@ class Kept:
     source: Source
     call: PendingCall
     handle: weakref.ref[KeptResident[Any]]
-    ending: HoldEnd
+    ending: PinEnd
     used: bool = False
     released: str | None = None
     lost: ColocateError | None = None
@@ -137,7 +137,7 @@ class Kept:
 class Borrow:
     """An unfinished use by another group's call, which has this for as long."""
 
-    hold: Hold
+    pin: Pin
     call: weakref.ref[PendingCall]
     borrower: Residents
     kept: Kept
@@ -191,7 +191,7 @@ class Residents:
         self.link = link
         self.order = order
         self.kept: dict[int, Kept] = {}
-        self.ended: deque[HoldEnd] = deque()
+        self.ended: deque[PinEnd] = deque()
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self._told = [0]  # so many of the ended, from the left; another list after each `tell`
         self._over: list[Kept] = []  # freed in the workers before their calls were over, which now are
@@ -235,14 +235,14 @@ class Residents:
         self.check(kept, by)
         kept.used = True
 
-    def hold(self, kept: Kept) -> Hold:
+    def pin(self, kept: Kept) -> Pin:
         """Return what keeps the value in the workers, or raise. It takes no lock and notes nothing."""
         handle = kept.handle()
-        hold = None if handle is None else handle._hold
-        if hold is None or kept.lost is not None:
+        pin = None if handle is None else handle._hold
+        if pin is None or kept.lost is not None:
             self.check(kept)
-        assert hold is not None, "what was freed is refused"
-        return hold
+        assert pin is not None, "what was freed is refused"
+        return pin
 
     def release(self, kept: Kept, by: str) -> None:
         """Let go of a resident on behalf of `by`, if nobody has done so before, though there may be who can name it."""
@@ -350,13 +350,13 @@ class Residents:
 
     # -- other groups' calls
 
-    def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Hold | Borrow:
+    def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Pin | Borrow:
         """Have a call use a resident until it lets go of what this returns, or raise. It takes no lock."""
-        hold = self.hold(kept)
+        pin = self.pin(kept)
         if borrower is self:
-            return hold
+            return pin
         words = f"{call.label} of group {borrower.link.name!r} uses the resident of {kept.source.label}"
-        borrow = Borrow(hold, weakref.ref(call), borrower, kept, words)
+        borrow = Borrow(pin, weakref.ref(call), borrower, kept, words)
         self._borrows[weakref.ref(borrow, self._borrows.pop)] = None
         return borrow
 
@@ -492,13 +492,13 @@ class Residents:
             return f"worker {owing} has not sent its part of the resident in time"
 
         def get() -> list[Any]:
-            hold, asked = self.hold(kept), time.time()
+            pin, asked = self.pin(kept), time.time()
             try:
                 bodies = requests.ask([kept.source.slot(rank) for rank in ranks], send, deadline, too_late)
             except Refused as refused:
                 raise failure_error(link, call, refused.slot, refused.failure, refused.body) from None
             finally:
-                del hold  # a traceback keeps what is in frames
+                del pin  # a traceback keeps what is in frames
             # Unless the parts were in this process anyway.
             if contents and link.services.observers and not link.services.executor.in_process:
                 nbytes = sum(map(packed_bytes, bodies))
@@ -668,8 +668,8 @@ class KeptResident(Resident[T_co]):
 
     def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
         self._residents = residents
-        self._hold: Hold | None = Hold()  # None once it is freed
-        ending = HoldEnd(self._hold, residents.ended.append, source.key)
+        self._hold: Pin | None = Pin()  # None once it is freed
+        ending = PinEnd(self._hold, residents.ended.append, source.key)
         self._kept = Kept(source, call, weakref.ref(self), ending)
 
     def __repr__(self) -> str:

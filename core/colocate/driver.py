@@ -16,8 +16,6 @@ from colocate._api.glance import glance
 from colocate._calls.records import CALL_FINISHED as CALL_FINISHED
 from colocate._calls.records import OF_RUNS as OF_RUNS
 from colocate._calls.records import check_observer as check_observer
-from colocate._crew.crew import Restarts as Restarts
-from colocate._crew.saved import found_in as found_in
 from colocate._plugins.strays import of_this_machine as of_this_machine
 from colocate._protocol.commands import Seen as Seen
 from colocate._protocol.message import read as read
@@ -37,6 +35,8 @@ from colocate._system.recent import length as length
 from colocate._system.recent import merged as merged
 from colocate._system.room import SpillFile as SpillFile
 from colocate._system.room import free_memory as free_memory
+from colocate._worker_group.saved import found_in as found_in
+from colocate._worker_group.worker_group import Restarts as Restarts
 from colocate.worker.serving.functions import CHECKPOINT as CHECKPOINT
 from colocate.worker.serving.functions import SLEEP as SLEEP
 from colocate.worker.serving.functions import WAKE as WAKE
@@ -106,8 +106,8 @@ class Driver:
 
     def places_of(self, group: str) -> list[Place]:
         """Return where the workers of a group run; nothing of one that is long gone."""
-        crew = self._node.crew_of(group)
-        workers = () if crew is None else crew.workforce.workers
+        worker_group = self._node.crew_of(group)
+        workers = () if worker_group is None else worker_group.workforce.workers
         return [Place(each.slot, each.boot.node, each.boot.device) for each in workers]
 
     def glance(self, recent: Recent) -> list[dict[str, Any]]:

@@ -51,11 +51,11 @@ class ClusterWindow:
         self._closed = False
         reach, key = executor.reach(), wire.new_key()
         listeners = wire.listen_widely(reach.host, reach.tls, ports=ports, what=f"others to look at job {name!r}")
-        self._hub = wire.Hub(f"window-{name}")
+        self._event_loop = wire.EventLoop(f"window-{name}")
         self._thread = JobThread(f"colocate-glances-{name}", lambda error: report_exception())
         try:
             for listener in listeners:
-                self._hub.listen(listener, key, lambda sock: self._thread.soon(partial(self._tell, sock)))
+                self._event_loop.listen(listener, key, lambda sock: self._thread.soon(partial(self._tell, sock)))
             self._window = Window(name, id, ",".join(listener.address for listener in listeners), key)
             executor.announce(self._window)
         except BaseException:
@@ -73,7 +73,7 @@ class ClusterWindow:
 
     def _end(self) -> None:
         self._closed = True
-        self._hub.close()
+        self._event_loop.close()
         self._thread.close(PATIENCE_S)
 
     def _tell(self, sock: socket.socket) -> None:
@@ -82,9 +82,9 @@ class ClusterWindow:
             return
         told = Seen(dict(self._seen())).head()
         with contextlib.suppress(ClosedError):  # just now: then the socket is closed with it
-            lane = self._hub.attach(sock, lambda head, body: None, lambda reason: None)
+            lane = self._event_loop.attach(sock, lambda head, body: None, lambda reason: None)
             lane.send(told)
-            self._hub.later(PATIENCE_S, lane.close)  # who looked closes it, once that has come
+            self._event_loop.later(PATIENCE_S, lane.close)  # who looked closes it, once that has come
 
 
 def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
@@ -108,14 +108,14 @@ def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
         raise TimeoutError(f"job {window.name!r} ({window.id}) doesn't answer: {error}") from None
     except OSError as error:
         raise EngineError(f"job {window.name!r} ({window.id}) can't be reached from here: {error}") from error
-    hub = wire.Hub("look")
+    event_loop = wire.EventLoop("look")
     try:
-        hub.attach(sock, told, closed)
+        event_loop.attach(sock, told, closed)
         (facts,) = asked.result(deadline)
     except TimeoutError:
         raise TimeoutError(f"job {window.name!r} ({window.id}) doesn't answer: it is stopped, or hangs") from None
     finally:
-        hub.close()
+        event_loop.close()
     return facts
 
 

@@ -20,9 +20,9 @@ class LocalProcesses(Machine, OwnProcess):
     def __init__(self, node: Node) -> None:
         """Use `Local.connect`."""
         super().__init__(node)
-        self.hub = wire.Hub("local", on_death=self._hub_ended)
+        self.event_loop = wire.EventLoop("local", on_death=self._hub_ended)
         self._launcher = Launcher()
-        for thread in (self._launcher, self.hub):
+        for thread in (self._launcher, self.event_loop):
             thread.start()  # now, when whoever connects is told that no thread is to be had
         forks.hold(os.environ)
         self.hosts: dict[str, ProcessHost] = {}
@@ -65,7 +65,7 @@ class LocalProcesses(Machine, OwnProcess):
         forks.let_go()
         for host in list(self.hosts.values()):
             host.kill()
-        self.hub.close()
+        self.event_loop.close()
         self._launcher.close()
 
 
@@ -77,14 +77,14 @@ class ProcessHost(Host):
         self.said = events.logged
         self._executor = executor
         self._events = events
-        self._process = WorkerProcess(executor.hub, self)
+        self._process = WorkerProcess(executor.event_loop, self)
         self._reason: str | None = None
 
     def start(self, env: dict[str, str]) -> None:
         """Start the process, on the launching thread, with what its environment has on top of this one's."""
         ours, theirs = socket.socketpair()
         try:
-            self.lane = self._executor.hub.attach(ours, self._events.received, self._lane_closed)
+            self.lane = self._executor.event_loop.attach(ours, self._events.received, self._lane_closed)
             with theirs:
                 env = {**os.environ, **env}
                 self._process.start(env, theirs, label=self.boot.worker, imports=self.boot.imports)
@@ -115,11 +115,11 @@ class ProcessHost(Host):
         """Say what it does, as its memory shows."""
         self._process.look(then)
 
-    # -- on the hub's thread
+    # -- on the event loop's thread
 
     def _lane_closed(self, reason: str) -> None:
         # A worker without its lane is of no use: it leaves by itself, or is made to.
-        self._executor.hub.later(AFTER_LANE_S, self._process.end_astray)
+        self._executor.event_loop.later(AFTER_LANE_S, self._process.end_astray)
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         """The process is gone."""

@@ -68,10 +68,10 @@ def stale_pairing() -> None:
 
 def unrenewed_model() -> None:
     """A model whose process groups were cut is neither renewed nor missed."""
-    from colocate.worker.serving.hosted import HostedRole
+    from colocate.worker.serving.role_instance import RoleInstance
     from colocate.worker.torch_groups.groups import ProcessGroups
 
-    _replace(HostedRole, "renew", lambda self: None)
+    _replace(RoleInstance, "renew", lambda self: None)
     _replace(ProcessGroups, "holders", lambda self: [])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tests.chaos.programs import PEERS
 
 from colocate import ColocatedGroup, Runtime
-from colocate._crew.workforce import NOT_LAUNCHED
+from colocate._worker_group.workforce import NOT_LAUNCHED
 
 _PIDFD_GETFD = 438
 _ACCEPTS = 0x10000  # the flag of a listening socket in /proc/net/unix

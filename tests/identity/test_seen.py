@@ -18,7 +18,7 @@ def test_globals_do_not_travel_with_each_value(program: Program) -> None:
     program(
         """
 import numpy
-import colocate._crew.taught as taught
+import colocate._worker_group.published as taught
 from colocate import wire
 
 WEIGHTS = numpy.zeros(25_000_000)

@@ -129,7 +129,7 @@ class Rank:
         self.world, self.slot = world, slot
         self.scope = Scope()
         self.order: LaneOrder[Work] = LaneOrder(self.scope)
-        self.inbox: deque[Any] = deque()
+        self.received_definitions: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
         self.queue: deque[Any] = deque()
         self.taken: Work | None = None
@@ -146,9 +146,9 @@ class Rank:
 
     def receive(self) -> bool:
         """Take the next message, as the thread that receives does; whether there was one."""
-        if not self.inbox:
+        if not self.received_definitions:
             return False
-        message = self.inbox.popleft()
+        message = self.received_definitions.popleft()
         if isinstance(message, Work):
             self.queue.append(message)
         elif isinstance(message, to_worker.Hold):
@@ -349,7 +349,7 @@ class Link(SimpleNamespace):
     def send(self, slots: Sequence[int], message: Any, body: Any = None) -> None:
         """Send a message to some ranks."""
         for slot in slots:
-            self.world.ranks[slot].inbox.append(message)
+            self.world.ranks[slot].received_definitions.append(message)
 
     def live(self) -> list[int]:
         """Those that live."""
@@ -402,7 +402,7 @@ class World:
             seq = self.order.enter(call)
             self.plans[seq] = plan, call
             for slot in plan.targets:
-                self.ranks[slot].inbox.append(Work(seq, plan, 2 if plan.kind == "overlapping" else 0))
+                self.ranks[slot].received_definitions.append(Work(seq, plan, 2 if plan.kind == "overlapping" else 0))
         if plan.timeout:
             self.late.append(call)
         return call

@@ -11,7 +11,7 @@ import pytest
 import trustme
 from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair, tls_pair
 
-from colocate.wire import Hub, Tls
+from colocate.wire import EventLoop, Tls
 from colocate.wire.tls import secured
 
 
@@ -50,10 +50,10 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    hub = Hub("test")
-    yield hub
-    assert hub.close(WAIT_S)
+def event_loop() -> Iterator[EventLoop]:
+    event_loop = EventLoop("test")
+    yield event_loop
+    assert event_loop.close(WAIT_S)
 
 
 @pytest.fixture(params=[*KINDS, "tls"])
@@ -64,17 +64,17 @@ def connected(request: pytest.FixtureRequest) -> tuple[socket.socket, socket.soc
 
 
 @pytest.fixture
-def ends(connected: tuple[socket.socket, socket.socket], hub: Hub) -> tuple[End, End]:
+def ends(connected: tuple[socket.socket, socket.socket], event_loop: EventLoop) -> tuple[End, End]:
     one, other = connected
-    return End(hub, one), End(hub, other)
+    return End(event_loop, one), End(event_loop, other)
 
 
 @pytest.fixture
-def half(connected: tuple[socket.socket, socket.socket], hub: Hub) -> Iterator[tuple[End, socket.socket]]:
+def half(connected: tuple[socket.socket, socket.socket], event_loop: EventLoop) -> Iterator[tuple[End, socket.socket]]:
     """An end, and the bare socket of the other side, which a test can neglect."""
     one, other = connected
     with other:
-        end = End(hub, one)
+        end = End(event_loop, one)
         if (through := secured(other)) is not None:
             through.set_up()
         yield end, other

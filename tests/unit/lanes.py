@@ -7,7 +7,7 @@ import queue
 import socket
 from typing import Any
 
-from colocate.wire import Hub, Packed, SocketLane, Tls, unpack
+from colocate.wire import EventLoop, Packed, SocketLane, Tls, unpack
 from colocate.wire.framing import FILE_BYTES
 from colocate.wire.tls import encrypted
 
@@ -42,10 +42,10 @@ def tls_pair(tls: Tls, secrets: tuple[bytes, bytes] = (b"", b"")) -> tuple[socke
 class End:
     """One end of a connection: what it receives goes into a queue, and its end into another."""
 
-    def __init__(self, hub: Hub, sock: socket.socket) -> None:
+    def __init__(self, event_loop: EventLoop, sock: socket.socket) -> None:
         self.messages: queue.Queue[tuple[tuple[Any, ...], Packed | None]] = queue.Queue()
         self.ends: queue.Queue[str] = queue.Queue()
-        self.lane: SocketLane = hub.attach(sock, self.on_message, self.ends.put)
+        self.lane: SocketLane = event_loop.attach(sock, self.on_message, self.ends.put)
 
     def on_message(self, head: tuple[Any, ...], body: Packed | None) -> None:
         self.messages.put((head, body))

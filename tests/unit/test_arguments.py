@@ -297,7 +297,7 @@ def test_nothing_moves_that_is_there(group: colocate.ColocatedGroup) -> None:
 
 def test_slots_without_a_gpu(group: colocate.ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes from a GPU arrives on the host there, where a process has one at work."""
-    monkeypatch.setattr("colocate.worker.site.gpu_is_used", lambda: True)
+    monkeypatch.setattr("colocate.worker.context.gpu_is_used", lambda: True)
     host = group.owner.owner.reserve(2).spawn({"device": colocate.role(Device)}).role("device", Device)
     with group.role("device", Device).make.keep() as kept:
         assert host.seen(kept.ref) == host.seen(kept.fetch()) == host.scattered(kept.ref) == ["cpu", "cpu"]

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from colocate.testing.waiting import wait_until
-from colocate.wire import Hub, Listener, connect, listen, new_key
+from colocate.wire import EventLoop, Listener, connect, listen, new_key
+from colocate.wire import event_loop as listener_module
 from colocate.wire import hello as hello_module
-from colocate.wire import hub as listener_module
+from colocate.wire.event_loop import Kind
 from colocate.wire.hello import GREETING, WELCOME, dial
-from colocate.wire.hub import Kind
 
 KEY, OTHER = new_key(), new_key()
 KINDS: list[Kind] = ["unix", "tcp"]
@@ -26,20 +26,20 @@ WAIT_S = 20  # How long a test waits for what should come at once.
 
 
 class Server:
-    """A hub that puts every authenticated connection into a queue."""
+    """An event loop that puts every authenticated connection into a queue."""
 
     def __init__(self, kind: Kind, listener: Listener | None = None) -> None:
         self.accepted: queue.Queue[socket.socket] = queue.Queue()
         listener = listener or listen(kind)
         self.address = listener.address
-        self.hub = Hub("test")
-        self.hub.listen(listener, KEY, self.accepted.put)
+        self.event_loop = EventLoop("test")
+        self.event_loop.listen(listener, KEY, self.accepted.put)
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.hub.close(WAIT_S)
+        assert self.event_loop.close(WAIT_S)
 
     def works(self) -> bool:
         with connect(self.address, KEY) as there, self.accepted.get(timeout=WAIT_S) as here:
@@ -201,7 +201,7 @@ def test_a_listener_that_never_answers(kind: Kind) -> None:
 
 
 def test_a_full_queue_is_a_timeout_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colocate.wire.hub._BACKLOG", 0)
+    monkeypatch.setattr("colocate.wire.event_loop._BACKLOG", 0)
     late = pytest.raises(TimeoutError, match="didn't accept a connection")
     with closing(listen("unix")) as listener, dial(listener.address, WAIT_S), late:
         connect(listener.address, KEY, timeout=0.05)
@@ -233,7 +233,7 @@ def test_an_on_accept_that_raises_closes_only_its_connection(monkeypatch: pytest
     reported: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     listener = listen("unix")
-    hub = Hub("test")
+    event_loop = EventLoop("test")
     calls = iter([True, False])
     good: queue.Queue[socket.socket] = queue.Queue()
 
@@ -242,18 +242,18 @@ def test_an_on_accept_that_raises_closes_only_its_connection(monkeypatch: pytest
             raise KeyError("no room")
         good.put(sock)
 
-    hub.listen(listener, KEY, on_accept)
+    event_loop.listen(listener, KEY, on_accept)
     with connect(listener.address, KEY) as first:
         assert is_turned_away(first)
     with connect(listener.address, KEY):
         good.get(timeout=WAIT_S).close()
-    assert hub.close(WAIT_S)
+    assert event_loop.close(WAIT_S)
     assert [hook.exc_type for hook in reported] == [KeyError]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_listener_that_is_shut_down_from_outside(kind: Kind) -> None:
-    """Who dials is refused, and the hub goes on with everything else instead of turning in circles."""
+    """Who dials is refused, and the event loop goes on with everything else instead of turning in circles."""
     listener = listen(kind)
     with Server(kind, listener) as server, connect(server.address, KEY), server.accepted.get(timeout=WAIT_S):
         with socket.socket(fileno=os.dup(listener.fileno())) as copy:
@@ -262,5 +262,5 @@ def test_a_listener_that_is_shut_down_from_outside(kind: Kind) -> None:
         with pytest.raises(ConnectionRefusedError, match="nobody listens"):
             connect(server.address, KEY)
         ran = threading.Event()
-        server.hub.later(0.0, ran.set)
+        server.event_loop.later(0.0, ran.set)
         assert ran.wait(WAIT_S)

@@ -136,7 +136,7 @@ def test_the_last_reference_goes_elsewhere() -> None:
             may_end.wait()
             ended.set()
 
-    collective_waits.bury([Slow(), object()])
+    collective_waits.destroy_later([Slow(), object()])
     assert began.wait(10)
     assert not ended.is_set()
     may_end.set()

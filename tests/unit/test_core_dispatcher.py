@@ -168,6 +168,6 @@ def test_the_thread_that_reads_all_connections_ends(monkeypatch: pytest.MonkeyPa
             call = echo.wait.submit(gate.address)
             gate.wait_for(1)
             executor: Any = runtime._node.services.executor
-            executor.hub.later(0.0, fail)
+            executor.event_loop.later(0.0, fail)
             with pytest.raises(WorkerDied, match="thread 'colocate-local' was ended by SystemExit: on purpose"):
                 call.result(PATIENCE_S)

@@ -11,11 +11,11 @@ import pytest
 import colocate
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
-from colocate._crew.crew import Crew
 from colocate._owned.dispatcher import Dispatcher
 from colocate._protocol.consequence import Unmade
 from colocate._protocol.from_worker import Failed, Failure, Held
 from colocate._protocol.to_worker import Hold, Resume, Unwanted
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, RoleError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Log
@@ -82,14 +82,14 @@ def back(order: Any, link: Sent) -> None:
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a later call that fails amid a hold, on two ranks, all are told as soon as the first one has failed."""
     told: list[int] = []
-    send = Crew.send
+    send = WorkerGroup.send
 
-    def noting(crew: Crew, slots: Any, message: Any, body: Any = None) -> None:
+    def noting(worker_group: WorkerGroup, slots: Any, message: Any, body: Any = None) -> None:
         if isinstance(message, Unwanted):
             told.append(message.seq)
-        send(crew, slots, message, body)
+        send(worker_group, slots, message, body)
 
-    monkeypatch.setattr(Crew, "send", noting)
+    monkeypatch.setattr(WorkerGroup, "send", noting)
     with colocate.connect("local") as runtime, runtime.reserve(4) as pool, Gate() as first, Gate() as last:
         group = pool.spawn({"log": colocate.role(Log)})
         log = group.role("log", Log)

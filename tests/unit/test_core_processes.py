@@ -86,9 +86,9 @@ def test_interrupted_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) ->
 STOPPED_AT_ONCE = """
 import os, signal, socket
 from colocate.keeper.process import WorkerProcess
-from colocate.wire import Hub
+from colocate.wire import EventLoop
 
-process = WorkerProcess(Hub("test"), None)
+process = WorkerProcess(EventLoop("test"), None)
 lane = socket.socketpair()
 process.start(dict(os.environ), lane[1])
 os.kill(process.pid, signal.SIGSTOP)

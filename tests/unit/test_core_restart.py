@@ -13,9 +13,9 @@ import colocate
 from colocate import ColocatedGroup, Pool, Runtime
 from colocate._api import pool as slots
 from colocate._calls.pending import PendingCall
-from colocate._crew.crew import Crew
 from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation
 from colocate.testing.probes.lasting import Lasting
@@ -73,8 +73,8 @@ def test_a_checkpoint_that_comes_too_late(
     group.checkpoint(folder, tag="first")
     role.add()
 
-    def late(crew: Crew, part: Path) -> PendingCall:
-        call = submit(crew, part)
+    def late(worker_group: WorkerGroup, part: Path) -> PendingCall:
+        call = submit(worker_group, part)
         call.result(PATIENCE_S)
         with waited_for():  # as on the thread of a user
             meanwhile(group)
@@ -113,12 +113,12 @@ def test_a_resident_that_is_lost_as_it_is_used(
     """Its group is restarted when it has been looked at, and just before it is lent."""
     old = group.role("lasting", Lasting).counted.keep([1, 2])
     old.fetch()
-    hold = group._node.residents.hold
+    pin = group._node.residents.pin
 
     def late(kept: Any) -> Any:
         monkeypatch.undo()
         restarted(group)
-        return hold(kept)
+        return pin(kept)
 
     monkeypatch.setattr(group._node.residents, "hold", late)
     with pytest.raises(GroupRestarted):

@@ -15,11 +15,11 @@ from tests.unit.counted import functions_called
 
 import colocate
 from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, SerializationError, WorkerDied, method
-from colocate._crew.taught import Taught
-from colocate._crew.workforce import Workforce
 from colocate._protocol.from_worker import Done
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
+from colocate._worker_group.published import Published
+from colocate._worker_group.workforce import Workforce
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_local.threads import ThreadHost
@@ -203,14 +203,14 @@ def test_closed_while_spawning(processes: bool, monkeypatch: pytest.MonkeyPatch)
 def test_roles_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is all there is to be said, however long the workers take to end, in which nothing runs."""
 
-    def refuse(taught: Taught, *_: Any) -> None:
-        for worker in taught._workers():
+    def refuse(published: Published, *_: Any) -> None:
+        for worker in published._workers():
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGSTOP)
         raise SerializationError("a global of the script can't be sent")
 
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(1) as pool:
-        monkeypatch.setattr(Taught, "before", refuse)
+        monkeypatch.setattr(Published, "before", refuse)
         with pytest.raises(SerializationError) as caught:
             pool.spawn({"echo": colocate.role(Echo)})
         assert getattr(caught.value, "__notes__", []) == []
@@ -245,7 +245,7 @@ def test_encoding_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> 
         begun, heard, goes_on = Event(), Event(), Event()
         waits: list[bool] = []
 
-        def hear(slot: int, message: Done, body: Any) -> None:  # on the hub's thread
+        def hear(slot: int, message: Done, body: Any) -> None:  # on the event loop's thread
             if not heard.is_set():
                 free = order.lock.lock.acquire(blocking=False)
                 waits.append(not free)
@@ -280,14 +280,14 @@ def test_encoding_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _given_modules(group: ColocatedGroup, count: int) -> None:
     """Its workers have got so many of the driver's modules, and it has imported none since a call has looked."""
-    group._node.taught.given.add({name: (name, "as it is") for name in list(sys.modules)[:count]})
+    group._node.published.given.add({name: (name, "as it is") for name in list(sys.modules)[:count]})
 
 
 def _given_globals(group: ColocatedGroup, count: int) -> None:
     """They have got so many globals of the script."""
     names = {f"name_{number}": number for number in range(count)}
     vars(sys.modules["__main__"]).update(names)
-    group._node.taught._sent.update(names)
+    group._node.published._sent.update(names)
 
 
 @pytest.mark.parametrize("give", [_given_modules, _given_globals])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from colocate import SerializationError, connect, wire
-from colocate._definitions.bundles import Bundle, Inbox, Table, pack_whole, unpack_whole
+from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table, pack_whole, unpack_whole
 from colocate._definitions.ids import Definition, find, id_of, note, thing_of
 from colocate._definitions.sources import Refused, Source, answer
 from colocate._protocol.message import Message
@@ -126,9 +126,9 @@ def test_id_of_what_is_known_by_another(monkeypatch: pytest.MonkeyPatch) -> None
     note(7, script.Batch)
     bundle = table.bundle([Definition(7, script.Batch)])
     assert {7, id_of(script.Batch)} <= {*bundle.definitions}
-    inbox = Inbox()
-    inbox.put((*bundle.definitions,), (*bundle.names,), bundle.body)
-    inbox.load(1)
+    received_definitions = ReceivedDefinitions()
+    received_definitions.put((*bundle.definitions,), (*bundle.names,), bundle.body)
+    received_definitions.load(1)
     assert find(7) is script.Batch
 
 
@@ -157,11 +157,11 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     del bundle
     gc.collect()
     here = Script(monkeypatch, "")
-    inbox = Inbox()
-    inbox.put(ids, names, packed)
+    received_definitions = ReceivedDefinitions()
+    received_definitions.put(ids, names, packed)
 
     def want() -> Any:
-        inbox.load(1)
+        received_definitions.load(1)
         value = wire.unpack(body)
         return value, value.kept, value.over()
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from colocate import errors
-from colocate._crew.spawn import start_error
+from colocate._worker_group.spawn import start_error
 from colocate.errors import ColocateError
 
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, ColocateError)]

@@ -16,9 +16,9 @@ import pytest
 
 from colocate import wire
 from colocate.testing.waiting import wait_until
-from colocate.wire import Tls, connect, hello, hub, listen, new_key
+from colocate.wire import Tls, connect, event_loop, hello, listen, new_key
+from colocate.wire.event_loop import Kind
 from colocate.wire.hello import TurnedAway, dial, until_let_in
-from colocate.wire.hub import Kind
 
 KEY = new_key()
 WAIT_S = 20
@@ -38,7 +38,7 @@ between_machines = pytest.mark.parametrize("way", ["tcp", "tls"], indirect=True)
 
 
 class Server:
-    """A hub that takes every authenticated connection, and holds it.
+    """An event loop that takes every authenticated connection, and holds it.
 
     Attributes:
         open_address: The same for strangers, who know nothing of TLS.
@@ -50,8 +50,8 @@ class Server:
         listening = listen(way[0], tls=self.tls)
         self.address = listening.address
         self.open_address = self.address.replace("tls:", "tcp:")
-        self.hub = wire.Hub("test")
-        self.hub.listen(listening, KEY, self.taken.append)
+        self.event_loop = wire.EventLoop("test")
+        self.event_loop.listen(listening, KEY, self.taken.append)
 
     def __enter__(self) -> Server:
         return self
@@ -60,7 +60,7 @@ class Server:
         return connect(self.address, KEY, timeout, self.tls)
 
     def __exit__(self, *_: object) -> None:
-        assert self.hub.close(WAIT_S)
+        assert self.event_loop.close(WAIT_S)
         for sock in self.taken:
             sock.close()
 
@@ -156,7 +156,7 @@ class Flood:
 def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> None:
     """224 connections from 20 ms away, while one stranger dials as fast as it can: all of them get in."""
     with Server(way) as server, Far(server.address) as far, Flood(server.open_address) as flood:
-        while flood.dialled < 2 * hub._MOST_STRANGERS:  # it is full of them
+        while flood.dialled < 2 * event_loop._MOST_STRANGERS:  # it is full of them
             time.sleep(0.001)
         with ThreadPoolExecutor(16) as threads:
             connected = list(threads.map(lambda _: connect(far.address, KEY, tls=server.tls), range(224)))
@@ -179,7 +179,7 @@ def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> Non
 def test_strangers_hold_up_nobody(way: Way) -> None:
     """Who says nothing is displaced by others who say nothing."""
     with Server(way) as server, contextlib.ExitStack() as crowd:
-        for _ in range(3 * hub._MOST_STRANGERS):
+        for _ in range(3 * event_loop._MOST_STRANGERS):
             crowd.enter_context(dial(server.open_address, WAIT_S))
         server.connect().close()
 

@@ -13,72 +13,72 @@ from tests.unit.lanes import WAIT_S, End, raising, socket_pair
 
 from colocate.errors import ClosedError
 from colocate.testing.probes.starved import without_threads
-from colocate.wire import Hub, Packed, connect, listen, new_key
+from colocate.wire import EventLoop, Packed, connect, listen, new_key
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def test_a_hub_can_run_on_the_calling_thread() -> None:
-    hub = Hub("test", own_thread=False)
-    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    event_loop = EventLoop("test", own_thread=False)
+    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
     seen: list[Any] = []
 
     def on_message(head: tuple[Any, ...], body: Packed | None) -> None:
         seen.append((head, threading.current_thread()))
-        assert hub.close() is False  # On its own thread it only asks for it.
+        assert event_loop.close() is False  # On its own thread it only asks for it.
 
     other.lane._on_message = on_message
     one.lane.send(("stop",))
-    hub.run()
+    event_loop.run()
     assert seen == [(("stop",), threading.current_thread())]
-    assert (one.end(), other.end()) == ("the hub was closed",) * 2
-    assert hub.close()
+    assert (one.end(), other.end()) == ("the event loop was closed",) * 2
+    assert event_loop.close()
 
 
-def test_a_closed_hub_takes_nothing_any_more(hub: Hub) -> None:
-    assert hub.close(WAIT_S)
-    assert hub.close(WAIT_S)
+def test_a_closed_hub_takes_nothing_any_more(event_loop: EventLoop) -> None:
+    assert event_loop.close(WAIT_S)
+    assert event_loop.close(WAIT_S)
     one, other = socket.socketpair()
-    with one, other, pytest.raises(ClosedError, match="hub 'test' is closed"):
-        End(hub, one)
+    with one, other, pytest.raises(ClosedError, match="event loop 'test' is closed"):
+        End(event_loop, one)
 
 
-def test_what_cannot_be_closed_keeps_nobody_waiting(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_closed_keeps_nobody_waiting(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listener that can't be closed is reported, and the rest is closed."""
     reported: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     listener = listen("unix")
-    hub.listen(listener, new_key(), raising)
+    event_loop.listen(listener, new_key(), raising)
     with monkeypatch.context() as patch:
         patch.setattr(listener, "close", raising)
-        one, other = (End(hub, sock) for sock in socket_pair("unix"))
-        assert hub.close(WAIT_S)
-    assert (one.end(), other.end()) == ("the hub was closed",) * 2
+        one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
+        assert event_loop.close(WAIT_S)
+    assert (one.end(), other.end()) == ("the event loop was closed",) * 2
     assert [each.exc_type for each in reported] == [KeyError]
     listener.close()
 
 
-def test_who_comes_as_it_closes_is_sent_away(hub: Hub) -> None:
-    """A connection that is accepted while the hub is told to close is no fault of anybody."""
+def test_who_comes_as_it_closes_is_sent_away(event_loop: EventLoop) -> None:
+    """A connection that is accepted while the event loop is told to close is no fault of anybody."""
     refused: queue.Queue[Exception] = queue.Queue()
 
     def accept(sock: socket.socket) -> None:
-        hub.close()
+        event_loop.close()
         try:
-            End(hub, sock)
+            End(event_loop, sock)
         except ClosedError as error:
             refused.put(error)
             raise
 
     key = new_key()
     listener = listen("unix")
-    hub.listen(listener, key, accept)
+    event_loop.listen(listener, key, accept)
     with connect(listener.address, key, WAIT_S) as sock:
         assert sock.recv(1) == b""
-    assert "hub 'test' is closed" in str(refused.get(timeout=WAIT_S))
+    assert "event loop 'test' is closed" in str(refused.get(timeout=WAIT_S))
 
 
-def test_watching_other_descriptors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_other_descriptors(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     read, write = os.pipe()
@@ -88,33 +88,33 @@ def test_watching_other_descriptors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
         if data := os.read(read, 1000):
             lines.put(data)
         else:
-            hub.unwatch(read)
+            event_loop.unwatch(read)
             lines.put(b"the end")
 
-    hub.watch(read, on_readable)
+    event_loop.watch(read, on_readable)
     os.write(write, b"one")
     assert lines.get(timeout=WAIT_S) == b"one"
     os.close(write)
     assert lines.get(timeout=WAIT_S) == b"the end"
-    hub.unwatch(read)
+    event_loop.unwatch(read)
     os.close(read)
 
     read, write = os.pipe()
-    hub.watch(read, raising)
+    event_loop.watch(read, raising)
     os.write(write, b"x")
-    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
     one.lane.send(("still",))
     assert other.get()[0] == ("still",)
-    assert hub.close(WAIT_S)
+    assert event_loop.close(WAIT_S)
     assert [report.exc_type for report in reported] == [KeyError]
     os.close(read)
     os.close(write)
 
 
-def test_a_timer_in_a_month_lets_it_go_on(hub: Hub) -> None:
+def test_a_timer_in_a_month_lets_it_go_on(event_loop: EventLoop) -> None:
     """The operating system takes no such time."""
-    hub.later(40 * 86400.0, raising)
-    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    event_loop.later(40 * 86400.0, raising)
+    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
     one.lane.send(("still",))
     assert other.get()[0] == ("still",)
 
@@ -128,30 +128,30 @@ def test_a_hub_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave() -> None:
         raise SystemExit("on purpose")
 
-    hub = Hub("test", on_death=told.put)
-    one, other = (End(hub, sock) for sock in socket_pair("unix"))
-    hub.later(0.0, leave)
+    event_loop = EventLoop("test", on_death=told.put)
+    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
+    event_loop.later(0.0, leave)
     reason = "thread 'colocate-test' was ended by SystemExit: on purpose"
     assert told.get(timeout=WAIT_S) == reason
     assert (one.end(), other.end()) == (reason, reason)
-    assert hub.close(WAIT_S)
+    assert event_loop.close(WAIT_S)
     assert reported == [SystemExit]
 
 
 def test_without_a_thread() -> None:
     """What needs its thread first is told that none is to be had, and leaves nothing; the next is served."""
-    hub = Hub("test")
+    event_loop = EventLoop("test")
     one, other = socket_pair("unix")
     with other:
         with without_threads():
             with pytest.raises(RuntimeError, match="can't start new thread"):
-                hub.attach(one, lambda head, body: None, lambda reason: None)
+                event_loop.attach(one, lambda head, body: None, lambda reason: None)
             with pytest.raises(RuntimeError, match="can't start new thread"):
-                hub.later(0.0, lambda: None)
+                event_loop.later(0.0, lambda: None)
         ran = threading.Event()
-        hub.later(0.0, ran.set)
+        event_loop.later(0.0, ran.set)
         assert ran.wait(WAIT_S)
-        near, far = End(hub, one), End(hub, other)
+        near, far = End(event_loop, one), End(event_loop, other)
         far.lane.send(("heard",))
         assert near.get() == (("heard",), None)
-        assert hub.close()
+        assert event_loop.close()

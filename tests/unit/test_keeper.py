@@ -161,10 +161,10 @@ def test_nobody_listens(keepers: Keepers) -> None:
 def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
     """It accepts and stays silent, as a stopped process would: the kill isn't confirmed, and the engine is asked."""
     keepers.patience = Patience(kill_s=0.05)
-    hub = wire.Hub("silent")
+    event_loop = wire.EventLoop("silent")
     listener = wire.listen("unix")
     held: list[socket.socket] = []
-    hub.listen(listener, keepers.key, held.append)
+    event_loop.listen(listener, keepers.key, held.append)
     stuck, ended = threading.Event(), threading.Event()
     heard = Heard()
 
@@ -179,14 +179,14 @@ def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
     assert stuck.wait(WAIT_S)
     # Whoever hears of the exit gives the slot back: the engine has to have been told before.
     passed = threading.Event()
-    keepers.hub.later(0.0, passed.set)
+    keepers.event_loop.later(0.0, passed.set)
     assert passed.wait(WAIT_S)
     assert heard.exits.empty()
     ended.set()
     assert heard.exits.get(timeout=WAIT_S).detail == "it was killed, which its keeper hasn't confirmed"
     for sock in held:
         sock.close()
-    hub.close()
+    event_loop.close()
 
 
 def test_where_a_keeper_listens(keepers: Keepers) -> None:
@@ -389,7 +389,7 @@ def test_the_drivers_thread_ends(no_leaks: None, monkeypatch: pytest.MonkeyPatch
     def fail() -> None:
         raise SystemExit("on purpose")
 
-    keepers.hub.later(0.0, fail)
+    keepers.event_loop.later(0.0, fail)
     assert heard.exits.get(timeout=WAIT_S).detail == "thread 'colocate-test' was ended by SystemExit: on purpose"
     assert kept.ended.wait(WAIT_S)
     assert not psutil.pid_exists(pid)
@@ -405,7 +405,7 @@ def test_the_keepers_thread_ends(kept: Kept, monkeypatch: pytest.MonkeyPatch) ->
     def fail() -> None:
         raise SystemExit("on purpose")
 
-    kept.keeper.hub.later(0.0, fail)
+    kept.keeper.event_loop.later(0.0, fail)
     assert kept.ended.wait(WAIT_S)
     heard.exits.get(timeout=WAIT_S)
 

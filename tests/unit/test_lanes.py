@@ -17,7 +17,7 @@ import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, left_behind, raising, socket_pair
 
 from colocate.testing.probes.starved import without_descriptors
-from colocate.wire import Hub, Packed, encode, framing, pack, unpack
+from colocate.wire import EventLoop, Packed, encode, framing, pack, unpack
 from colocate.wire.framing import FILE_BYTES, Posted
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -38,7 +38,7 @@ def test_an_interrupted_send_ends_the_lane(ends: tuple[End, End], monkeypatch: p
 
 
 def test_one_whose_descriptor_somebody_has_closed(
-    half: tuple[End, socket.socket], hub: Hub, monkeypatch: pytest.MonkeyPatch
+    half: tuple[End, socket.socket], event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found in receiving, it is told as that, once, and the number, which may be another's by now, is left alone."""
     raised: queue.Queue[Any] = queue.Queue()
@@ -49,15 +49,15 @@ def test_one_whose_descriptor_somebody_has_closed(
     def close_it() -> None:
         number = end.lane._sock.fileno()
         os.close(number)
-        end.lane.receive(hub.scratch)
+        end.lane.receive(event_loop.scratch)
         kept = os.open(os.devnull, os.O_RDONLY)  # the lowest free number: that one, at the latest when it's closed
         found.put(end.lane.finished and end.lane.taken)
         os.close(kept)
 
-    hub.later(0, close_it)
+    event_loop.later(0, close_it)
     assert found.get(timeout=WAIT_S)
     assert "Bad file descriptor" in end.end()
-    assert End(hub, other).end() == "the other side closed"
+    assert End(event_loop, other).end() == "the other side closed"
     assert end.ends.empty()
     assert raised.empty()
     assert not end.lane.send(("x",))
@@ -76,7 +76,7 @@ def test_messages_both_ways(ends: tuple[End, End], size: int) -> None:
         assert got["y"][1] == "text"
 
 
-def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.socket], hub: Hub) -> None:
+def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.socket], event_loop: EventLoop) -> None:
     """The sender may change its memory at once, also when nothing could be written yet."""
     end, other = half
     array = np.zeros(LARGE)
@@ -84,7 +84,7 @@ def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.s
     for i in range(count):
         array[:] = i
         assert end.lane.send((i,), pack(array))
-    far = End(hub, other)
+    far = End(event_loop, other)
     for i in range(count):
         head, got = far.get()
         assert head == (i,)
@@ -92,18 +92,20 @@ def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.s
 
 
 @pytest.mark.parametrize("size", [10_000, 1 << 20], ids=["small", "large"])
-def test_a_receiver_that_does_not_read_blocks_no_sender(half: tuple[End, socket.socket], hub: Hub, size: int) -> None:
+def test_a_receiver_that_does_not_read_blocks_no_sender(
+    half: tuple[End, socket.socket], event_loop: EventLoop, size: int
+) -> None:
     end, other = half
     sent = 400 if size < FILE_BYTES else 30
     for i in range(sent):
         assert end.lane.send((i,), pack(bytes(size)))
-    far = End(hub, other)
+    far = End(event_loop, other)
     assert [far.get()[0][0] for _ in range(sent)] == list(range(sent))
     assert end.lane.drain(WAIT_S)
 
 
-def test_a_broadcast_is_one_copy_and_each_receiver_has_its_own(hub: Hub) -> None:
-    pairs = [[End(hub, sock) for sock in socket_pair(kind)] for kind in ("unix", "unix", "tcp")]
+def test_a_broadcast_is_one_copy_and_each_receiver_has_its_own(event_loop: EventLoop) -> None:
+    pairs = [[End(event_loop, sock) for sock in socket_pair(kind)] for kind in ("unix", "unix", "tcp")]
     array = np.zeros(LARGE)
     with encode(("all",), pack(array)) as frame:
         for one, _ in pairs:
@@ -116,8 +118,8 @@ def test_a_broadcast_is_one_copy_and_each_receiver_has_its_own(hub: Hub) -> None
     assert not array.any()
 
 
-def test_received_memory_keeps_no_descriptor_and_goes_with_its_last_array(hub: Hub) -> None:
-    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+def test_received_memory_keeps_no_descriptor_and_goes_with_its_last_array(event_loop: EventLoop) -> None:
+    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
     files, mappings = left_behind()
     one.lane.send(("x",), pack([np.arange(LARGE), np.arange(LARGE)]))
     _, (first, second) = other.get()
@@ -191,19 +193,19 @@ def test_garbage_ends_the_lane(half: tuple[End, socket.socket]) -> None:
     assert [report.exc_type for report in reported] == [ValueError]
 
 
-def test_a_message_whose_file_is_missing_ends_the_lane(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_whose_file_is_missing_ends_the_lane(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     one, other = socket.socketpair()
-    end = End(hub, one)
+    end = End(event_loop, one)
     with other, encode(("x",), pack(np.arange(LARGE))) as frame:
         other.sendall(frame._passed)
         assert "came without its memory" in end.end()
 
 
-def test_a_callback_that_raises_ends_its_lane_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_that_raises_ends_its_lane_only(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
-    bad, good = ([End(hub, sock) for sock in socket_pair("unix")] for _ in range(2))
+    bad, good = ([End(event_loop, sock) for sock in socket_pair("unix")] for _ in range(2))
     bad[0].lane._on_message = raising
     bad[1].lane.send(("missing",))
     assert bad[0].end() == "handling a message raised KeyError: 'raised'"
@@ -213,7 +215,7 @@ def test_a_callback_that_raises_ends_its_lane_only(hub: Hub, monkeypatch: pytest
     good[0].lane._on_closed = raising
     good[1].lane.close()
     assert good[1].end() == "closed on this side"
-    assert hub.close(WAIT_S)
+    assert event_loop.close(WAIT_S)
     assert [report.exc_type for report in reported] == [KeyError, KeyError]
     assert all(report.thread.name == "colocate-test" for report in reported)
 
@@ -221,12 +223,12 @@ def test_a_callback_that_raises_ends_its_lane_only(hub: Hub, monkeypatch: pytest
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(kind: str) -> None:
     """As when a child of a dead process still holds its socket; with a descriptor that `select` couldn't take."""
-    hub = Hub("test", own_thread=False)
+    event_loop = EventLoop("test", own_thread=False)
     low, other = socket_pair(kind)
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with low, other:
         one = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024 if most > 1024 else 0))
-        end = End(hub, one)
+        end = End(event_loop, one)
         for i in range(3):
             with encode((i,), pack(bytes(50_000))) as frame:
                 other.sendall(frame._inline)
@@ -235,7 +237,7 @@ def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(ki
         assert end.end() == "its process ended"
         end.lane.finish("again")
         assert end.ends.empty()
-    assert hub.close()
+    assert event_loop.close()
 
 
 def test_a_payload_for_which_there_is_no_memory(

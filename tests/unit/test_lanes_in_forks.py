@@ -12,20 +12,20 @@ import pytest
 from tests.unit.lanes import KINDS, WAIT_S, End, socket_pair
 
 from colocate.testing.forking import exit_code, fork
-from colocate.wire import Hub, Turns, pack, track
+from colocate.wire import EventLoop, Turns, pack, track
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_peer_ends_the_lane_and_frees_everything(hub: Hub, kind: str) -> None:
+def test_a_killed_peer_ends_the_lane_and_frees_everything(event_loop: EventLoop, kind: str) -> None:
     here, there = socket_pair(kind)
     code = f"import socket, time; sock = socket.socket(fileno={there.fileno()}); print(flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", code], pass_fds=[there.fileno()], stdout=subprocess.PIPE) as process:
         there.close()
         assert process.stdout is not None
         process.stdout.readline()
-        end = End(hub, here)
+        end = End(event_loop, here)
         for i in range(30):
             assert end.lane.send((i,), pack(bytes(1 << 20)))
         process.send_signal(signal.SIGKILL)
@@ -53,17 +53,23 @@ def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: 
     return code == 0
 
 
-def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, End], hub: Hub) -> None:
+def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, End], event_loop: EventLoop) -> None:
     one, other = ends
     for i in range(40):  # Some of it is still queued in the parent when it forks.
         one.lane.send((i,), pack(bytes(1 << 20)))
-    inherited = {one.lane.fileno(), other.lane.fileno(), hub._woken.fileno(), hub._waker.fileno(), hub._epoll.fileno()}
+    inherited = {
+        one.lane.fileno(),
+        other.lane.fileno(),
+        event_loop._woken.fileno(),
+        event_loop._waker.fileno(),
+        event_loop._epoll.fileno(),
+    }
 
     def child() -> bool:
         gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
         refuses = not one.lane.send(("from the child",)) and not other.lane.drain()
         one.lane.close()
-        return gone and refuses and hub.close()
+        return gone and refuses and event_loop.close()
 
     def meanwhile() -> None:
         assert [other.get()[0][0] for _ in range(40)] == list(range(40))
@@ -77,16 +83,16 @@ def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, E
 
 
 def test_a_forked_child_keeps_no_unsent_memory() -> None:
-    hub = Hub("test", own_thread=False)
+    event_loop = EventLoop("test", own_thread=False)
     one, other = socket_pair("unix")
     with other:
-        end = End(hub, one)
+        end = End(event_loop, one)
         while not end.lane._queue:
             end.lane.send(("x",), pack(bytes(100_000)))
         end.lane.send(("x",), pack(bytes(1 << 20)))
         assert any("memfd" in name for name in open_files())
         assert in_fork(lambda: not any("memfd" in name for name in open_files()))
-        assert hub.close()
+        assert event_loop.close()
 
 
 def open_files() -> list[str]:
@@ -99,18 +105,18 @@ def open_files() -> list[str]:
     return names
 
 
-def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], hub: Hub) -> None:
+def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], event_loop: EventLoop) -> None:
     one, _ = ends
 
     def child() -> bool:
         one.lane.close()
-        return hub.close() and not one.lane.send(("x",))
+        return event_loop.close() and not one.lane.send(("x",))
 
-    with one.lane._lock, hub._lock:
+    with one.lane._lock, event_loop._lock:
         assert in_fork(child)
 
 
-def test_what_cannot_be_forgotten_keeps_nothing_else(ends: tuple[End, End], hub: Hub) -> None:
+def test_what_cannot_be_forgotten_keeps_nothing_else(ends: tuple[End, End], event_loop: EventLoop) -> None:
     """Whatever goes wrong with one inherited thing, the others are closed in the child."""
 
     class Stubborn:
@@ -120,12 +126,18 @@ def test_what_cannot_be_forgotten_keeps_nothing_else(ends: tuple[End, End], hub:
     stubborn = [Stubborn() for _ in range(20)]  # in a set of weak references nobody knows which comes first
     for each in stubborn:
         track(each)
-    inherited = {end.lane.fileno() for end in ends} | {hub._woken.fileno(), hub._waker.fileno(), hub._epoll.fileno()}
+    inherited = {end.lane.fileno() for end in ends} | {
+        event_loop._woken.fileno(),
+        event_loop._waker.fileno(),
+        event_loop._epoll.fileno(),
+    }
     said: list[str] = []
 
     def child() -> bool:
         gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
-        return gone and hub.close() and len(said) == 1 and said[0].count("OSError: not this one") == len(stubborn)
+        return (
+            gone and event_loop.close() and len(said) == 1 and said[0].count("OSError: not this one") == len(stubborn)
+        )
 
     before, sys.unraisablehook = sys.unraisablehook, lambda what: said.append(getattr(what.exc_value, "message", ""))
     try:

@@ -72,9 +72,9 @@ def test_it_was_open_again_before_anybody_waited() -> None:
 def test_detaching_while_slots_are_reserved_again() -> None:
     """It is refused with the reason, also when nobody reserves them any more; the pool is as it was."""
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
-        crew, slots = pool.spawn({"echo": colocate.role(Echo)})._node, pool._node
+        worker_group, slots = pool.spawn({"echo": colocate.role(Echo)})._node, pool._node
         reservation, slots.reservation = slots.reservation, None  # as `_reserve_again` does
-        for crew.life.recovers, words in (
+        for worker_group.life.recovers, words in (
             (True, r"wait_ready\(\)"),
             (False, "was given up: close it, and"),
         ):

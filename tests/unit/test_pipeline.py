@@ -17,10 +17,10 @@ from tests.signals.program import Places
 
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
-from colocate._crew.crew import Crew
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import Memory, take_apart, together
 from colocate._signals import off_main
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -353,18 +353,18 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
     """Both are sent when the block ends, and each handle has its own call's value; one that waits is refused."""
     main = threading.main_thread().ident
     assert main is not None
-    original = Crew.source
+    original = WorkerGroup.source
     handled = threading.Event()
     kept: list[Resident[Any]] = []
 
-    def interrupted(self: Crew, *args: Any) -> Any:
+    def interrupted(self: WorkerGroup, *args: Any) -> Any:
         if not handled.is_set():
             signal.pthread_kill(main, signal.SIGUSR1)
             assert handled.wait(PATIENCE_S)
         return original(self, *args)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        monkeypatch.setattr(Crew, "source", original)
+        monkeypatch.setattr(WorkerGroup, "source", original)
         kept.append(echo.echo.keep("the handler's"))
         with pytest.raises(PipelineError, match="a signal's handler: set a flag"):
             echo.echo("waits")
@@ -376,7 +376,7 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
             echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
             group = runtime.groups["group-1"]
             with group.pipeline():
-                monkeypatch.setattr(Crew, "source", interrupted)
+                monkeypatch.setattr(WorkerGroup, "source", interrupted)
                 first = echo.echo.keep("the block's")
                 again = echo.echo.submit(first.ref)
             assert first.fetch() == ["the block's"]

@@ -16,7 +16,7 @@ from colocate._signals import at_once
 from colocate._signals.at_once import Gate
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import wait_until
-from colocate.wire import HOLE, Hub, SocketLane, numbered, pack, posting
+from colocate.wire import HOLE, EventLoop, SocketLane, numbered, pack, posting
 
 
 def post(lane: SocketLane, number: int, body: Any = None, name: str = "post") -> bool:
@@ -34,9 +34,9 @@ def post(lane: SocketLane, number: int, body: Any = None, name: str = "post") ->
 
 
 @pytest.fixture(params=KINDS)
-def ends(request: pytest.FixtureRequest, hub: Hub) -> tuple[End, End]:
+def ends(request: pytest.FixtureRequest, event_loop: EventLoop) -> tuple[End, End]:
     one, other = socket_pair(request.param)
-    return End(hub, one), End(hub, other)
+    return End(event_loop, one), End(event_loop, other)
 
 
 def test_a_gate() -> None:
@@ -119,22 +119,22 @@ def test_posted_and_sent_in_one_order(ends: tuple[End, End]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_receiver_that_does_not_read(hub: Hub, kind: str) -> None:
-    """It keeps nobody who posts; the hub writes the rest when there is room."""
+def test_a_receiver_that_does_not_read(event_loop: EventLoop, kind: str) -> None:
+    """It keeps nobody who posts; the event loop writes the rest when there is room."""
     one, other = socket_pair(kind)
-    end, sent = End(hub, one), 2000
+    end, sent = End(event_loop, one), 2000
     for number in range(sent):
         assert post(end.lane, number, bytes(3000))
     assert end.lane.send(("last",))
-    far = End(hub, other)
+    far = End(event_loop, other)
     assert [far.get()[0][1] for _ in range(sent)] == list(range(sent))
     assert far.get()[0] == ("last",)
 
 
-def test_to_one_that_is_gone(hub: Hub) -> None:
+def test_to_one_that_is_gone(event_loop: EventLoop) -> None:
     """Whoever posts isn't told; the lane ends, and nothing can be posted on it."""
     one, other = socket.socketpair()
-    end = End(hub, one)
+    end = End(event_loop, one)
     other.close()
     posted = queue.SimpleQueue[bool]()
     while post(end.lane, 1):
@@ -143,11 +143,11 @@ def test_to_one_that_is_gone(hub: Hub) -> None:
     assert not post(end.lane, 2)
 
 
-def test_what_somebody_else_has_written(hub: Hub) -> None:
+def test_what_somebody_else_has_written(event_loop: EventLoop) -> None:
     """Whoever isn't the one that writes takes nothing out of the queue, though the message has been written by then."""
     one, other = socket.socketpair()
-    end, number = End(hub, one), 0
-    while not end.lane._queue:  # until the socket is full, and the hub has to write
+    end, number = End(event_loop, one), 0
+    while not end.lane._queue:  # until the socket is full, and the event loop has to write
         assert post(end.lane, number, bytes(3000))
         number += 1
     frame = numbered(("post", HOLE), 1)
@@ -155,9 +155,9 @@ def test_what_somebody_else_has_written(hub: Hub) -> None:
     assert posted is not None
     frame.puts[0](number)
     at_once.run(posted.queues)
-    far = End(hub, other)
+    far = End(event_loop, other)
     assert [far.get()[0][1] for _ in range(number + 1)] == list(range(number + 1))
-    wait_until(lambda: not end.lane._queue, "the hub has written all")
+    wait_until(lambda: not end.lane._queue, "the event loop has written all")
     at_once.run(posted.writes)
     assert end.lane.send(("goes on",))
     assert far.get()[0] == ("goes on",)

@@ -26,7 +26,7 @@ from colocate.worker.memory import holdings, ledger, offload  # noqa: E402
 from colocate.worker.memory.ledger import Accounts  # noqa: E402
 from colocate.worker.memory.sleep import Outcome, Sleeper  # noqa: E402
 from colocate.worker.residents.store import Store  # noqa: E402
-from colocate.worker.serving.hosted import HostedRole  # noqa: E402
+from colocate.worker.serving.role_instance import RoleInstance  # noqa: E402
 from colocate.worker.serving.scope import Scope  # noqa: E402
 from colocate.worker.torch_groups.settings import Setting  # noqa: E402
 
@@ -68,14 +68,14 @@ class Worker:
         self.boot = boot
         self.setting = Setting("cpu", in_process=False)
         self.store = Store(False, Scope())
-        self.roles: dict[Any, HostedRole] = {}
+        self.roles: dict[Any, RoleInstance] = {}
         self.refusal: str | None = None
         self.device: Any = None
 
     def add(self, name: str, instance: Any) -> Any:
         """A role of it."""
         methods = methods_of(type(instance))
-        self.roles[name] = HostedRole(name, instance, methods, standalone_context(name), self.setting)
+        self.roles[name] = RoleInstance(name, instance, methods, standalone_context(name), self.setting)
         return instance
 
     def ask(self, question: Any) -> None:

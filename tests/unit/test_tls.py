@@ -15,8 +15,8 @@ import pytest
 from tests.unit.conftest import certificates
 from tests.unit.lanes import End, tls_pair
 
-from colocate.wire import Hub, SocketLane, Tls, connect, hello, listen, listen_widely, new_key, pack, unpack
-from colocate.wire import hub as hub_module
+from colocate.wire import EventLoop, SocketLane, Tls, connect, hello, listen, listen_widely, new_key, pack, unpack
+from colocate.wire import event_loop as hub_module
 from colocate.wire.framing import encode
 from colocate.wire.hello import dial
 
@@ -32,29 +32,29 @@ class Server:
     """Listens for a cluster, and sends back what it receives. Its last listener's address is that of TLS."""
 
     def __init__(self, tls: Tls) -> None:
-        self.hub = Hub("server")
+        self.event_loop = EventLoop("server")
         self.listeners = listen_widely("127.0.0.1", tls)
         self.lanes: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for each in self.listeners:
-            self.hub.listen(each, KEY, self._accepted)
+            self.event_loop.listen(each, KEY, self._accepted)
         self.address = self.listeners[-1].address
 
     def _accepted(self, sock: socket.socket) -> None:
-        lane = self.hub.attach(sock, lambda head, body: _discard(lane.send(head, body)), lambda reason: None)
+        lane = self.event_loop.attach(sock, lambda head, body: _discard(lane.send(head, body)), lambda reason: None)
 
 
 @pytest.fixture
 def server(cluster: Tls) -> Iterator[Server]:
     server = Server(cluster)
     yield server
-    server.hub.close()
+    server.event_loop.close()
 
 
 def test_what_goes_in_comes_out(server: Server, cluster: Tls) -> None:
     assert server.address.startswith("tls:127.0.0.1:")
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
-    hub = Hub("client")
-    lane = hub.attach(
+    event_loop = EventLoop("client")
+    lane = event_loop.attach(
         connect(server.address, KEY, tls=cluster), lambda head, body: got.put(unpack(body)), lambda reason: None
     )
     values = [b"small", bytes(range(256)) * (1 << 14), b""]
@@ -63,7 +63,7 @@ def test_what_goes_in_comes_out(server: Server, cluster: Tls) -> None:
     assert [hashlib.sha256(got.get(timeout=WAIT_S)).digest() for _ in values] == [  # type: ignore[arg-type]
         hashlib.sha256(value).digest() for value in values
     ]
-    hub.close()
+    event_loop.close()
 
 
 def test_nothing_is_readable_on_the_way(cluster: Tls) -> None:
@@ -94,15 +94,15 @@ def test_nothing_is_readable_on_the_way(cluster: Tls) -> None:
         thread = threading.Thread(target=bridge)
         thread.start()
         got: queue.SimpleQueue[object] = queue.SimpleQueue()
-        hub = Hub("client")
+        event_loop = EventLoop("client")
         sock = connect(f"tls:127.0.0.1:{tap.getsockname()[1]}", KEY, tls=cluster)
-        lane = hub.attach(sock, lambda head, body: got.put(unpack(body)), lambda reason: None)
+        lane = event_loop.attach(sock, lambda head, body: got.put(unpack(body)), lambda reason: None)
         with encode(("echo",), pack("a secret that is said")) as frame:
             lane.send(frame)
         assert got.get(timeout=WAIT_S) == "a secret that is said"
-        hub.close()
+        event_loop.close()
         thread.join()
-    server.hub.close()
+    server.event_loop.close()
     assert len(heard) > 100
     assert b"a secret" not in heard
 
@@ -158,23 +158,23 @@ def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub_module, "tune", narrow)
     server = Server(large)
     connect(server.address, KEY, WAIT_S, large).close()
-    server.hub.close()
+    server.event_loop.close()
 
 
-def test_the_secret_of_one_connection(hub: Hub, cluster: Tls) -> None:
+def test_the_secret_of_one_connection(event_loop: EventLoop, cluster: Tls) -> None:
     """Who has a certificate, but not what both sides know, is told nothing, and is not listened to."""
-    near, far = (End(hub, sock) for sock in tls_pair(cluster, (b"one", b"another")))
+    near, far = (End(event_loop, sock) for sock in tls_pair(cluster, (b"one", b"another")))
     near.lane.send(("said",))
     for end in (near, far):
         assert "the other side" in end.end()
         assert end.messages.empty()
-    near, far = (End(hub, sock) for sock in tls_pair(cluster, (b"one", b"one")))
+    near, far = (End(event_loop, sock) for sock in tls_pair(cluster, (b"one", b"one")))
     near.lane.send(("said",))
     assert far.get() == (("said",), None)
 
 
-def test_a_hub_sleeps_while_tls_is_set_up(hub: Hub, cluster: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room in the socket for what waits: a hub that looked for that would find it again and again."""
+def test_a_hub_sleeps_while_tls_is_set_up(event_loop: EventLoop, cluster: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room in the socket for what waits: an event loop that looked for that would find it again and again."""
     events: list[int] = []
     on_events = SocketLane._on_events
 
@@ -184,11 +184,11 @@ def test_a_hub_sleeps_while_tls_is_set_up(hub: Hub, cluster: Tls, monkeypatch: p
 
     monkeypatch.setattr(SocketLane, "_on_events", counted)
     one, other = tls_pair(cluster)
-    near = End(hub, one)
+    near = End(event_loop, one)
     near.lane.send(("said",))
     assert not near.lane.drain(0.2)
     assert len(events) < 3
-    assert End(hub, other).get() == (("said",), None)
+    assert End(event_loop, other).get() == (("said",), None)
     assert near.lane.drain(WAIT_S)
 
 
@@ -205,7 +205,7 @@ def test_who_has_gone_before_being_greeted(server: Server, cluster: Tls) -> None
         busy.set()
         go_on.wait(WAIT_S)
 
-    server.hub.later(0.0, wait)
+    server.event_loop.later(0.0, wait)
     assert busy.wait(WAIT_S)
     for _ in range(5):
         scan = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
@@ -217,12 +217,12 @@ def test_who_has_gone_before_being_greeted(server: Server, cluster: Tls) -> None
 
 def test_a_machine_that_vanishes_is_noticed_by_the_kernel() -> None:
     """Both ends of a connection between machines ask whether the other one is there."""
-    hub = Hub("asked")
+    event_loop = EventLoop("asked")
     listening = listen("tcp")
     accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-    hub.listen(listening, KEY, accepted.put)
+    event_loop.listen(listening, KEY, accepted.put)
     with connect(listening.address, KEY) as dialled, accepted.get(timeout=WAIT_S) as met:
         for end in (dialled, met):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000
-    hub.close()
+    event_loop.close()

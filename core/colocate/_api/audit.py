@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 
 from colocate._api.pool import Slots
-from colocate._crew.crew import Crew
 from colocate._owned.owned import State
 from colocate._system.deadline import Deadline
 from colocate._system.limits import AUDIT_SETTLES_S
 from colocate._system.lines import at
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.worker.birth.processes import OF_A_ROLE
 
 if TYPE_CHECKING:
     from colocate._api.connection import Connection
-    from colocate._crew.workforce import Worker
     from colocate._owned.owned import Owned
+    from colocate._worker_group.workforce import Worker
     from colocate.executor import Running
 
 _STEP_S = 0.05
@@ -172,7 +172,7 @@ def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
         if pool.reservation is not None and pool.closed_by is None:
             claims[key] = _Claim(pool, f"pool {pool.name!r} made at {at(pool.line)}")
         # Its children: what has taken its slots is more, while something ends.
-        for group in [child for child in list(pool.children.values()) if isinstance(child, Crew)]:
+        for group in [child for child in list(pool.children.values()) if isinstance(child, WorkerGroup)]:
             for worker in list(group.workforce.workers):
                 key = "worker", worker.boot.worker
                 known.add(key)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from colocate._api.slow import SlowCalls
 from colocate._calls.failures import thread_error
 from colocate._calls.services import Services
-from colocate._crew.crew import Crew
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import Owned, raise_together
 from colocate._plugins.plugins import abouts
@@ -25,6 +24,7 @@ from colocate._system.limits import SETTLES_AT_EXIT_S
 from colocate._system.lines import at
 from colocate._system.numbers import FOREVER_S
 from colocate._system.printer import Printer
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CapabilityError, ColocateError, ConfigError
 from colocate.executor import Executor
 
@@ -38,7 +38,7 @@ class Connection(Owned):
 
     Attributes:
         services: What all groups share.
-        crews: Those that live, by name.
+        worker_groups: Those that live, by name.
         naming: Held while a name is looked up and taken.
     """
 
@@ -69,20 +69,22 @@ class Connection(Owned):
             printer=Printer(f"colocate-output-{runtime_id}"),
         )
         self.services.timers.start()  # now, when whoever connects is told that no thread is to be had
-        self.crews: dict[str, Crew] = {}
-        self._gone: dict[str, Crew] = {}  # those of which observers may still be told
+        self.worker_groups: dict[str, WorkerGroup] = {}
+        self._gone: dict[str, WorkerGroup] = {}  # those of which observers may still be told
         self.naming = threading.Lock()
         self._pool_numbers = itertools.count(1)
         self._pools_named: dict[str, Iterator[int]] = {}
         self._group_numbers = itertools.count(1)
-        self._slow = SlowCalls(self.services, self.crews)
+        self._slow = SlowCalls(self.services, self.worker_groups)
         live[id(self)] = self
 
     def _timers_failed(self, error: BaseException) -> None:
         """A job that a group needs has failed: which one's isn't known, and none is to wait for what never comes."""
         report_exception()
-        for crew in list(self.crews.values()):
-            crew.fail(thread_error(crew.name, f"the thread that keeps its deadlines met {error_text(error)}"))
+        for worker_group in list(self.worker_groups.values()):
+            worker_group.fail(
+                thread_error(worker_group.name, f"the thread that keeps its deadlines met {error_text(error)}")
+            )
 
     def pool_name(self, wanted: str | None) -> tuple[str, str]:
         """Return a name for a pool, by default one that no living one has, and an id of its reservation."""
@@ -95,33 +97,33 @@ class Connection(Owned):
     def group_name(self, wanted: str | None) -> str:
         """A name for a group, unique among the living ones."""
         if wanted is None:
-            return next(name for number in self._group_numbers if (name := f"group-{number}") not in self.crews)
-        if wanted in self.crews:
+            return next(name for number in self._group_numbers if (name := f"group-{number}") not in self.worker_groups)
+        if wanted in self.worker_groups:
             raise ConfigError(
-                f"there is a group {wanted!r} already, made at {at(self.crews[wanted].line)}; names are unique"
+                f"there is a group {wanted!r} already, made at {at(self.worker_groups[wanted].line)}; names are unique"
             )
         return wanted
 
-    def forget(self, crew: Crew) -> None:
+    def forget(self, worker_group: WorkerGroup) -> None:
         """A group has gone: its name is free."""
-        if self.crews.get(crew.name) is crew:
-            self._gone[crew.name] = crew
-            self.crews.pop(crew.name, None)
+        if self.worker_groups.get(worker_group.name) is worker_group:
+            self._gone[worker_group.name] = worker_group
+            self.worker_groups.pop(worker_group.name, None)
 
             def nobody_is_told() -> None:
-                if self._gone.get(crew.name) is crew:
-                    self._gone.pop(crew.name)
+                if self._gone.get(worker_group.name) is worker_group:
+                    self._gone.pop(worker_group.name)
 
             self.services.dispatcher.soon(nobody_is_told)
 
-    def crew_of(self, group: str) -> Crew | None:
+    def crew_of(self, group: str) -> WorkerGroup | None:
         """That of a group; None when it is long gone."""
-        return self.crews.get(group) or self._gone.get(group)
+        return self.worker_groups.get(group) or self._gone.get(group)
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
         """The slot of a rank of a role, as far as it is known: of a group that is long gone, the rank."""
-        crew = self.crew_of(group)
-        info = None if crew is None else crew.roles.get(role)
+        worker_group = self.crew_of(group)
+        info = None if worker_group is None else worker_group.roles.get(role)
         return rank if info is None else info.slots[rank]
 
     def require(self, capability: type, what: str) -> None:

@@ -11,9 +11,9 @@ from colocate._api.connection import Connection
 from colocate._api.memory import SlotMemory, memory_of_each
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
-from colocate._crew.crew import Crew
 from colocate._system.deadline import Deadline
 from colocate._system.recent import RecentSpans
+from colocate._worker_group.worker_group import WorkerGroup
 
 _LEDGERS_WITHIN_S = 1.0
 
@@ -34,58 +34,58 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
     """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
-    now, crews = time.time(), list(connection.crews.values())
+    now, worker_groups = time.time(), list(connection.worker_groups.values())
     more = [
-        ((crew.name, call.role, crew.roles[call.role].slots.index(slot)), start, end)
-        for crew in crews
+        ((worker_group.name, call.role, worker_group.roles[call.role].slots.index(slot)), start, end)
+        for worker_group in worker_groups
         for call, slot, start, end in (
-            *_done(crew),
-            *((call, slot, since, now) for slot, (call, since) in _running(crew, recent).items()),
+            *_done(worker_group),
+            *((call, slot, since, now) for slot, (call, since) in _running(worker_group, recent).items()),
         )
-        if call.role in crew.roles
+        if call.role in worker_group.roles
     ]
     shares = recent.shares(now, more)
-    return [_group(crew, shares, recent) for crew in crews]
+    return [_group(worker_group, shares, recent) for worker_group in worker_groups]
 
 
-def _running(crew: Crew, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
+def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
     """What each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
     first: dict[int, PendingCall] = {}
-    ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(crew)}  # in order: the last one remains
-    for call in list(crew.order.pending.values()):
+    ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(worker_group)}  # in order: the last one remains
+    for call in list(worker_group.order.pending.values()):
         for slot in call.missing():
             first.setdefault(slot, call)
     found = {}
     for slot, call in first.items():
-        ranks = {name: info.slots.index(slot) for name, info in crew.roles.items() if slot in info.slots}
+        ranks = {name: info.slots.index(slot) for name, info in worker_group.roles.items() if slot in info.slots}
         ranks[""] = slot  # of functions, which run on all slots
-        ended = (ends.get((crew.name, name, rank), 0.0) for name, rank in ranks.items())
+        ended = (ends.get((worker_group.name, name, rank), 0.0) for name, rank in ranks.items())
         found[slot] = call, max(call.submitted, done.get(slot, 0.0), *ended)
     return found
 
 
-def _done(crew: Crew) -> list[tuple[PendingCall, int, float, float]]:
+def _done(worker_group: WorkerGroup) -> list[tuple[PendingCall, int, float, float]]:
     """What slots have run of calls that others of their slots run yet: observers aren't told of these so far."""
-    calls = list(crew.order.pending.values())
+    calls = list(worker_group.order.pending.values())
     return [(call, call.targets[index], start, end) for call in calls for index, start, end in list(call.spans)]
 
 
-def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float], recent: Recent) -> dict[str, Any]:
+def _group(worker_group: WorkerGroup, shares: Mapping[tuple[str, str, int], float], recent: Recent) -> dict[str, Any]:
     # One that is starting, or hangs, doesn't answer: the rest is of use all the same.
-    held, trouble = memory_of_each(crew, Deadline(_LEDGERS_WITHIN_S))
-    waiting = Counter(slot for call in list(crew.order.pending.values()) for slot in call.missing())
-    now, running = time.time(), _running(crew, recent)  # calls were made while the workers looked
+    held, trouble = memory_of_each(worker_group, Deadline(_LEDGERS_WITHIN_S))
+    waiting = Counter(slot for call in list(worker_group.order.pending.values()) for slot in call.missing())
+    now, running = time.time(), _running(worker_group, recent)  # calls were made while the workers looked
     slots = []
-    for worker in crew.workforce.workers:
+    for worker in worker_group.workforce.workers:
         call, since = running.get(worker.slot, (None, now))
         roles = [
             {
                 "role": name,
                 "rank": (rank := info.slots.index(worker.slot)),
-                "busy": round(shares.get((crew.name, name, rank), 0.0), 4),
+                "busy": round(shares.get((worker_group.name, name, rank), 0.0), 4),
                 **_held(held.get(worker.slot), name),
             }
-            for name, info in crew.roles.items()
+            for name, info in worker_group.roles.items()
             if worker.slot in info.slots
         ]
         slots.append(
@@ -100,7 +100,12 @@ def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float], recent: Rec
                 "roles": roles,
             }
         )
-    told = {"group": crew.name, "state": crew.life.state.value, "generation": crew.generation, "slots": slots}
+    told = {
+        "group": worker_group.name,
+        "state": worker_group.life.state.value,
+        "generation": worker_group.generation,
+        "slots": slots,
+    }
     return told if trouble is None else {**told, "memory": str(trouble).partition("\n")[0]}
 
 

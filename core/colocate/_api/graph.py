@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 from colocate import _display as html
 from colocate._api.memory import GroupMemory
 from colocate._api.memory import memory as memory_of
-from colocate._crew.crew import Crew
-from colocate._crew.workforce import Worker
 from colocate._owned.owned import Owned
 from colocate._role.call import OnDriver
 from colocate._signals.off_main import off_main
@@ -22,6 +20,8 @@ from colocate._system.jobs import error_text
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.lines import at
 from colocate._system.numbers import size_text
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 
 FORMATS = ("tree", "mermaid", "dot", "json")
@@ -76,7 +76,7 @@ class Graph:
 
 def _measured(node: Owned, deadline: Deadline) -> Measured:
     """What the memory of each group below a node is used for, of those that are ready."""
-    if not isinstance(node, Crew):
+    if not isinstance(node, WorkerGroup):
         below = (_measured(child, deadline) for child in list(node.children.values()))
         return {name: found for measured in below for name, found in measured.items()}
     if node.state != "ready":
@@ -97,7 +97,7 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
         "line": at(node.line),
         "children": [_node(child, measured) for child in list(node.children.values())],
     }
-    if not isinstance(node, Crew):
+    if not isinstance(node, WorkerGroup):
         return data
     found = measured.get(node.name)
     if isinstance(found, BaseException):
@@ -124,11 +124,11 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
     return data
 
 
-def _worker(crew: Crew, worker: Worker, measured: GroupMemory | None) -> dict[str, Any]:
+def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | None) -> dict[str, Any]:
     """Return a worker and the roles in it, with their bytes where these were asked for."""
     found = None if measured is None else measured.slots[worker.slot]
     roles = []
-    for name, info in crew.roles.items():
+    for name, info in worker_group.roles.items():
         if worker.slot not in info.slots:
             continue
         rank = info.slots.index(worker.slot)

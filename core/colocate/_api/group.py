@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 
 from colocate._api.graph import Held, shown
 from colocate._api.memory import GroupMemory, memory
-from colocate._crew.crew import Crew
 from colocate._display import table
 from colocate._role.context import Context
 from colocate._role.method import Discardable, Tag
@@ -24,6 +23,7 @@ from colocate._views import checkpoint, functions, sleeping
 from colocate._views.pipeline import pipeline
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError, MemoryBudgetError
 
 R = TypeVar("R")
@@ -31,15 +31,15 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
+class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
     """Several roles in one worker per slot. Made by `pool.spawn` or `colocate.spawn`; a context manager that closes it.
 
     Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, worker_group: WorkerGroup) -> None:
         """Use `pool.spawn`."""
-        super().__init__(crew)
+        super().__init__(worker_group)
         self._views: dict[str, RoleView] = {}
 
     @property

@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 
 from colocate import _display as html
-from colocate._crew.crew import Crew
 from colocate._display import columns
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import size_text
+from colocate._worker_group.worker_group import WorkerGroup
 
 KINDS = tuple(purpose.word for purpose in Purpose)
 _SOMETIMES = ("asleep", "activations")
@@ -191,25 +191,27 @@ class GroupMemory:
         return found
 
 
-def memory(crew: Crew, deadline: Deadline) -> GroupMemory:
+def memory(worker_group: WorkerGroup, deadline: Deadline) -> GroupMemory:
     """Ask all workers of a group what their memory is used for."""
-    slots = [worker.slot for worker in crew.workforce.workers]
-    ledgers = crew.ledgers.get(slots, deadline)
-    return GroupMemory(crew.name, tuple(_slot(crew, *each) for each in zip(slots, ledgers, strict=True)))
+    slots = [worker.slot for worker in worker_group.workforce.workers]
+    ledgers = worker_group.ledgers.get(slots, deadline)
+    return GroupMemory(
+        worker_group.name, tuple(_slot(worker_group, *each) for each in zip(slots, ledgers, strict=True))
+    )
 
 
-def memory_of_each(crew: Crew, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
+def memory_of_each(worker_group: WorkerGroup, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
     """As `memory`, by slot and as far as workers answer; and why one doesn't."""
-    told = crew.ledgers.each([worker.slot for worker in crew.workforce.workers], deadline)
-    found = {slot: _slot(crew, slot, ledger) for slot, ledger in told.items() if isinstance(ledger, Ledger)}
+    told = worker_group.ledgers.each([worker.slot for worker in worker_group.workforce.workers], deadline)
+    found = {slot: _slot(worker_group, slot, ledger) for slot, ledger in told.items() if isinstance(ledger, Ledger)}
     return found, next((error for error in told.values() if isinstance(error, Exception)), None)
 
 
-def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
-    boot = crew.workforce.workers[slot].boot
+def _slot(worker_group: WorkerGroup, slot: int, ledger: Ledger) -> SlotMemory:
+    boot = worker_group.workforce.workers[slot].boot
     roles = []
     for name, held in ledger.roles.items():
-        rank = crew.roles[name].slots.index(slot) if name in crew.roles else slot
+        rank = worker_group.roles[name].slots.index(slot) if name in worker_group.roles else slot
         device: dict[str, int] = {}
         host: dict[str, int] = {}
         for (kind, where), size in held.items():

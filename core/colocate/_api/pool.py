@@ -13,8 +13,6 @@ import attrs
 from colocate._api.connection import Connection
 from colocate._api.graph import Held
 from colocate._api.group import ColocatedGroup
-from colocate._crew.crew import Attachment, Crew, Home
-from colocate._crew.spawn import Declared, declare
 from colocate._owned.owned import Making, raise_together
 from colocate._plugins.needs import check_needs
 from colocate._protocol.versions import base_of
@@ -26,12 +24,14 @@ from colocate._system.deadline import Deadline
 from colocate._system.limits import REPLACED_EVERY_S
 from colocate._system.numbers import amount_problem, limit, name_problem
 from colocate._system.tracebacks import without_own_frames
+from colocate._worker_group.spawn import Declared, declare
+from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
 from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Place, Request, Reservation
 
 
 class Slots(Home):
-    """The slots of a pool, and the crews on them.
+    """The slots of a pool, and the worker groups on them.
 
     Attributes:
         connection: Of its runtime.
@@ -39,7 +39,7 @@ class Slots(Home):
         budget: How much memory the roles of each may have.
         reservation: What the executor has given; None before, and while lost slots are reserved anew.
         places: Where its slots lie.
-        taken: The crew on each that isn't free; replaced by another mapping when one goes.
+        taken: The worker group on each that isn't free; replaced by another mapping when one goes.
         epoch: How many drivers have commanded it.
         attachment: How this driver has it, if it was detached once.
         lock: Held while any of these changes.
@@ -54,12 +54,12 @@ class Slots(Home):
         self.epoch = 1
         self.attachment: Attachment | None = None
         self.places: tuple[Place, ...] = ()
-        self.taken: dict[int, Crew] = {}
+        self.taken: dict[int, WorkerGroup] = {}
         self.lock = Section()
         self.join()
 
     @property
-    def crews(self) -> list[Crew]:
+    def worker_groups(self) -> list[WorkerGroup]:
         """Those on it."""
         return list(dict.fromkeys(list(self.taken.values())))
 
@@ -73,7 +73,7 @@ class Slots(Home):
         self._give_back(reservation)
         self.check()
 
-    def occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> Crew:
+    def occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> WorkerGroup:
         """Put a group on slots that have to be free; nothing is started."""
         with self.lock:
             self.check()
@@ -90,7 +90,7 @@ class Slots(Home):
 
     def place(
         self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
-    ) -> Crew:
+    ) -> WorkerGroup:
         """Put a group on free slots; nothing is started."""
         with self.lock:
             self.check()  # another driver may have taken it: whoever closes it has all groups that were put here
@@ -98,17 +98,19 @@ class Slots(Home):
                 name = self.connection.group_name(name)
                 places = [self.places[index] for index in indices]
                 services = self.connection.services
-                crew = Crew(services, self, base_of(self.epoch), indices, places, declared, name, restarts, generation)
-                self.connection.crews[name] = crew
+                worker_group = WorkerGroup(
+                    services, self, base_of(self.epoch), indices, places, declared, name, restarts, generation
+                )
+                self.connection.worker_groups[name] = worker_group
             for index in indices:
-                self.taken[index] = crew
-            return crew
+                self.taken[index] = worker_group
+            return worker_group
 
-    def places_for(self, crew: Crew) -> list[Place]:
+    def places_for(self, worker_group: WorkerGroup) -> list[Place]:
         """Return where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew."""
         executor = self.connection.services.executor
         given_back = self.reservation is None  # by an attempt before this one
-        lost = [index for index in crew.indices if given_back or executor.lost(self.places[index])]
+        lost = [index for index in worker_group.indices if given_back or executor.lost(self.places[index])]
         if lost:
             with self.lock:
                 self.check()
@@ -118,7 +120,7 @@ class Slots(Home):
                         f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
                         "such a pool isn't reserved anew"
                     )
-                others = {other.name for other in self.taken.values() if other is not crew}
+                others = {other.name for other in self.taken.values() if other is not worker_group}
                 if others:
                     raise PlacementError(
                         f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
@@ -137,11 +139,11 @@ class Slots(Home):
                     if within < REPLACED_EVERY_S:
                         error.add_note(f"that was tried for {self.request.timeout:g} s, since slot {gone} was lost")
                         raise
-        return [self.places[index] for index in crew.indices]
+        return [self.places[index] for index in worker_group.indices]
 
     def unreserved(self, what: str = "") -> ColocateError:
         """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
-        if any(crew.life.recovers for crew in self.crews):
+        if any(worker_group.life.recovers for worker_group in self.worker_groups):
             then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
         else:
             then = "and the restart of its group, which does that, was given up: close it, and reserve another pool"
@@ -149,26 +151,26 @@ class Slots(Home):
             f"pool {self.name!r} {what}has lost slots with their node and has to be reserved anew, {then}"
         )
 
-    def vacate(self, crew: Crew) -> None:
+    def vacate(self, worker_group: WorkerGroup) -> None:
         """A group has gone: its slots are free."""
         with self.lock:
-            self.taken = {index: other for index, other in self.taken.items() if other is not crew}
-            self.forget(crew)
+            self.taken = {index: other for index, other in self.taken.items() if other is not worker_group}
+            self.forget(worker_group)
         self.changed()
 
-    def others(self) -> Mapping[str, Crew]:
-        """The crews of its runtime, by name."""
-        return self.connection.crews
+    def others(self) -> Mapping[str, WorkerGroup]:
+        """The worker groups of its runtime, by name."""
+        return self.connection.worker_groups
 
-    def forget(self, crew: Crew) -> None:
+    def forget(self, worker_group: WorkerGroup) -> None:
         """Its name is free."""
-        self.connection.forget(crew)
+        self.connection.forget(worker_group)
 
     # -- from driver to driver
 
-    def goes_on(self, crew: Crew) -> bool:
+    def goes_on(self, worker_group: WorkerGroup) -> bool:
         """Whether a group lives on when this driver lets go of it."""
-        return self.attachment is not None and not self.attachment.own and crew.name in self.attachment.groups
+        return self.attachment is not None and not self.attachment.own and worker_group.name in self.attachment.groups
 
     def changed(self) -> None:
         """What drivers after this one are to know of its groups has changed."""
@@ -275,7 +277,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
         """The groups on it by name."""
-        return {crew.name: ColocatedGroup._of(crew) for crew in self._node.crews}
+        return {worker_group.name: ColocatedGroup._of(worker_group) for worker_group in self._node.worker_groups}
 
     def __len__(self) -> int:
         return len(self._node.places)
@@ -362,17 +364,17 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
             check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
-        making: Making[Crew] = Making(f"spawn(name={name!r})")
+        making: Making[WorkerGroup] = Making(f"spawn(name={name!r})")
 
-        def start() -> Crew:
-            crew = making.made(node.occupy(indices, declared, name, restarts if on_failure == "restart" else 0))
+        def start() -> WorkerGroup:
+            worker_group = making.made(node.occupy(indices, declared, name, restarts if on_failure == "restart" else 0))
             try:
-                crew.start(timeout, None if restore is None else Path(restore))
+                worker_group.start(timeout, None if restore is None else Path(restore))
             except BaseException as error:
-                crew.close_after(error, "its failed start", 0.0)
+                worker_group.close_after(error, "its failed start", 0.0)
                 raise
-            crew.services.tell("colocate_group_spawned", ColocatedGroup._of(crew))
-            return crew
+            worker_group.services.tell("colocate_group_spawned", ColocatedGroup._of(worker_group))
+            return worker_group
 
         try:
             return making.run(start, ColocatedGroup._of)

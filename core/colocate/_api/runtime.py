@@ -105,7 +105,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
         """The groups that live, by name."""
-        return {name: ColocatedGroup._of(crew) for name, crew in list(self._node.crews.items())}
+        return {name: ColocatedGroup._of(worker_group) for name, worker_group in list(self._node.worker_groups.items())}
 
     @property
     def graph(self) -> Graph:

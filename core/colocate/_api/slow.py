@@ -16,9 +16,9 @@ import attrs
 
 from colocate._calls.services import Services
 from colocate._calls.stacks import Stacks
-from colocate._crew.crew import Crew
-from colocate._crew.workforce import Workforce
 from colocate._system.limits import SLOW_EVERY_S, SLOW_S, STARTING_S
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Workforce
 
 _log = logging.getLogger("colocate")
 _NAMED = 8  # so many workers at most
@@ -27,10 +27,10 @@ _NAMED = 8  # so many workers at most
 class SlowCalls:
     """Looks now and then at each group's oldest call, or its start; warns once of each, with the late ranks' stacks."""
 
-    def __init__(self, services: Services, crews: Mapping[str, Crew]) -> None:
+    def __init__(self, services: Services, worker_groups: Mapping[str, WorkerGroup]) -> None:
         self._services = services
-        self._crews = crews
-        self._warned: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
+        self._crews = worker_groups
+        self._warned: weakref.WeakKeyDictionary[WorkerGroup, int] = weakref.WeakKeyDictionary()
         self._unbuilt: weakref.WeakSet[Workforce] = weakref.WeakSet()
         self._starts: dict[Workforce, SlowStart] = {}
         self._timer = services.timers.after(SLOW_EVERY_S, self._look)
@@ -41,29 +41,37 @@ class SlowCalls:
 
     def _look(self) -> None:
         now = time.time()
-        crews = list(self._crews.values())
-        starting = [(crew, crew.workforce) for crew in crews if crew.life.is_starting]
-        self._starts = {made: self._starts.get(made) or SlowStart(crew, made) for crew, made in starting}
+        worker_groups = list(self._crews.values())
+        starting = [
+            (worker_group, worker_group.workforce) for worker_group in worker_groups if worker_group.life.is_starting
+        ]
+        self._starts = {
+            made: self._starts.get(made) or SlowStart(worker_group, made) for worker_group, made in starting
+        }
         for start in self._starts.values():
             start.look()
-        for crew in crews:
-            oldest = next(iter(list(crew.order.pending.values())), None)
-            if oldest is not None and now - oldest.submitted > SLOW_S and self._warned.get(crew) != oldest.seq:
-                self._warned[crew] = oldest.seq
-                self._warn(crew, f"{oldest.label} of group {crew.name!r} has been running", oldest.missing())
-            workforce = crew.workforce
+        for worker_group in worker_groups:
+            oldest = next(iter(list(worker_group.order.pending.values())), None)
+            if oldest is not None and now - oldest.submitted > SLOW_S and self._warned.get(worker_group) != oldest.seq:
+                self._warned[worker_group] = oldest.seq
+                self._warn(
+                    worker_group, f"{oldest.label} of group {worker_group.name!r} has been running", oldest.missing()
+                )
+            workforce = worker_group.workforce
             if workforce not in self._unbuilt and (slots := workforce.constructing(SLOW_S)):
                 self._unbuilt.add(workforce)
-                self._warn(crew, f"the roles of group {crew.name!r} have been under construction", slots)
+                self._warn(
+                    worker_group, f"the roles of group {worker_group.name!r} have been under construction", slots
+                )
         self._timer = self._services.timers.after(SLOW_EVERY_S, self._look)
 
-    def _warn(self, crew: Crew, what: str, slots: list[int]) -> None:
+    def _warn(self, worker_group: WorkerGroup, what: str, slots: list[int]) -> None:
         def tell(stacks: Stacks) -> None:
             where = "\n".join(f"slot {slot}: {stacks.of(slot)}" for slot in slots)
             text = f"{what} for {SLOW_S:.0f} s\n{where}"
             self._services.printer.soon(lambda: _log.warning(text))
 
-        crew.order.stacks.ask(slots, tell)
+        worker_group.order.stacks.ask(slots, tell)
 
 
 @attrs.define(eq=False)
@@ -75,7 +83,7 @@ class SlowStart:
         said: What was said last, without times, and how old the start was.
     """
 
-    crew: Crew
+    worker_group: WorkerGroup
     workforce: Workforce
     steps: dict[int, tuple[str, float]] = attrs.field(factory=dict)
     said: tuple[set[str], float] = (set(), 0.0)
@@ -85,7 +93,7 @@ class SlowStart:
         slots = self.workforce.starting(STARTING_S)
         heard = [slot for slot in slots if self.workforce.workers[slot].hello is not None]
         if slots:
-            self.crew.order.stacks.ask(heard, partial(self._tell, slots, heard))
+            self.worker_group.order.stacks.ask(heard, partial(self._tell, slots, heard))
 
     def _tell(self, slots: list[int], heard: list[int], stacks: Stacks) -> None:
         now, since = time.time(), self.workforce.began
@@ -111,5 +119,5 @@ class SlowStart:
                 who = f"worker{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}"
                 if len(those) > _NAMED:
                     who = f"{len(those)} workers"
-                text = f"[colocate] group {self.crew.name!r} starts: {step}: {spent:.0f} s on {who}"
-                self.crew.services.printer.line(text)
+                text = f"[colocate] group {self.worker_group.name!r} starts: {step}: {spent:.0f} s on {who}"
+                self.worker_group.services.printer.line(text)

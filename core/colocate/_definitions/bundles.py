@@ -302,7 +302,7 @@ def _innermost(making: Making) -> str:
     return f"the {kind} {getattr(thing, '__qualname__', type(thing).__qualname__)} of {_module(thing)}"
 
 
-class Inbox:
+class ReceivedDefinitions:
     """The bundles that have come from one process, held as long as it may name what is in them."""
 
     def __init__(self, lost: Callable[..., None] = lambda *_: None) -> None:
@@ -358,13 +358,13 @@ def _flat(body: Packed) -> tuple[bytes, list[bytes]]:
     return bytes(body.data), [bytes(buffer) for buffer in body.buffers]
 
 
-def unpack_whole(packed: bytes) -> tuple[Any, Inbox]:
+def unpack_whole(packed: bytes) -> tuple[Any, ReceivedDefinitions]:
     """Return the value, and what holds its definitions."""
     ids, data, buffers, value, its_buffers = pickle.loads(packed)
-    inbox = Inbox()
-    inbox.put(ids, (), Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
-    inbox.load(1)
-    return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers))), inbox
+    received_definitions = ReceivedDefinitions()
+    received_definitions.put(ids, (), Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
+    received_definitions.load(1)
+    return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers))), received_definitions
 
 
 # -- parameters that would be two where they arrive: one among a call's arguments, one in the code that the call runs

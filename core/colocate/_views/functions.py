@@ -7,44 +7,46 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from colocate._calls.pending import PendingCall
-from colocate._crew.crew import Crew
-from colocate._crew.spawn import ship
 from colocate._definitions.names import path_of
 from colocate._kept import Consumer, Reference
 from colocate._signals.at_work import refuse_to_wait
 from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end
 from colocate._views.sending import everyone, ready, recording, refuse_inside, start, with_references
+from colocate._worker_group.spawn import ship
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.worker.serving.build import Shipped
 from colocate.worker.serving.functions import RUN
 
 
-def run(crew: Crew, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCall:
+def run(
+    worker_group: WorkerGroup, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> PendingCall:
     """Send a function to every worker of a group, for who waits for that at once."""
     if not callable(function):
         raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
     label = f"function {name}"
     _check_fits(function, name, args, kwargs)
-    if (pipeline := recording(crew)) is not None:
+    if (pipeline := recording(worker_group)) is not None:
         pipeline.refuse_call(f"group.run({name})")
-    crew.check()
-    refuse_inside(label, crew.name)
+    worker_group.check()
+    refuse_inside(label, worker_group.name)
     refuse_to_wait(label)
-    role = everyone(crew)
+    role = everyone(worker_group)
     uses: list[Reference] = []
-    consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
+    consumer = Consumer(worker_group.name, role.slots, role.ranks.mesh)
     given = {"args": args, "kwargs": dict(kwargs)}
-    shipped = _ship(function, name, crew.services.executor.in_process)
+    shipped = _ship(function, name, worker_group.services.executor.in_process)
     try:
-        given = with_references(given, crew, consumer, label, uses)
+        given = with_references(given, worker_group, consumer, label, uses)
         planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
     except RecursionError:
         if (error := no_end(given, label)) is not None:
             raise error from None
         raise
     call = PendingCall(label, "", name, role.slots)
-    return start(ready(crew, call, role, RUN, planned, uses, None))
+    return start(ready(worker_group, call, role, RUN, planned, uses, None))
 
 
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 
 from colocate._calls.failures import never_sent
-from colocate._crew.crew import Crew
 from colocate._owned.owned import forks
 from colocate._protocol.bundle import Memory
 from colocate._signals.off_main import off_main
 from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._views.sending import OPEN, Draft, Messages, send, watch
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, PipelineError
 
 
@@ -27,7 +27,7 @@ class Pipeline:
 
     def __init__(self) -> None:
         self.open = True
-        self.crews: list[Crew] = []
+        self.worker_groups: list[WorkerGroup] = []
         self._drafts: list[Draft] = []
         self._memory = Memory()
         self._here = Here()
@@ -40,9 +40,9 @@ class Pipeline:
         """Whether it is this thread and task that has it open."""
         return self.open and self._here.is_current
 
-    def records(self, crew: Crew) -> bool:
+    def records(self, worker_group: WorkerGroup) -> bool:
         """Whether it takes calls that are made here of a group."""
-        return crew in self.crews and self.is_here
+        return worker_group in self.worker_groups and self.is_here
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
         """Raise when waiting for a call would keep the block from ending, with which it is sent."""
@@ -73,11 +73,15 @@ class Pipeline:
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
         draft.call.pipeline, kept = self, draft.kept
         if kept is not None:
-            draft.hold = draft.crew.residents.hold(kept)  # until it has been sent, no worker is to be told to forget it
+            draft.pin = draft.worker_group.residents.pin(
+                kept
+            )  # until it has been sent, no worker is to be told to forget it
         draft.lend()
         self._drafts.append(draft)
         if kept is not None:
-            draft.crew.residents.add(kept)  # so that a restart tells it; who is interrupted here has no handle of it
+            draft.worker_group.residents.add(
+                kept
+            )  # so that a restart tells it; who is interrupted here has no handle of it
 
     # -- the block
 
@@ -92,9 +96,9 @@ class Pipeline:
         text = str(error).partition("\n")[0]
         for draft in reversed(drafts):
             reason = PipelineError(
-                f"{draft.call.label} of group {draft.crew.name!r} was never sent: the block of group.pipeline() at "
-                f"{self._line} ended with {type(error).__name__}{': ' if text else ''}{text}",
-                group=draft.crew.name,
+                f"{draft.call.label} of group {draft.worker_group.name!r} was never sent: the block of "
+                f"group.pipeline() at {self._line} ended with {type(error).__name__}{': ' if text else ''}{text}",
+                group=draft.worker_group.name,
                 role=draft.call.role or None,
                 method=draft.call.method,
             )
@@ -108,19 +112,22 @@ class Pipeline:
         """
         try:
             self.open = False
-            crews = list(dict.fromkeys(draft.crew for draft in self._drafts))
-            for crew in crews:
-                crew.check()
-            lots = [[draft for draft in self._drafts if draft.crew is crew] for crew in crews]
-            for crew, lot, messages in zip(crews, lots, [Messages(lot) for lot in lots], strict=True):
+            worker_groups = list(dict.fromkeys(draft.worker_group for draft in self._drafts))
+            for worker_group in worker_groups:
+                worker_group.check()
+            lots = [
+                [draft for draft in self._drafts if draft.worker_group is worker_group]
+                for worker_group in worker_groups
+            ]
+            for worker_group, lot, messages in zip(worker_groups, lots, [Messages(lot) for lot in lots], strict=True):
                 for draft in lot:
                     draft.call.submitted = time.time()
                 if any(map(_has_failed, lot)) or not messages.post():
                     off_main(partial(_send, messages), waits_s=None)
                 for draft in lot:
                     if draft.kept is not None:
-                        crew.residents.flush_later()
-                    draft.kept = draft.hold = None
+                        worker_group.residents.flush_later()
+                    draft.kept = draft.pin = None
         except BaseException as error:
             failure = error
             off_main(lambda: self._give_up(failure), waits_s=None, in_any_case=True)
@@ -139,26 +146,26 @@ class Pipeline:
 
 def _give_up(draft: Draft, error: BaseException) -> None:
     """A call is never sent, or not to all of its ranks."""
-    draft.crew.order.drop(draft.call, never_sent(draft.call, error))
+    draft.worker_group.order.drop(draft.call, never_sent(draft.call, error))
     kept = draft.kept
     if kept is not None:
-        draft.kept = draft.hold = None
+        draft.kept = draft.pin = None
         kept.used = True  # who ended the block has been told
         reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
-        draft.crew.residents.never_made(kept, reason)
+        draft.worker_group.residents.never_made(kept, reason)
 
 
 def _send(messages: Messages) -> None:
     """Send the calls of one group, but for those that have failed before."""
     drafts = messages.drafts
-    crew = drafts[0].crew
+    worker_group = drafts[0].worker_group
     sent: Sequence[Draft] = ()
     try:
-        with crew.order.lock:
-            crew.check()
+        with worker_group.order.lock:
+            worker_group.check()
             for draft in drafts:
                 if draft.kept is not None:
-                    crew.residents.add(draft.kept)
+                    worker_group.residents.add(draft.kept)
             ready = [draft for draft in drafts if not _is_lost(draft)]
             if ready:
                 sent = send(messages if len(ready) == len(drafts) else Messages(ready))
@@ -177,20 +184,20 @@ def _is_lost(draft: Draft) -> bool:
     gone = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
     poison = None if draft.call.done() else draft.call.poison() or next(gone, None)
     if poison is not None:
-        draft.crew.order.drop(draft.call, poison)
+        draft.worker_group.order.drop(draft.call, poison)
     return draft.call.done()
 
 
 @contextmanager
-def pipeline(crew: Crew) -> Iterator[None]:
+def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
     """Send the calls made in the block on views of a group when it ends, one message per worker."""
     outer = OPEN.get()
     if isinstance(outer, Pipeline) and outer.is_here:
-        with _nested(outer, crew):
+        with _nested(outer, worker_group):
             yield
         return
     found = Pipeline()
-    found.crews.append(crew)
+    found.worker_groups.append(worker_group)
     try:
         OPEN.set(found)
         yield
@@ -208,14 +215,14 @@ def pipeline(crew: Crew) -> Iterator[None]:
 
 
 @contextmanager
-def _nested(outer: Pipeline, crew: Crew) -> Iterator[None]:
-    known, start = list(outer.crews), len(outer)
-    outer.crews.append(crew)
+def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
+    known, start = list(outer.worker_groups), len(outer)
+    outer.worker_groups.append(worker_group)
     try:
         yield
     except BaseException as error:
         if not outer.forked:
             failure = error
             off_main(lambda: outer.forget(start, failure), waits_s=None)
-            outer.crews[:] = known
+            outer.worker_groups[:] = known
         raise

@@ -18,12 +18,10 @@ import attrs
 
 from colocate._calls.pending import PendingCall, Unsent
 from colocate._calls.records import Ended
-from colocate._crew.crew import Crew
-from colocate._crew.sleepers import Mark, Slept
 from colocate._definitions.bundles import refuse_apart
 from colocate._definitions.codec import pack
 from colocate._definitions.packed import packed_bytes
-from colocate._kept import Consumer, Hold, Kept, KeptResident, Reference
+from colocate._kept import Consumer, Kept, KeptResident, Pin, Reference
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import together
 from colocate._role import context
@@ -40,6 +38,8 @@ from colocate._values.dispatch import Plan, plan
 from colocate._values.leaves import PLAIN, map_leaves
 from colocate._values.mesh import Mesh
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
+from colocate._worker_group.sleepers import Mark, Slept
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
 from colocate.worker.memory.sleep import Outcome
@@ -53,7 +53,7 @@ _LOOKS = 500
 class Recorder(Unsent, Protocol):
     """A pipeline of some thread or task, which takes calls of its groups as long as it is open there."""
 
-    def records(self, crew: Crew) -> bool:
+    def records(self, worker_group: WorkerGroup) -> bool:
         """Whether it takes calls that are made here of a group."""
         ...
 
@@ -69,24 +69,24 @@ class Recorder(Unsent, Protocol):
 OPEN: ContextVar[Recorder | None] = ContextVar("colocate_pipeline", default=None)
 
 
-def recording(crew: Crew) -> Recorder | None:
+def recording(worker_group: WorkerGroup) -> Recorder | None:
     """The pipeline of this thread and task that takes a group's calls, if there is one."""
     found = OPEN.get()
-    return found if found is not None and found.records(crew) else None
+    return found if found is not None and found.records(worker_group) else None
 
 
 @attrs.define(eq=False)
 class Draft:
     """A call that is ready to be sent. `bodies` and `valid` go along its targets."""
 
-    crew: Crew
+    worker_group: WorkerGroup
     call: PendingCall
     bodies: Sequence[Any]
     valid: Sequence[int | None]
     timeout: float
     pipeline: Recorder | None = None
     kept: Kept | None = None
-    hold: Hold | None = None
+    pin: Pin | None = None
 
     def lend(self) -> None:
         """What it uses is lent to it from now on. This takes no lock.
@@ -97,7 +97,7 @@ class Draft:
         call = self.call
         try:
             for use in call.uses:
-                use.lend(call, self.crew.residents)
+                use.lend(call, self.worker_group.residents)
         except BaseException:
             for use in call.uses:
                 use.give_back()
@@ -105,7 +105,7 @@ class Draft:
 
 
 def ready(
-    crew: Crew,
+    worker_group: WorkerGroup,
     call: PendingCall,
     role: RoleInfo,
     spec: MethodSpec,
@@ -119,7 +119,7 @@ def ready(
     Everything that can't be sent is found out before anything is.
 
     Args:
-        crew: The group.
+        worker_group: The group.
         call: The call.
         role: Whose method it is.
         spec: The method.
@@ -128,9 +128,9 @@ def ready(
         timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
         packed: The arguments, where that is known already.
     """
-    services = crew.services
+    services = worker_group.services
     executor = services.executor
-    call.at, call.link, call.info, call.spec = place(3), crew, role, spec
+    call.at, call.link, call.info, call.spec = place(3), worker_group, role, spec
     if packed is None:
         bodies: dict[int, Any] = {}
         for arguments in planned.arguments:
@@ -140,8 +140,8 @@ def ready(
                 if getattr(body, "has_trained", False):
                     refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
         packed = [bodies[id(arguments)] for arguments in planned.arguments]
-    crew.taught.look(call, packed)
-    pipeline = recording(crew) if OPEN.get() is not None else None
+    worker_group.published.look(call, packed)
+    pipeline = recording(worker_group) if OPEN.get() is not None else None
     if uses:
         call.uses = uses
         for use in uses:
@@ -154,17 +154,19 @@ def ready(
                 )
     observers = services.observers
     if uses or observers:
-        call.on_end = partial(settled, crew)
+        call.on_end = partial(settled, worker_group)
         if observers and not executor.in_process:
             call.sent = sum(map(packed_bytes, packed))
-    return Draft(crew, call, packed, planned.valid, services.call_timeout if timeout is None else timeout, pipeline)
+    return Draft(
+        worker_group, call, packed, planned.valid, services.call_timeout if timeout is None else timeout, pipeline
+    )
 
 
-def settled(crew: Crew, call: PendingCall, error: BaseException | None) -> None:
+def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
     """A call is about to be: what it used is given back, and observers are told."""
-    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
-        services = crew.services
-        ended = Ended.of(crew.name, call, error, services.executor.in_process)
+    if worker_group.services.observers and call.seq >= 0:  # otherwise it was never sent
+        services = worker_group.services
+        ended = Ended.of(worker_group.name, call, error, services.executor.in_process)
         services.dispatcher.gather(partial(services.observers.tell_call, ended))
     for use in call.uses:
         use.give_back()
@@ -194,7 +196,7 @@ def start(draft: Draft) -> PendingCall:
             try:
                 _send(messages)
             except BaseException as error:
-                draft.crew.order.drop(draft.call, error)
+                draft.worker_group.order.drop(draft.call, error)
 
         hand_over(send_or_fail)
     return draft.call
@@ -202,13 +204,13 @@ def start(draft: Draft) -> PendingCall:
 
 def keep(draft: Draft) -> KeptResident[Any]:
     """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
-    crew, call = draft.crew, draft.call
-    residents = crew.residents
-    call.keep = crew.base + crew.services.new_key()
+    worker_group, call = draft.worker_group, draft.call
+    residents = worker_group.residents
+    call.keep = worker_group.base + worker_group.services.new_key()
     scopes = residents.here()
     assert call.info is not None
     assert call.spec is not None
-    resident: KeptResident[Any] = KeptResident(residents, crew.source(call, call.info, call.spec), call)
+    resident: KeptResident[Any] = KeptResident(residents, worker_group.source(call, call.info, call.spec), call)
     draft.kept = kept = resident._kept
     if draft.pipeline is not None:
         draft.pipeline.add(draft)
@@ -230,31 +232,31 @@ def keep(draft: Draft) -> KeptResident[Any]:
 
 def _send_soon(draft: Draft) -> None:
     """Send a call that was made where the framework is at work, when that is over."""
-    crew, kept = draft.crew, draft.kept
+    worker_group, kept = draft.worker_group, draft.kept
     messages = Messages((draft,))  # now: what the arguments are may change
     draft.lend()
     if kept is not None:
-        draft.hold = crew.residents.hold(kept)  # until it has been sent, the workers mustn't be told to forget it
-        crew.residents.add(kept)
+        draft.pin = worker_group.residents.pin(kept)  # until it has been sent, the workers mustn't be told to forget it
+        worker_group.residents.add(kept)
 
     def send_it() -> None:
         with suppress(BaseException):  # which the call has been given
             _send(messages)
-        draft.hold = None
+        draft.pin = None
 
-    crew.services.timers.soon(send_it)
+    worker_group.services.timers.soon(send_it)
 
 
 def _send(messages: Messages) -> None:
     (draft,) = messages.drafts
-    crew, call = draft.crew, draft.call
+    worker_group, call = draft.worker_group, draft.call
     try:
-        with crew.order.lock:
-            crew.check()
+        with worker_group.order.lock:
+            worker_group.check()
             draft.lend()
             sent = send(messages)
     except BaseException as error:
-        crew.order.drop(call, error)  # unless that was done
+        worker_group.order.drop(call, error)  # unless that was done
         raise
     finally:
         messages.discard()
@@ -267,7 +269,7 @@ class Messages:
     They are made on the thread of whoever calls, who may have much to encode, and holds nothing.
     """
 
-    __slots__ = ("_calls", "_crew", "_frames", "_needs", "_puts", "_told", "drafts")
+    __slots__ = ("_calls", "_frames", "_needs", "_puts", "_told", "_worker_group", "drafts")
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         """Encode them.
@@ -276,7 +278,7 @@ class Messages:
             BaseException: No descriptor or memory is left, say.
         """
         self.drafts = drafts
-        self._crew = crew = drafts[0].crew
+        self._worker_group = worker_group = drafts[0].worker_group
         self._told: Callable[[], object] | None = None
         self._needs = False
         self._frames: list[tuple[Any, list[int]]] = []
@@ -284,8 +286,8 @@ class Messages:
         self._puts: list[Callable[[int], object]] = []
         lots, everywhere = _lots(drafts)
         frees: tuple[int, ...] = ()
-        if crew.residents.news and everywhere == len(crew.workforce.workers):
-            frees, self._told = crew.residents.untold()
+        if worker_group.residents.news and everywhere == len(worker_group.workforce.workers):
+            frees, self._told = worker_group.residents.untold()
         for lot, slots in lots:
             calls = [_message(draft, index, HOLE + place) for place, (draft, index) in enumerate(lot)]
             message: to_worker.Call | to_worker.Batch
@@ -297,7 +299,7 @@ class Messages:
                 message = to_worker.Batch(frees, list(zip(calls, wheres, strict=True)))
             if body is not None:
                 self._needs = self._needs or bool(getattr(body, "needs", ()))
-            frame, puts = crew.services.executor.numbered(message, body)
+            frame, puts = worker_group.services.executor.numbered(message, body)
             self._frames.append((frame, slots))
             self._puts += puts
             for draft, _ in lot:
@@ -305,19 +307,24 @@ class Messages:
 
     def post(self) -> bool:
         """Send the calls at once, on the caller's thread; False where there is something to be seen to first."""
-        crew = self._crew
-        order, passes = crew.order, crew.order.gate.passes  # before the workers: a restart has others, and another list
-        workers = crew.workforce.workers
-        if self._needs or not passes or crew.sleepers.marks:
+        worker_group = self._worker_group
+        order, passes = (
+            worker_group.order,
+            worker_group.order.gate.passes,
+        )  # before the workers: a restart has others, and another list
+        workers = worker_group.workforce.workers
+        if self._needs or not passes or worker_group.sleepers.marks:
             return False
-        if self._told is None and crew.declared.budgets.limits and crew.residents.news:  # calls may need the room
+        if (
+            self._told is None and worker_group.declared.budgets.limits and worker_group.residents.news
+        ):  # calls may need the room
             return False
         hosts, frames = [], []
         for frame, slots in self._frames:
             for slot in slots:
                 hosts.append(workers[slot].host)
                 frames.append(frame)
-        posting = crew.services.executor.post(hosts, frames)
+        posting = worker_group.services.executor.post(hosts, frames)
         if posting is None:
             return False
         calls = []
@@ -330,10 +337,10 @@ class Messages:
                 except ColocateError:  # which is told again
                     return False
             if draft.timeout < FOREVER_S and call.timer is None:
-                call.timer = crew.services.timers.after(
+                call.timer = worker_group.services.timers.after(
                     draft.timeout, partial(order.late, weakref.ref(call), draft.timeout)
                 )
-        if not order.post(calls, self._puts, self._calls, posting, passes, crew.sleepers.marks):
+        if not order.post(calls, self._puts, self._calls, posting, passes, worker_group.sleepers.marks):
             return False
         if self._told is not None:
             self._told()
@@ -345,19 +352,21 @@ class Messages:
         Raises:
             BaseException: No descriptor is left, say: none of the calls goes on.
         """
-        crew, drafts = self._crew, self.drafts
-        order, workers = crew.order, crew.workforce.workers
+        worker_group, drafts = self._worker_group, self.drafts
+        order, workers = worker_group.order, worker_group.workforce.workers
         sent = False
         order.gate.shut("a message")  # what is posted amid it would come before it at some workers, behind it at others
         try:
             slots = [slot for _, slots in self._frames for slot in slots]
-            crew.taught.before(slots, (body for draft in drafts for body in draft.bodies))
+            worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:
                 order.enter(draft.call)
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)
-            if self._told is None and crew.declared.budgets and crew.residents.news:  # the calls may need the room
-                crew.residents.tell()
+            if (
+                self._told is None and worker_group.declared.budgets and worker_group.residents.news
+            ):  # the calls may need the room
+                worker_group.residents.tell()
             for frame, slots in self._frames:
                 for slot in slots:
                     sent = True
@@ -374,7 +383,7 @@ class Messages:
     def discard(self) -> None:
         """They have been sent, or won't be."""
         for frame, _ in self._frames:
-            self._crew.services.executor.discard(frame)
+            self._worker_group.services.executor.discard(frame)
 
 
 def _lots(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], list[int]]], int]:
@@ -410,7 +419,7 @@ def _lots(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], 
 def _message(draft: Draft, index: int, seq: int) -> to_worker.Call:
     call = draft.call
     uses = bool(call.uses)
-    observed = uses and bool(draft.crew.services.observers)
+    observed = uses and bool(draft.worker_group.services.observers)
     assert call.info is not None
     return to_worker.Call(seq, call.info.key, call.method, call.keep, draft.valid[index], uses, (), observed)
 
@@ -419,31 +428,31 @@ def watch(drafts: Sequence[Draft]) -> None:
     """Give up on calls that were sent when their time is over; on a wake after those that have asked for it."""
     for draft in reversed(drafts):
         if draft.timeout < FOREVER_S:
-            draft.crew.order.watch(draft.call, draft.timeout)
+            draft.worker_group.order.watch(draft.call, draft.timeout)
 
 
 # -- behind wakes
 
 
-def everyone(crew: Crew) -> RoleInfo:
+def everyone(worker_group: WorkerGroup) -> RoleInfo:
     """The role that functions run in, on all slots. Workers know it by what its context needs."""
-    slots = range(len(crew.workforce.workers))
+    slots = range(len(worker_group.workforce.workers))
     methods = {SPECS["run"].name: SPECS["run"]}
-    key = len(slots), crew.services.seed
+    key = len(slots), worker_group.services.seed
     return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
 
 
 def send(messages: Messages) -> Sequence[Draft]:
     """Send calls of one group, each behind those that wake what it needs; all of these. The order's lock is held."""
-    drafts, crew = messages.drafts, messages._crew
+    drafts, worker_group = messages.drafts, messages._worker_group
     found: list[Draft] = []
     waking: dict[Mark, Draft] = {}
-    for draft in drafts if crew.sleepers else ():
-        if (role := draft.call.role) in crew.roles and draft.call.spec is not None:
+    for draft in drafts if worker_group.sleepers else ():
+        if (role := draft.call.role) in worker_group.roles and draft.call.spec is not None:
             awake = draft.call.spec.awake
-            seen = crew.sleepers.for_call(role, TAGS if awake is None else awake)
+            seen = worker_group.sleepers.for_call(role, TAGS if awake is None else awake)
             if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
-                found.append(_waking(crew, role, marks, draft))
+                found.append(_waking(worker_group, role, marks, draft))
                 waking.update(dict.fromkeys(marks, found[-1]))
             for mark in seen:  # it has as long as who waits for it longest
                 waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
@@ -459,19 +468,19 @@ def send(messages: Messages) -> Sequence[Draft]:
     return found
 
 
-def arguments(crew: Crew, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
+def arguments(worker_group: WorkerGroup, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
     """Those of a call that has a role sleep or wake, and what for."""
-    beside = dict(Counter(crew.node(slot) for slot in crew.live()))
+    beside = dict(Counter(worker_group.node(slot) for slot in worker_group.live()))
     return {"role": role, "tags": list(tags), "beside": beside, "why": why}
 
 
-def note(crew: Crew, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
+def note(worker_group: WorkerGroup, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
     """A call that wakes a role is over: if it has, calls need no other one.
 
     That what it says can't be read here is for whoever reads the call that it goes before.
     """
     if call.exception() is None and all(outcome.refusal is None for outcome in outcomes(call)):
-        crew.sleepers.woken(dict(marks))
+        worker_group.sleepers.woken(dict(marks))
 
 
 def outcomes(call: PendingCall) -> Sequence[Outcome]:
@@ -480,17 +489,17 @@ def outcomes(call: PendingCall) -> Sequence[Outcome]:
     return found
 
 
-def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: Draft) -> Draft:
-    info, spec, label = everyone(crew), SPECS[WAKE], f"wake of {role}"
-    given = arguments(crew, role, [tag for _, tag in marks], f"needed by {before.call.label}")
+def _waking(worker_group: WorkerGroup, role: str, marks: Mapping[Mark, Slept], before: Draft) -> Draft:
+    info, spec, label = everyone(worker_group), SPECS[WAKE], f"wake of {role}"
+    given = arguments(worker_group, role, [tag for _, tag in marks], f"needed by {before.call.label}")
     planned = plan(spec.dispatch, given, info.ranks)
     call = PendingCall(label, "", WAKE, info.slots)
     call.at, call.submitted = before.call.at, before.call.submitted
-    call.link, call.info, call.spec = crew, info, spec
-    call.on_end = partial(settled, crew)
-    call._then(partial(note, crew, marks))
-    body = crew.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
-    return Draft(crew, call, [body] * len(info.slots), planned.valid, before.timeout)
+    call.link, call.info, call.spec = worker_group, info, spec
+    call.on_end = partial(settled, worker_group)
+    call._then(partial(note, worker_group, marks))
+    body = worker_group.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
+    return Draft(worker_group, call, [body] * len(info.slots), planned.valid, before.timeout)
 
 
 # -- what a call may be made from, and of
@@ -507,7 +516,7 @@ def refuse_inside(label: str, group: str) -> None:
 
 
 def with_references(
-    arguments: dict[str, Any], crew: Crew, consumer: Consumer, label: str, uses: list[Reference]
+    arguments: dict[str, Any], worker_group: WorkerGroup, consumer: Consumer, label: str, uses: list[Reference]
 ) -> dict[str, Any]:
     """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
 
@@ -524,8 +533,8 @@ def with_references(
         if not isinstance(item, Reference):
             raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
         residents = item._residents
-        residents.use(item._kept, crew)
-        if residents.link.services is not crew.services:
+        residents.use(item._kept, worker_group)
+        if residents.link.services is not worker_group.services:
             raise ColocateError(
                 f"resident of {item._kept.source.label} belongs to another runtime; fetch() it and pass the value"
             )

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import attrs
 
 from colocate._calls.pending import PendingCall
-from colocate._crew.crew import Crew
 from colocate._kept import Consumer, Reference
 from colocate._role import context
 from colocate._role.call import Call, OnDriver, Resident
@@ -19,6 +18,7 @@ from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.nesting import no_end
 from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit, with_references
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError
 
 
@@ -27,15 +27,15 @@ class RoleView(OnDriver):
 
     __slots__ = ("__dict__", "__weakref__")
 
-    def __init__(self, crew: Crew, role: RoleInfo) -> None:
-        self.__dict__["_colocate_view"] = crew, role
+    def __init__(self, worker_group: WorkerGroup, role: RoleInfo) -> None:
+        self.__dict__["_colocate_view"] = worker_group, role
 
     def __getattr__(self, name: str) -> ViewCall:
-        crew, role = self.__dict__["_colocate_view"]
+        worker_group, role = self.__dict__["_colocate_view"]
         spec = role.methods.get(name)
         if spec is None:
             raise no_such_method(role.name, name, role.methods)
-        call = ViewCall(crew, role, spec)
+        call = ViewCall(worker_group, role, spec)
         self.__dict__[name] = call  # found directly from now on
         return call
 
@@ -48,8 +48,8 @@ class RoleView(OnDriver):
         return sorted(self.__dict__["_colocate_view"][1].methods)
 
     def __repr__(self) -> str:
-        crew, role = self.__dict__["_colocate_view"]
-        return f"<view of role {role.name!r} ({role.cls.__qualname__}) of group {crew.name!r}>"
+        worker_group, role = self.__dict__["_colocate_view"]
+        return f"<view of role {role.name!r} ({role.cls.__qualname__}) of group {worker_group.name!r}>"
 
 
 @attrs.frozen
@@ -70,9 +70,9 @@ def inspect(view: Any) -> Inspection:
     found = getattr(view, "__dict__", {}).get("_colocate_view")
     if found is None:
         raise ColocateError(f"{view!r} is no view; views come from group.role(name)")
-    crew, role = found
+    worker_group, role = found
     return Inspection(
-        group=crew.name,
+        group=worker_group.name,
         role=role.name,
         cls=role.cls,
         ranks=len(role.slots),
@@ -85,23 +85,23 @@ def inspect(view: Any) -> Inspection:
 class ViewCall(OnDriver):
     """One method of a role, on its ranks."""
 
-    __slots__ = ("_consumer", "_crew", "_label", "_nothing", "_packed", "_ranks", "_role", "_spec", "_timeout")
+    __slots__ = ("_consumer", "_label", "_nothing", "_packed", "_ranks", "_role", "_spec", "_timeout", "_worker_group")
 
     def __init__(
         self,
-        crew: Crew,
+        worker_group: WorkerGroup,
         role: RoleInfo,
         spec: MethodSpec,
         timeout: float | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self._crew = crew
+        self._worker_group = worker_group
         self._role = role
         self._spec = spec
         self._timeout = timeout
         self._ranks = ranks
         self._label = f"{role.name}.{spec.name}"
-        self._consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
+        self._consumer = Consumer(worker_group.name, role.slots, role.ranks.mesh)
         # How no arguments reach the ranks, where that is always the same.
         is_plain = type(spec.dispatch) is Broadcast and ranks is None and not spec.required
         self._nothing = plan(spec.dispatch, {}, role.ranks) if is_plain else None
@@ -130,7 +130,7 @@ class ViewCall(OnDriver):
         """
         timeout = limit(timeout, "options(timeout)", positive=True)
         return ViewCall(
-            self._crew,
+            self._worker_group,
             self._role,
             self._spec,
             self._timeout if timeout is None else timeout,
@@ -138,17 +138,17 @@ class ViewCall(OnDriver):
         )
 
     def __repr__(self) -> str:
-        return f"<{self._label}{self._spec.signature} of group {self._crew.name!r}>"
+        return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"
 
     def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send it: `start`, `submit` or `keep`."""
-        crew, role, spec, label = self._crew, self._role, self._spec, self._label
-        if not crew.order.gate.passes:
-            crew.check()
+        worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
+        if not worker_group.order.gate.passes:
+            worker_group.check()
         if context.current() is not None:
-            refuse_inside(label, crew.name)
+            refuse_inside(label, worker_group.name)
         if how is start:
-            if OPEN.get() is not None and (pipeline := recording(crew)) is not None:
+            if OPEN.get() is not None and (pipeline := recording(worker_group)) is not None:
                 pipeline.refuse_call(label, "use .submit(...) or .keep(...), or ")
             if at_work():
                 refuse_to_wait(label)
@@ -159,7 +159,7 @@ class ViewCall(OnDriver):
             arguments = spec.bind(args, kwargs)
             try:
                 if arguments:
-                    arguments = with_references(arguments, crew, self._consumer, label, uses)
+                    arguments = with_references(arguments, worker_group, self._consumer, label, uses)
                 planned = plan(spec.dispatch, arguments, role.ranks, self._ranks)
             except RecursionError:
                 if (error := no_end(arguments, label)) is not None:
@@ -169,4 +169,4 @@ class ViewCall(OnDriver):
         if not isinstance(planned.targets, range):  # those that the call names, as opposed to all ranks in order
             targets = [targets[rank] for rank in planned.targets]
         call = PendingCall(label, role.name, spec.name, targets, planned.targets)
-        return how(ready(crew, call, role, spec, planned, uses, self._timeout, packed))
+        return how(ready(worker_group, call, role, spec, planned, uses, self._timeout, packed))

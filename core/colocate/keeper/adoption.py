@@ -75,7 +75,7 @@ class Adoption:
         who: Who it is, in words.
         own: Whether it takes the pool from whoever has it.
         epoch: What the lead has granted; 0 to the lead itself.
-        fenced: Told, on the hub's thread, when another driver has taken the pool: who, in words.
+        fenced: Told, on the event loop's thread, when another driver has taken the pool: who, in words.
     """
 
     who: str
@@ -113,7 +113,7 @@ class AdoptedSlot(KeptSlot):
                 self._closed = True
                 self._adoption.fenced(self._refusal.words)
             self._lost = f"its keeper can't be had: {error}"
-            self.keepers.hub.later(0.0, partial(self._over, self._lost))
+            self.keepers.event_loop.later(0.0, partial(self._over, self._lost))
         finally:
             self._connected.set()
 

@@ -143,7 +143,7 @@ class Keeper:
         self._cut_s = cut_s
         # First: it may raise, and there is nothing to be undone yet.
         listeners = wire.listen_widely(host, tls, bind=bind, ports=ports, what=f"a keeper of {name or 'a pool'}")
-        self.hub = wire.Hub("keeper", on_death=self._hub_ended)
+        self.event_loop = wire.EventLoop("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
         self._launcher.start()  # now, when whoever makes it is told that no thread is to be had
         self._leased = Leased() if detachable else None
@@ -161,13 +161,13 @@ class Keeper:
         self._closed = threading.Event()
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
-            self.hub.listen(listener, key, self._greet)
-        self.hub.later(dialled_within_s or DIALLED_WITHIN_S, lambda: None if self._dialled else self._let_go())
+            self.event_loop.listen(listener, key, self._greet)
+        self.event_loop.later(dialled_within_s or DIALLED_WITHIN_S, lambda: None if self._dialled else self._let_go())
         if self._starts:
             forks.hold(self._base)
 
     def close(self) -> None:
-        """End the workers and close everything; all is gone when this returns. From any thread but the hub's."""
+        """End the workers and close everything; all is gone when this returns. From any thread but the event loop's."""
         with self._lock:
             first, self._over = not self._over, True
         if not first:
@@ -178,7 +178,7 @@ class Keeper:
             self._launcher.close()
             if self._starts:
                 forks.let_go()
-            self.hub.close()
+            self.event_loop.close()
             for sock in (*self._lanes.values(), *self._greetings):
                 sock.close()
         finally:
@@ -191,7 +191,7 @@ class Keeper:
         for worker in self._started:
             worker.gone.wait()
 
-    # -- on the hub's thread
+    # -- on the event loop's thread
 
     def _greet(self, sock: socket.socket) -> None:
         """Read what a connection says first: what it is."""
@@ -209,12 +209,12 @@ class Keeper:
                 part = b""
             token += part
             if not part or len(token) == TOKEN_BYTES:
-                self.hub.unwatch(sock.fileno())
+                self.event_loop.unwatch(sock.fileno())
                 self._greetings.discard(sock)
                 self._connected(token if part else None, sock)
 
         with contextlib.suppress(ClosedError):  # just now: `close` closes it
-            self.hub.watch(sock.fileno(), read_token)
+            self.event_loop.watch(sock.fileno(), read_token)
             read_token()  # through TLS it may have come already, which the kernel doesn't know
 
     def _connected(self, token: bytes | None, sock: socket.socket) -> None:
@@ -228,7 +228,7 @@ class Keeper:
             sock.close()  # it is another driver's
         else:
             try:
-                caller = self.hub.attach(
+                caller = self.event_loop.attach(
                     sock, lambda head, body: self._told(caller, read(head)), lambda reason: self._left(caller)
                 )
             except ClosedError:  # just now
@@ -292,7 +292,7 @@ class Keeper:
             by.send(commands.SeenInside(list(asked.answers.values()), silent).head())
 
         asked.then(tell)
-        self.hub.later(LOOKED_AT_WITHIN_S, partial(self._looks.drop, asked))
+        self.event_loop.later(LOOKED_AT_WITHIN_S, partial(self._looks.drop, asked))
 
     def _seen(self, worker: _StartedWorker, number: int, what: bytes) -> None:
         """Note what a worker says that it does."""
@@ -302,7 +302,7 @@ class Keeper:
         try:
             threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
         except RuntimeError:  # no thread is to be had, and its end has to come
-            self.hub.later(_ENDS_AGAIN_S, self._let_go)
+            self.event_loop.later(_ENDS_AGAIN_S, self._let_go)
 
     def _hub_ended(self, reason: str) -> None:
         for worker in list(self._started):
@@ -329,10 +329,10 @@ class Keeper:
     def _close_later(self, door: socket.socket) -> None:
         """Close a worker's socket, where nothing is sent to it just now."""
         if door.fileno() >= 0:
-            self.hub.unwatch(door.fileno())
+            self.event_loop.unwatch(door.fileno())
         self._launcher.soon(door.close)
 
-    # -- from driver to driver, on the hub's thread
+    # -- from driver to driver, on the event loop's thread
 
     def _left(self, driver: wire.SocketLane) -> None:
         """End everything, or what mustn't stay, when the connection of the driver has ended."""
@@ -350,7 +350,7 @@ class Keeper:
             if self._driver is None and leased.vacancies == vacancies:
                 self._let_go()
 
-        self.hub.later(leased.vacate(), expire)
+        self.event_loop.later(leased.vacate(), expire)
 
     def _cut(self, lease: Lease) -> None:
         """End what a driver has here that no longer commands, but for the workers that stay."""
@@ -423,7 +423,7 @@ class Keeper:
             except (OSError, ValueError) as error:  # no descriptor is left, or a variable can't be one
                 lane.close()
                 words = f"it could not be started: {type(error).__name__}: {error}"
-                self.hub.later(0.0, partial(worker.tell_end, None, None, words))
+                self.event_loop.later(0.0, partial(worker.tell_end, None, None, words))
                 return
             self._started.append(worker)
         worker.hand_over(lane, epoch, self._tls, token, first=first)
@@ -457,7 +457,7 @@ class _StartedWorker:
         Raises:
             OSError: It can't be started; nothing is left.
         """
-        process = WorkerProcess(self._keeper.hub, self)
+        process = WorkerProcess(self._keeper.event_loop, self)
         self._door, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -480,9 +480,9 @@ class _StartedWorker:
             self._door.close()
         elif first:
             with contextlib.suppress(ClosedError):  # just now
-                self._keeper.hub.watch(self._door.fileno(), self._answered)
+                self._keeper.event_loop.watch(self._door.fileno(), self._answered)
                 if self.gone.is_set():  # and perhaps before this
-                    self._keeper.hub.unwatch(self._door.fileno())
+                    self._keeper.event_loop.unwatch(self._door.fileno())
 
     def cut(self) -> None:
         """Have it let go of its lane: the driver at the other end no longer commands."""
@@ -490,7 +490,7 @@ class _StartedWorker:
             with contextlib.suppress(OSError):  # it has just died
                 self._door.send(CUT)
 
-    # -- on the hub's thread
+    # -- on the event loop's thread
 
     def kill(self, astray: bool = False) -> None:
         """End it; because it has closed its lane, or without a reason that would be told."""
@@ -503,7 +503,7 @@ class _StartedWorker:
             self.process.kill()
 
     def reap(self) -> None:
-        """End it in the place of a hub that does nothing any more."""
+        """End it in the place of an event loop that does nothing any more."""
         if self.process is not None:
             self.process.reap()
 
@@ -546,4 +546,4 @@ class _StartedWorker:
             number, _, what = answer.partition(b" ")
             self._keeper._seen(self, int(number), what)
         else:  # it has ended
-            self._keeper.hub.unwatch(self._door.fileno())
+            self._keeper.event_loop.unwatch(self._door.fileno())

@@ -45,7 +45,7 @@ class Launcher(JobThread):
 
 
 class ProcessEvents(Protocol):
-    """What the owner of a worker process hears of it, on the hub's thread."""
+    """What the owner of a worker process hears of it, on the event loop's thread."""
 
     def said(self, line: str) -> None:
         """A line of its output; with a carriage return at its end it isn't the last state of that line."""
@@ -63,8 +63,8 @@ class WorkerProcess:
     of the session is left to continue, and hangs them up (`setpgid(2)`: orphaned process groups).
     """
 
-    def __init__(self, hub: wire.Hub, events: ProcessEvents) -> None:
-        self._hub = hub
+    def __init__(self, event_loop: wire.EventLoop, events: ProcessEvents) -> None:
+        self._event_loop = event_loop
         self._events = events
         self._process: subprocess.Popen[bytes] | Fork | None = None
         self._pidfd = -1
@@ -133,13 +133,13 @@ class WorkerProcess:
         os.set_blocking(self._log, False)
         try:
             self._pidfd = os.pidfd_open(self.pid)
-            self._hub.watch(self._log, self._read_log)
-            self._hub.watch(self._pidfd, self._ended)
-        except BaseException:  # no descriptor is left, or the hub is closed
+            self._event_loop.watch(self._log, self._read_log)
+            self._event_loop.watch(self._pidfd, self._ended)
+        except BaseException:  # no descriptor is left, or the event loop is closed
             self._process.kill()
             self._process.wait()
             self._process = None
-            self._hub.unwatch(self._log)
+            self._event_loop.unwatch(self._log)
             self._close_descriptors()
             raise
 
@@ -151,7 +151,7 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)  # a supervisor that is stopped must hear it
 
     def reap(self) -> None:
-        """End it and wait for that, in the place of a hub that does nothing any more. Told as any other end."""
+        """End it and wait for that, in the place of an event loop that does nothing any more. Told as any other end."""
         self.kill()
         if self._process is not None and not self.over:
             self._ended()
@@ -169,7 +169,7 @@ class WorkerProcess:
         except RuntimeError:  # no thread is to be had
             then(None)
 
-    # -- on the hub's thread
+    # -- on the event loop's thread
 
     def end_astray(self) -> None:
         """End one that has closed its lane and goes on; what it had become is told with its end."""
@@ -184,7 +184,7 @@ class WorkerProcess:
         except BlockingIOError:
             return
         if not data:
-            self._hub.unwatch(self._log)
+            self._event_loop.unwatch(self._log)
             return
         *lines, rest = (self._partial + data).split(b"\n")
         while len(rest) > _LINE_BYTES:
@@ -206,13 +206,13 @@ class WorkerProcess:
         assert self._process is not None
         program = program_of(self.pid)  # of one that has ended, so long as nobody has waited for it
         code = self._process.wait()
-        self._hub.unwatch(self._pidfd)
+        self._event_loop.unwatch(self._pidfd)
         with contextlib.suppress(BlockingIOError):  # a child of the worker still has the pipe
             for _ in range(_LAST_READS):  # one that has left the process group may write for ever
                 if not (data := os.read(self._log, 65536)):
                     break
                 self._partial += data
-        self._hub.unwatch(self._log)
+        self._event_loop.unwatch(self._log)
         for line in self._partial.removesuffix(b"\n").split(b"\n") if self._partial else ():
             self._say(line)
         self._close_descriptors()

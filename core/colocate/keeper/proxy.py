@@ -95,8 +95,8 @@ class DriverProxy:
             ours.close()
             self._log.close()
             raise
-        self._hub = wire.Hub("proxy")
-        self._lane = self._hub.attach(ours, self._heard, self._gone)
+        self._event_loop = wire.EventLoop("proxy")
+        self._lane = self._event_loop.attach(ours, self._heard, self._gone)
 
     @property
     def pid(self) -> int:
@@ -161,7 +161,7 @@ class DriverProxy:
     def close(self) -> None:
         """End it: `Proxied.leave` is called there, and the process ends. Idempotent."""
         self._closing = True
-        self._hub.close()
+        self._event_loop.close()
         self._end()
         self._log.close()
 
@@ -299,7 +299,7 @@ class Proxied:
             signal.signal(number, lambda *_: None)  # by handlers, which children don't inherit
         made = cls()
         made._to_open = queue.SimpleQueue()
-        made._lane = wire.Hub("driver").attach(socket.socket(fileno=int(sys.argv[1])), made._heard, made._left)
+        made._lane = wire.EventLoop("driver").attach(socket.socket(fileno=int(sys.argv[1])), made._heard, made._left)
         token, arguments = made._to_open.get()
         made._do(token, OPEN, arguments)
         threading.Event().wait()

@@ -67,8 +67,8 @@ class Keepers:
         self.patience = patience or Patience()
         self.tls = tls
         self.key = wire.new_key()
-        self.hub = wire.Hub(name, on_death=self._hub_ended)
-        self.hub.start()  # now, when whoever connects is told that no thread is to be had
+        self.event_loop = wire.EventLoop(name, on_death=self._hub_ended)
+        self.event_loop.start()  # now, when whoever connects is told that no thread is to be had
         self._name = name
         self._dialling: set[threading.Thread] = set()
         self._slots: set[KeptSlot] = set()
@@ -130,7 +130,7 @@ class Keepers:
             slot.close()
         for thread in list(self._dialling):
             thread.join()  # what it dials answers, or is given up
-        self.hub.close()
+        self.event_loop.close()
 
     def soon(self, job: Callable[[], None]) -> bool:
         """Run a job that may block, on a thread of its own; False when all of it is closed.
@@ -177,7 +177,7 @@ class Keepers:
             sock.sendall(token)
             if token not in (COMMANDS, NEWCOMER):  # it is handed on to the worker
                 sock = wire.anew(sock, token)
-            return self.hub.attach(sock, on_message, on_closed)
+            return self.event_loop.attach(sock, on_message, on_closed)
         except BaseException:
             sock.close()
             raise
@@ -247,7 +247,7 @@ class KeptSlot:
     def lost(self, words: str | None) -> None:
         """The engine says that the process of the keeper is gone; its words go into `Exit.detail`. From any thread."""
         self._words = words
-        self.keepers.hub.later(0.0, partial(self._over, words or self._is_gone))
+        self.keepers.event_loop.later(0.0, partial(self._over, words or self._is_gone))
 
     def close(self) -> None:
         """Let go: the keeper kills what runs, and goes."""
@@ -308,7 +308,7 @@ class KeptSlot:
         return self._lost if self._commands is not None else self._lost or "its keeper was let go"
 
     def stuck(self, then: Callable[[], None]) -> None:
-        """The keeper doesn't do what it is told. `then` runs on the hub's thread, once the engine has been told."""
+        """The keeper doesn't do what it is told. `then` runs on the event loop's thread, when the engine knows."""
         self._lost = self._lost or "its keeper was stuck, and was ended"  # before the engine says so: a restart asks
         self.keepers.soon(partial(self._end_keeper, then))
 
@@ -318,7 +318,7 @@ class KeptSlot:
             if not self._closed:  # otherwise it has been let go, and has gone
                 self._on_stuck()
         finally:
-            self.keepers.hub.later(0.0, then)
+            self.keepers.event_loop.later(0.0, then)
 
     # -- from any thread
 
@@ -352,7 +352,7 @@ class KeptSlot:
         if self._commands is not None:
             self._commands.send(command.head())
 
-    # -- on the hub's thread
+    # -- on the event loop's thread
 
     def _received(self, head: Head, body: Any) -> None:
         self._told(read(head))
@@ -382,7 +382,7 @@ class KeptSlot:
             self._over("its keeper was let go")
         else:
             over = partial(self._over, f"{self._is_gone}: {reason}")
-            self.keepers.hub.later(self.keepers.patience.words_s, over)
+            self.keepers.event_loop.later(self.keepers.patience.words_s, over)
 
     def _over(self, reason: str, *, at_once: bool = False) -> None:
         """Note that the keeper is gone, and its workers with it; or at once that nothing is heard of them any more."""
@@ -429,14 +429,14 @@ class KeptHost(Host):
             return
         self._killed = True
         self.slot.command(commands.Kill(self.token, astray))
-        hub = self.slot.keepers.hub
+        event_loop = self.slot.keepers.event_loop
 
         def doubt() -> None:
             if not self._over:
                 self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
 
         # This process may have been stopped: what has come meanwhile is taken first.
-        hub.later(self.slot.keepers.patience.kill_s, lambda: hub.later(_LOOK_S, doubt))
+        event_loop.later(self.slot.keepers.patience.kill_s, lambda: event_loop.later(_LOOK_S, doubt))
 
     def look(self, then: Callable[[str | None], None]) -> None:
         """Have its keeper say what it does, as its memory shows."""
@@ -448,11 +448,11 @@ class KeptHost(Host):
 
     def connect(self) -> None:
         """Have the keeper start it, and open its lane."""
-        slot, hub = self.slot, self.slot.keepers.hub
+        slot, event_loop = self.slot, self.slot.keepers.event_loop
         try:
             lost = slot.wait_connected()
             if lost is not None or self._killed:
-                hub.later(0.0, partial(self.ended, Exit(detail=lost)))
+                event_loop.later(0.0, partial(self.ended, Exit(detail=lost)))
                 return
             ticket = self.token
             if self._taken:
@@ -480,10 +480,10 @@ class KeptHost(Host):
             else:  # a mistake here: there is a group that waits
                 report_exception()
                 words = f"the thread that opens its lane was ended by {error_text(error)}"
-            hub.later(0.0, partial(self.ended, Exit(detail=words)))
+            event_loop.later(0.0, partial(self.ended, Exit(detail=words)))
             slot.command(commands.Kill(self.token))
 
-    # -- on the hub's thread
+    # -- on the event loop's thread
 
     def ended(self, exit: Exit, *, at_once: bool = False) -> None:
         """Note that it is gone. What it has said before is taken first, unless nothing is heard of it any more."""
@@ -491,13 +491,13 @@ class KeptHost(Host):
         if at_once or (known is None and (self.lane is None or self.lane.finished)):
             self._finish()
         elif known is None:
-            self.slot.keepers.hub.later(LANE_ENDS_WITHIN_S, self._finish)
+            self.slot.keepers.event_loop.later(LANE_ENDS_WITHIN_S, self._finish)
 
     def _lane_closed(self, reason: str) -> None:
         if self._exit is not None:
             self._finish()
         else:  # a worker without its lane is of no use: it leaves by itself, or is made to
-            self.slot.keepers.hub.later(AFTER_LANE_S, partial(self.kill, astray=True))
+            self.slot.keepers.event_loop.later(AFTER_LANE_S, partial(self.kill, astray=True))
 
     def _finish(self) -> None:
         with self._lock:

@@ -16,11 +16,11 @@ from pathlib import Path
 import attrs
 import psutil
 
-from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
 from colocate._role import torch_groups
 from colocate._signals.off_main import COURIER
 from colocate._system.lines import at
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.keeper import forks
 from colocate.testing.waiting import becomes_true
 from colocate.wire._forks import is_tracked
@@ -230,7 +230,7 @@ def _below(node: Owned) -> Iterator[tuple[str, Thing]]:
         yield _key_of(node), Thing(f"{node.kind} {node.name!r}, made at {_at(node.line)}, was left open", close)
     for child in list(node.children.values()):
         yield from _below(child)
-    if isinstance(node, Crew) and node.alive:
+    if isinstance(node, WorkerGroup) and node.alive:
         yield from _kept(node)
 
 
@@ -243,7 +243,7 @@ def _at(line: tuple[str, int]) -> str:
     return at((path.removeprefix(os.getcwd() + os.sep), number))
 
 
-def _kept(group: Crew) -> Iterator[tuple[str, Thing]]:
+def _kept(group: WorkerGroup) -> Iterator[tuple[str, Thing]]:
     residents, of_group = group.residents, _key_of(group)
     for scope in list(residents.scopes):
         words = f"a scope of group {group.name!r}, entered at {_at(scope.line)}, was left open"

@@ -3,9 +3,9 @@
 from colocate._definitions.codec import explain, pack, unpack
 from colocate._definitions.packed import Packed
 from colocate.wire._forks import track, track_socket
+from colocate.wire.event_loop import LOOPBACK, EventLoop, Listener, listen, listen_widely, listening_within
 from colocate.wire.framing import HOLE, Frame, Head, Message, encode, numbered
 from colocate.wire.hello import KEY_BYTES, connect, new_key
-from colocate.wire.hub import LOOPBACK, Hub, Listener, listen, listen_widely, listening_within
 from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane, posting
 from colocate.wire.peer import PeerChannel
 from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, hand_on, take_over
@@ -16,9 +16,9 @@ __all__ = [
     "HOLE",
     "KEY_BYTES",
     "LOOPBACK",
+    "EventLoop",
     "Frame",
     "Head",
-    "Hub",
     "Listener",
     "Message",
     "OnClosed",

@@ -51,7 +51,7 @@ class Posting(NamedTuple):
 
 
 class Server(Protocol):
-    """What a lane needs of the hub that serves it."""
+    """What a lane needs of the event loop that serves it."""
 
     scratch: memoryview
 
@@ -70,10 +70,10 @@ class Server(Protocol):
 
 
 class SocketLane:
-    """One connection of a hub; made by `Hub.attach`."""
+    """One connection of an event loop; made by `EventLoop.attach`."""
 
-    def __init__(self, hub: Server, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
-        self._hub = hub
+    def __init__(self, event_loop: Server, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
+        self._event_loop = event_loop
         self._sock = sock
         self._secured = secured(sock)
         self._settled = self._secured is None
@@ -100,7 +100,7 @@ class SocketLane:
 
     @property
     def taken(self) -> bool:
-        """Whether its descriptor was found closed by somebody else; the hub need not see its end then."""
+        """Whether its descriptor was found closed by somebody else; the event loop need not see its end then."""
         return self._taken
 
     @property
@@ -115,8 +115,8 @@ class SocketLane:
     def send(self, message: Frame | Head, body: Packed | None = None) -> bool:
         """Send a message; from any thread, without ever blocking.
 
-        What the socket doesn't take at once is sent by the hub's thread. Messages of one lane arrive in the order in
-        which they were sent.
+        What the socket doesn't take at once is sent by the event loop's thread. Messages of one lane arrive in
+        the order in which they were sent.
 
         Args:
             message: A frame, which stays the caller's to close, or a head.
@@ -148,7 +148,7 @@ class SocketLane:
             self._shut(reason)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until everything has been given to the kernel; not on the hub's thread.
+        """Wait until everything has been given to the kernel; not on the event loop's thread.
 
         Returns:
             Whether it has been, before the timeout and before the lane closed.
@@ -160,7 +160,7 @@ class SocketLane:
             return not self._queue and self._can_send
 
     def finish(self, reason: str) -> None:
-        """Take what has arrived, then close: the other process is known to be gone. On the hub's thread only.
+        """Take what has arrived, then close: the other process is known to be gone. On the event loop's thread only.
 
         Its end of the connection may still be open in a child that it forked, so there may be no end of file.
         """
@@ -197,11 +197,11 @@ class SocketLane:
     # For the thread that has taken its turn (see `turns.py`):
 
     def lend(self) -> bool:
-        """Have the calling thread receive from now on, instead of the hub's; False when the lane has ended."""
+        """Have the calling thread receive from now on, instead of the event loop's; False when the lane has ended."""
         return self._lend(True)
 
     def take_back(self) -> None:
-        """Have the hub receive again."""
+        """Have the event loop receive again."""
         self._lend(False)
 
     def receive(self, scratch: memoryview) -> None:
@@ -229,7 +229,7 @@ class SocketLane:
                 self._show_interest()
             return True
 
-    # What follows runs on the hub's thread, or on the one that receives.
+    # What follows runs on the event loop's thread, or on the one that receives.
 
     def _on_events(self, events: int) -> None:
         if self._closing:
@@ -238,7 +238,7 @@ class SocketLane:
         if events & select.EPOLLOUT:
             self._flush()
         if events & ~select.EPOLLOUT or not self._settled:
-            self.receive(self._hub.scratch)
+            self.receive(self._event_loop.scratch)
 
     def _take_over(self) -> None:
         """Write what others have put into the queue, and couldn't write."""
@@ -287,7 +287,7 @@ class SocketLane:
                 return
             self._finished = True
             self._taken = self._taken or _is_taken(self._sock)
-            self._hub.drop(self._sock)
+            self._event_loop.drop(self._sock)
             self._shut(reason)
             self._reader.close()
             if self._taken:
@@ -316,7 +316,7 @@ class SocketLane:
         return not left[0]
 
     def _write(self) -> None:
-        """Write what is in the queue, for it is this thread's turn to; the hub's thread goes on if that takes long."""
+        """Write what is in the queue, as it is this thread's turn to; the event loop goes on if that takes long."""
         queue, left = self._queue, [1]
         try:
             while left.pop():
@@ -335,10 +335,10 @@ class SocketLane:
             self._show_interest()
 
     def _show_interest(self) -> None:
-        """Tell the hub what to look for."""
+        """Tell the event loop what to look for."""
         secured = self._secured
         sends = self._hub_writes if secured is None or secured.is_open else secured.wants_write
-        self._hub.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if sends else 0))
+        self._event_loop.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if sends else 0))
 
     def _break(self, error: OSError) -> None:
         """Sending failed. What the other side sent before is still read; then its end is found, and the lane ends."""
@@ -350,13 +350,13 @@ class SocketLane:
             self._shut(_reason(error))
 
     def _shut(self, reason: str) -> None:
-        """End the connection in both directions; the hub sees that and finishes the lane."""
+        """End the connection in both directions; the event loop sees that and finishes the lane."""
         self._reason = self._reason or reason
         self._stop_sending()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # It ended already, which the hub sees too.
+            pass  # It ended already, which the event loop sees too.
 
     def _stop_sending(self) -> None:
         self._can_send = False
@@ -381,15 +381,20 @@ class SocketLane:
 
 
 def posting(lanes: Sequence[SocketLane], frames: Sequence[Frame]) -> Posting | None:
-    """How frames are sent without a lock, one by each of some lanes of one hub.
+    """How frames are sent without a lock, one by each of some lanes of one event loop.
 
     Whoever puts something into the empty queue of a lane is the one that writes, until the queue is empty again, or the
-    hub has been told to.
+    event loop has been told to.
 
     Returns:
         None where they can't be: one is large, or its lane is closed, or one of TLS.
     """
-    hub, datas, queues, socks = lanes[0]._hub, list[bytearray](), list[deque[Any]](), list[socket.socket]()
+    event_loop, datas, queues, socks = (
+        lanes[0]._event_loop,
+        list[bytearray](),
+        list[deque[Any]](),
+        list[socket.socket](),
+    )
     posted, writes, owns = list[Posted](), list[list[int]](), list[bool]()
     take_overs: list[Callable[[], object]] = []  # made now, as no step may make a method of an object
     for lane, frame in zip(lanes, frames, strict=True):
@@ -407,23 +412,23 @@ def posting(lanes: Sequence[SocketLane], frames: Sequence[Frame]) -> Posting | N
     written = chain(
         map(_append_to_list, compress(writes, owns), map(_send, compress(socks, owns), compress(datas, owns))),
         map(_popleft, compress(compress(queues, owns), whole)),
-        _tell(hub, take_overs, queues, owns),
+        _tell(event_loop, take_overs, queues, owns),
     )
 
     def mend() -> None:
         with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
-            at_once.run(_tell(hub, take_overs, queues, owns))
+            at_once.run(_tell(event_loop, take_overs, queues, owns))
 
     return Posting(queued, written, None, mend)
 
 
 def _tell(
-    hub: Server, take_overs: Sequence[Callable[[], object]], queues: Sequence[deque[Any]], owns: list[bool]
+    event_loop: Server, take_overs: Sequence[Callable[[], object]], queues: Sequence[deque[Any]], owns: list[bool]
 ) -> Iterator[object]:
-    """Tell the hub to write what is left in queues of those that whoever posts has to empty."""
+    """Tell the event loop to write what is left in queues of those that whoever posts has to empty."""
     left = compress(compress(take_overs, owns), map(bool, compress(queues, owns)))
-    wakes = compress((hub.wake,), map(bool, (hub.jobs,)))
-    return chain(map(hub.jobs.append, left), map(_call, (owns.clear,)), map(_call, wakes))
+    wakes = compress((event_loop.wake,), map(bool, (event_loop.jobs,)))
+    return chain(map(event_loop.jobs.append, left), map(_call, (owns.clear,)), map(_call, wakes))
 
 
 _append, _popleft, _append_to_list, _send = deque[Any].append, deque[Any].popleft, list[Any].append, socket.socket.send

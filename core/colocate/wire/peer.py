@@ -17,9 +17,9 @@ from colocate._system.jobs import error_text, report_exception
 from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
+from colocate.wire.event_loop import EventLoop, listen_widely
 from colocate.wire.framing import Frame, Head, Message, Reader, encode
 from colocate.wire.hello import dial, prove, until_let_in
-from colocate.wire.hub import Hub, listen_widely
 from colocate.wire.tls import Tls
 
 Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
@@ -61,7 +61,7 @@ class PeerChannel:
         self._tls = tls
         self._ports = ports
         self._lock = threading.Lock()
-        self._hub: Hub | None = None
+        self._event_loop: EventLoop | None = None
         self._address = ""
         self._idle: dict[str, list[_Connection]] = {}
         self._busy: set[_Connection] = set()
@@ -81,16 +81,16 @@ class PeerChannel:
         """
         with self._lock:
             self._check(self.aborts)
-            if self._hub is None:
+            if self._event_loop is None:
                 listeners = listen_widely(self._host, self._tls, ports=self._ports, what="what other workers fetch")
-                hub = Hub("peer", on_death=self._on_death)
+                event_loop = EventLoop("peer", on_death=self._on_death)
                 try:
                     for listener in listeners:
-                        hub.listen(listener, self._key, self._accept)
+                        event_loop.listen(listener, self._key, self._accept)
                 except BaseException:  # no thread is to be had, say: the next use tries it again
-                    hub.close()
+                    event_loop.close()
                     raise
-                self._hub = hub
+                self._event_loop = event_loop
                 self._address = ",".join(listener.address for listener in listeners)
             return self._address
 
@@ -147,9 +147,9 @@ class PeerChannel:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closed = True
-            hub, self._hub = self._hub, None
-        if hub is not None:
-            hub.close()  # No handler runs there, so this doesn't wait for one.
+            event_loop, self._event_loop = self._event_loop, None
+        if event_loop is not None:
+            event_loop.close()  # No handler runs there, so this doesn't wait for one.
         with self._lock:
             self._close_idle()
             for connection in (*self._busy, *self._serving.values()):
@@ -163,7 +163,7 @@ class PeerChannel:
         """In a forked child: refuse use (the sockets are closed with all others)."""
         self._lock = threading.Lock()
         self._closed = True
-        self._hub = None
+        self._event_loop = None
         self._idle.clear()
         self._busy.clear()
         self._serving.clear()

@@ -1,7 +1,7 @@
 """Turns: the thread that uses a lane's messages receives them itself while it has nothing else to do.
 
 That saves a change of threads per message, which on an idle machine costs more than all the rest. While the thread is
-busy the hub receives, so that what is urgent is never kept waiting.
+busy the event loop receives, so that what is urgent is never kept waiting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from colocate.wire.lane import SocketLane
 
 
 class Turns:
-    """One thread's turns at a lane that a hub serves otherwise."""
+    """One thread's turns at a lane that an event loop serves otherwise."""
 
     def __init__(self, lane: SocketLane) -> None:
         self._lane = lane
@@ -33,7 +33,7 @@ class Turns:
     def soon(self) -> None:
         """Take a turn already: this thread is about to `wait`, and what it sends before that may be answered at once.
 
-        Else the hub would often be the one that receives the answer, and two threads would want to go on.
+        Else the event loop would often be the one that receives the answer, and two threads would want to go on.
         """
         try:
             self._lane.lend()

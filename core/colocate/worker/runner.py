@@ -25,79 +25,79 @@ from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError
 from colocate.worker.birth.ending import RoleCode
 from colocate.worker.birth.template import tell_imports
+from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.serving import failure
 from colocate.worker.serving.build import RoleBuild, construct
 from colocate.worker.serving.functions import OF_WORKERS, restore
 from colocate.worker.serving.handlers import calls_role_code, put_off, raise_put_off
-from colocate.worker.serving.hosted import HostedRole
-from colocate.worker.site import Site
+from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block
 
 
 class Runner:
     """Runs what a host's lane gives it, on the lane, and answers."""
 
-    def __init__(self, site: Site, broken: Callable[[str], None]) -> None:
+    def __init__(self, worker_context: WorkerContext, broken: Callable[[str], None]) -> None:
         """Make it.
 
         Args:
-            site: Whose roles it constructs and runs.
+            worker_context: Whose roles it constructs and runs.
             broken: What the worker is told when it can't run them any more.
         """
-        self._site = site
+        self._worker_context = worker_context
         self._broken = broken
         # In a process of its own the lane's thread is the main one, which is never the framework's.
-        self._role_code, self._awaited_code = RoleCode(has_thread=site.in_process), RoleCode(has_thread=False)
+        self._role_code, self._awaited_code = RoleCode(has_thread=worker_context.in_process), RoleCode(has_thread=False)
         self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
         """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
-        site = self._site
+        worker_context = self._worker_context
         message = work.message
         assert isinstance(message, to_worker.Build)
         start = time.time()
         try:
-            site.definitions.compare_modules()
-            site.sleeper.begin(site.accounts.budgets.swap)
+            worker_context.definitions.compare_modules()
+            worker_context.sleeper.begin(worker_context.accounts.budgets.swap)
             self._has_default = message.default_group
             if message.default_group:
-                site.groups.have_default()
+                worker_context.groups.have_default()
             if message.nodes is not None:
-                os.environ.update(site.groups.torchrun_environment(message.nodes))
+                os.environ.update(worker_context.groups.torchrun_environment(message.nodes))
         except Exception as error:  # of torch, say, which can't make the default group
             self._failed(0, None, None, error)
             return False
-        builds: list[RoleBuild] = site.codec.unpack(work.body, None)
-        if site.process is not None:
-            site.process.begin()
+        builds: list[RoleBuild] = worker_context.codec.unpack(work.body, None)
+        if worker_context.process is not None:
+            worker_context.process.begin()
         for build in builds:
-            if site.boot.slot not in build.slots:
+            if worker_context.boot.slot not in build.slots:
                 continue
             work.label = f"{build.name}.__init__"
             try:
-                site.definitions.load(work.lots)
-                site.lane.have_loop()
-                before = site.device.begin()
-                with site.residency.constructing(build.name), self._role_code:
-                    site.roles[build.name] = construct(build, site)
-                site.device.end(f"{build.name}.__init__", before)
-                site.residency.check(build.name, f"the constructor of role {build.name!r}")
+                worker_context.definitions.load(work.lots)
+                worker_context.lane.have_loop()
+                before = worker_context.device.begin()
+                with worker_context.residency.constructing(build.name), self._role_code:
+                    worker_context.roles[build.name] = construct(build, worker_context)
+                worker_context.device.end(f"{build.name}.__init__", before)
+                worker_context.residency.check(build.name, f"the constructor of role {build.name!r}")
             except BaseException as error:
                 self._failed(0, None, build.name, error)
                 return False
-            site.instances[build.name] = site.roles[build.name].instance
+            worker_context.instances[build.name] = worker_context.roles[build.name].instance
         if message.restored is not None:
-            for role in list(site.roles.values()):
+            for role in list(worker_context.roles.values()):
                 try:
                     with self._role_code:
-                        restore(site, role, *message.restored)
+                        restore(worker_context, role, *message.restored)
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
                     return False
         tell_imports()
-        site.say(from_worker.Done(0, None, start, time.time(), None, 0))
+        worker_context.say(from_worker.Done(0, None, start, time.time(), None, 0))
         return True
 
     def call(self, work: Work) -> Any:
@@ -105,52 +105,54 @@ class Runner:
 
         What only some roles, devices or drivers need is asked for here, so that it costs the others nothing.
         """
-        site = self._site
+        worker_context = self._worker_context
         call = work.message
         assert isinstance(call, to_worker.Call)
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
-        role = site.roles[call.role]
+        role = worker_context.roles[call.role]
         spec: MethodSpec = work.spec
         start = work.began = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         role.drawn = call.seq, None if role.ctx._generator is None else role.ctx._generator.get_state()
-        if not site.in_process:
-            work.operations, work.cuts = torch_books.count(), site.groups.cuts
+        if not worker_context.in_process:
+            work.operations, work.cuts = torch_books.count(), worker_context.groups.cuts
         work.before = role.operations - work.operations
         try:
-            if site.residency.takes_turns:
-                site.residency.enter(call.seq, role, spec)
+            if worker_context.residency.takes_turns:
+                worker_context.residency.enter(call.seq, role, spec)
             # Not where others run beside it, nor where memory of other roles comes and goes meanwhile.
-            if site.device.is_gpu and not (spec.is_async or site.residency.is_moving):
-                work.allocated = site.device.begin()
-            if site.sleeper.asleep.roles:
-                site.sleeper.check(role, spec)
+            if worker_context.device.is_gpu and not (spec.is_async or worker_context.residency.is_moving):
+                work.allocated = worker_context.device.begin()
+            if worker_context.sleeper.asleep.roles:
+                worker_context.sleeper.check(role, spec)
             if work.lots:
-                site.definitions.load(work.lots)
+                worker_context.definitions.load(work.lots)
             resolver = self._resolver(call, work) if call.uses else None
             arguments = {} if body is None else self._arguments(body, resolver, role, spec)
-            if site.store.strict:
+            if worker_context.store.strict:
                 work.watches = {name: Watch(value, contents=True) for name, value in arguments.items()}
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
             if not spec.is_async and "asyncio" in sys.modules:  # else nobody asks for a current loop
-                site.lane.have_loop()
+                worker_context.lane.have_loop()
             with self._role_code:
                 result = role.run(spec.call, role.instance, arguments)
             if spec.is_async:
                 finishes = self._finish_async(result, work, call, role, spec, resolver, start)
-                return Steps(finishes, OwnSettings(site.setting, role.settings or site.setting.base))
+                return Steps(
+                    finishes, OwnSettings(worker_context.setting, role.settings or worker_context.setting.base)
+                )
             self._finish(result, work, call, role, spec, resolver, start)
         except PutBack:
-            site.residency.leave(call.seq)
+            worker_context.residency.leave(call.seq)
             work.body = body
             return None
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
-            site.residency.leave(call.seq)
-            site.peers.given_back(work.seq, work.label)
-            role.operations = max(role.operations, work.before + site.groups.count())
+            worker_context.residency.leave(call.seq)
+            worker_context.peers.given_back(work.seq, work.label)
+            role.operations = max(role.operations, work.before + worker_context.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         finally:
@@ -160,35 +162,37 @@ class Runner:
 
     def renew(self, message: to_worker.DropGroups) -> None:
         """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""
-        site = self._site
+        worker_context = self._worker_context
         if message.names:
-            site.groups.drop(message.names)
+            worker_context.groups.drop(message.names)
         told, body = None, None
         name: str | None = None
         try:
             if self._has_default:
-                site.groups.have_default()
-            for role in list(site.roles.values()):
+                worker_context.groups.have_default()
+            for role in list(worker_context.roles.values()):
                 name = role.name
-                if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
-                    with site.residency.awake(role, "process groups were dropped"), self._role_code:
+                if name is not None and (message.everybody or worker_context.groups.concerns(message.names, name)):
+                    with worker_context.residency.awake(role, "process groups were dropped"), self._role_code:
                         role.renew()
-                        site.device.end(f"{name}.renew")
+                        worker_context.device.end(f"{name}.renew")
         except BaseException as error:
-            told, body = failure.failed(error, site.codec, site.definitions, name, False)
-        holders = site.groups.holders()
+            told, body = failure.failed(error, worker_context.codec, worker_context.definitions, name, False)
+        holders = worker_context.groups.holders()
         if told is None and not holders:
-            site.groups.renewed()
-        site.say(from_worker.GroupsDropped(message.number, holders, told), body)
+            worker_context.groups.renewed()
+        worker_context.say(from_worker.GroupsDropped(message.number, holders, told), body)
 
     def _resolver(self, call: to_worker.Call, work: Work) -> Resolver:
-        site, aligned = self._site, partial(self._ask_aligned, call.seq)
-        resolver = Resolver(site.peers, site.boot.group, site.boot.slot, aligned, call.observed)
+        worker_context, aligned = self._worker_context, partial(self._ask_aligned, call.seq)
+        resolver = Resolver(
+            worker_context.peers, worker_context.boot.group, worker_context.boot.slot, aligned, call.observed
+        )
         work.taken, work.used = resolver.taken, resolver.keys
         return resolver
 
     def _ask_aligned(self, seq: int, key: int, others: Sequence[int]) -> Any:
-        return self._site.ask(questions.Aligned(seq, key, others))
+        return self._worker_context.ask(questions.Aligned(seq, key, others))
 
     @calls_role_code
     async def _finish_async(
@@ -196,7 +200,7 @@ class Runner:
         coroutine: Any,
         work: Work,
         call: to_worker.Call,
-        role: HostedRole,
+        role: RoleInstance,
         spec: MethodSpec,
         resolver: Resolver | None,
         start: float,
@@ -204,7 +208,7 @@ class Runner:
         # A task has a context of its own, in which nothing has to be reset.
         set_current(role.ctx)
         running_call.set(work)
-        own_block.set(partial(OwnSettings, self._site.setting))
+        own_block.set(partial(OwnSettings, self._worker_context.setting))
         try:
             try:
                 with self._awaited_code:
@@ -212,32 +216,34 @@ class Runner:
             finally:
                 if work.raised is not None:
                     raise work.raised from None
-            self._site.setting.have(self._site.setting.base)
+            self._worker_context.setting.have(self._worker_context.setting.base)
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:
-            self._site.residency.leave(call.seq)
-            self._site.peers.given_back(work.seq, work.label)
-            role.operations = max(role.operations, work.before + self._site.groups.count())
+            self._worker_context.residency.leave(call.seq)
+            self._worker_context.peers.given_back(work.seq, work.label)
+            role.operations = max(role.operations, work.before + self._worker_context.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         return True
 
-    def _arguments(self, body: Any, resolver: Resolver | None, role: HostedRole, spec: MethodSpec) -> dict[str, Any]:
-        site = self._site
+    def _arguments(self, body: Any, resolver: Resolver | None, role: RoleInstance, spec: MethodSpec) -> dict[str, Any]:
+        worker_context = self._worker_context
         with rebuilding("an argument"):
-            arguments: dict[str, Any] = site.hand_over(site.codec.unpack(body, site.boot.device))
+            arguments: dict[str, Any] = worker_context.hand_over(
+                worker_context.codec.unpack(body, worker_context.boot.device)
+            )
         if resolver is not None:
             arguments = self._resolved(arguments, resolver, role, spec)
-        return placed(arguments, site.boot.device, spec.host) if site.moves_tensors else arguments
+        return placed(arguments, worker_context.boot.device, spec.host) if worker_context.moves_tensors else arguments
 
     def _resolved(
-        self, arguments: dict[str, Any], resolver: Resolver, role: HostedRole, spec: MethodSpec
+        self, arguments: dict[str, Any], resolver: Resolver, role: RoleInstance, spec: MethodSpec
     ) -> dict[str, Any]:
-        site = self._site
+        worker_context = self._worker_context
         arguments = resolver.resolve(arguments)
-        if site.store.strict:
+        if worker_context.store.strict:
             resolver.watch()
-        for key, maker, by in list(site.store.written(resolver.keys)):
+        for key, maker, by in list(worker_context.store.written(resolver.keys)):
             if by is not None:
                 raise _written(by, maker, key)
             raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
@@ -256,12 +262,12 @@ class Runner:
         result: Any,
         work: Work,
         call: to_worker.Call,
-        role: HostedRole,
+        role: RoleInstance,
         spec: MethodSpec,
         resolver: Resolver | None,
         start: float,
     ) -> None:
-        site, label, device = self._site, work.label, self._site.device
+        worker_context, label, device = self._worker_context, work.label, self._worker_context.device
         try:
             if device.is_gpu:
                 device.end(label, work.allocated)
@@ -274,50 +280,52 @@ class Runner:
                 device.end(label)  # with what was copied of it
             is_of_worker = call.method in OF_WORKERS
             if is_of_worker:  # what changes there is no resident, and they have looked whether there is room
-                site.accounts.changed(None)
+                worker_context.accounts.changed(None)
             else:
-                if site.store.entries or resolver is not None or work.watches:
+                if worker_context.store.entries or resolver is not None or work.watches:
                     self._check_writes(work, role, resolver)
-                if site.accounts.budgets.limits:
-                    site.residency.check(role.name, label, None if call.keep is None else {label: result})
-            operations = 0 if site.in_process else torch_books.count()
+                if worker_context.accounts.budgets.limits:
+                    worker_context.residency.check(role.name, label, None if call.keep is None else {label: result})
+            operations = 0 if worker_context.in_process else torch_books.count()
             valid, halves = work.valid_rows, _updates(work, operations)
             if operations != work.operations:
                 role.operations = max(role.operations, work.before + operations)
-                if site.groups.cuts != work.cuts:
+                if worker_context.groups.cuts != work.cuts:
                     raise Consequence(
                         f"process groups were cut while {label} used them: what it has got of them isn't true"
                     )
             taken = summed(work.taken) if work.taken else ()
-            body = None if result is None or call.keep is not None else site.packed(result, label)
+            body = None if result is None or call.keep is not None else worker_context.packed(result, label)
             if put_off and not is_of_worker:  # of which each has done all that it does, or nothing
                 raise_put_off()
             kept = None
             if call.keep is not None:
                 rows = rows_to_join(result, spec, role.ctx)
-                kept = site.store.put(call.keep, result, label, valid, rows), rows
+                kept = worker_context.store.put(call.keep, result, label, valid, rows), rows
             done = from_worker.Done(call.seq, valid, start, time.time(), kept, halves, taken)
             if not spec.is_async:
-                site.lane.ends_soon()
+                worker_context.lane.ends_soon()
             if body is None:
-                site.say(done)
+                worker_context.say(done)
             else:
-                site.say_result(done, body, label)
+                worker_context.say_result(done, body, label)
         except RecursionError:
             if (error := no_end({"result": result}, f"the result of {work.label}")) is not None:
                 raise error from None
             raise
-        if site.recent is not None and role.name is not None:
-            site.recent.add(role.name, start, time.time())
-        if site.residency.takes_turns:
-            site.residency.leave(call.seq)
+        if worker_context.recent is not None and role.name is not None:
+            worker_context.recent.add(role.name, start, time.time())
+        if worker_context.residency.takes_turns:
+            worker_context.residency.leave(call.seq)
 
-    def _check_writes(self, work: Work, role: HostedRole, resolver: Resolver | None) -> None:
-        site, label = self._site, work.label
+    def _check_writes(self, work: Work, role: RoleInstance, resolver: Resolver | None) -> None:
+        worker_context, label = self._worker_context, work.label
         # All of them, so that nobody gets what any has become.
         written = self._writes(work, role.name)
         if resolver is not None:
-            written += [(key, maker, by or label) for key, maker, by in site.peers.given_back(work.seq, label)]
+            written += [
+                (key, maker, by or label) for key, maker, by in worker_context.peers.given_back(work.seq, label)
+            ]
             # As if they were here, since of several ranks one has the very value: which is heard of first makes no
             # difference.
             written += [(source.key, source.label, label) for source in resolver.written()]
@@ -329,7 +337,7 @@ class Runner:
 
     def _writes(self, work: Work, role: str | None) -> list[tuple[int, str, str]]:
         """What a call has written into of the residents here."""
-        store = self._site.store
+        store = self._worker_context.store
         # A role may write into what it got now, or into what it returned before and still refers to.
         everything = store.strict or role is None  # a function may have asked any role for anything
         keys = None if everything else dict.fromkeys((*work.used, *store.made_by(role or "")))
@@ -338,30 +346,30 @@ class Runner:
     def _failed(
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
     ) -> None:
-        site = self._site
-        site.accounts.changed(role)
+        worker_context = self._worker_context
+        worker_context.accounts.changed(role)
         if failure.is_out_of_memory(error):
             with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look
-                failure.note(error, site.accounts.told())
-        site.lane.waits()
-        begun, operations = site.groups.count(), site.groups.operations()
+                failure.note(error, worker_context.accounts.told())
+        worker_context.lane.waits()
+        begun, operations = worker_context.groups.count(), worker_context.groups.operations()
         halves = _updates(work, begun) if work is not None else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
         amid = work is not None and (
             begun != work.operations or (torch_books.are_any() and failure.is_in_backward(error))
         )
         given_up = work is not None and work.given_up
-        secondary = given_up or isinstance(error, Consequence) or site.groups.lost_a_peer()
-        told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
-        if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
+        secondary = given_up or isinstance(error, Consequence) or worker_context.groups.lost_a_peer()
+        told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role, secondary)
+        if not worker_context.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             taken = summed(work.taken) if work is not None and work.taken else ()
             end = time.time()
             start = end if work is None else work.began
-            site.say(from_worker.Failed(seq, told, operations, halves, amid, start, end, taken), body)
+            worker_context.say(from_worker.Failed(seq, told, operations, halves, amid, start, end, taken), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
-            site.store.fail(keep, f"{told.type}: {told.text}")
+            worker_context.store.fail(keep, f"{told.type}: {told.text}")
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
-        if seq and (lost := site.device.why_lost()) is not None:
+        if seq and (lost := worker_context.device.why_lost()) is not None:
             self._broken(lost)
         elif work is not None:  # it may have written before it failed, of which no other call is to be told
             self._writes(work, role)

@@ -42,7 +42,7 @@ class Tiny(Executor, OwnProcess):
         # A worker sees its own GPUs only, so its first one is always cuda:0.
         self._ledger = Ledger([self._node], lambda devices: "cuda:0" if devices else "cpu")
         self._gpus = names(gpus)  # as CUDA_VISIBLE_DEVICES names them, which may show this process some of them only
-        self._hub = wire.Hub("tiny", on_death=self._hub_ended)
+        self._event_loop = wire.EventLoop("tiny", on_death=self._hub_ended)
         self._launcher = Launcher()  # a thread that stays: the kernel kills a worker when the one that started it ends
         self._hosts: dict[str, Process] = {}
 
@@ -59,7 +59,7 @@ class Tiny(Executor, OwnProcess):
         self._ledger.release(reservation)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        host = Process(self._hub, boot, events, self._hosts.pop)
+        host = Process(self._event_loop, boot, events, self._hosts.pop)
         self._launcher.run(lambda: host.start(shown(self._gpus, place.devices)))
         self._hosts[boot.worker] = host
         return host
@@ -73,16 +73,18 @@ class Tiny(Executor, OwnProcess):
             host.lost(reason)
 
     def close(self) -> None:
-        self._hub.close()
+        self._event_loop.close()
         self._launcher.close()
 
 
 class Process(Host):
     """The driver's end of one worker."""
 
-    def __init__(self, hub: wire.Hub, boot: Boot, events: HostEvents, forget: Callable[[str, None], Any]) -> None:
-        self._hub, self._boot, self._events, self._forget = hub, boot, events, forget
-        self._process = WorkerProcess(hub, self)  # it calls `said` and `ended`
+    def __init__(
+        self, event_loop: wire.EventLoop, boot: Boot, events: HostEvents, forget: Callable[[str, None], Any]
+    ) -> None:
+        self._event_loop, self._boot, self._events, self._forget = event_loop, boot, events, forget
+        self._process = WorkerProcess(event_loop, self)  # it calls `said` and `ended`
         self._reason: str | None = None
 
     def start(self, visible: Mapping[str, str]) -> None:
@@ -90,7 +92,7 @@ class Process(Host):
         with theirs:
             self._process.start({**os.environ, **self._boot.env, **visible}, theirs)
         self.pid = self._process.pid
-        self._lane = self._hub.attach(ours, self._events.received, self._lane_closed)
+        self._lane = self._event_loop.attach(ours, self._events.received, self._lane_closed)
         self._lane.send(*first_message(self._boot))  # what the worker must know before anything is imported
 
     def send(self, frame: Any) -> None:

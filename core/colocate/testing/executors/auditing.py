@@ -17,9 +17,9 @@ import pytest
 import colocate
 from colocate import Audit, ColocatedGroup, RoleSpec, Runtime
 from colocate._api.pool import Slots
-from colocate._crew.workforce import Worker
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
+from colocate._worker_group.workforce import Worker
 from colocate.errors import ClosedError, RoleStartError
 from colocate.executor import Exit, OwnProcess, Reservation
 from colocate.testing import leaks

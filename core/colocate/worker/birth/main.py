@@ -26,7 +26,7 @@ from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.birth.template import renew
-from colocate.worker.memory.site import ProcessMemory
+from colocate.worker.memory.context import ProcessMemory
 from colocate.worker.residents.peers import ChannelPeers
 from colocate.worker.serving.handlers import guard, leave
 from colocate.worker.serving.host import WorkerHost
@@ -101,7 +101,7 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 
     The calling thread, which is the main one, becomes the lane.
     """
-    hub = wire.Hub("worker", own_thread=False)
+    event_loop = wire.EventLoop("worker", own_thread=False)
     began: queue.SimpleQueue[WorkerHost] = queue.SimpleQueue()
     over = threading.Event()
 
@@ -112,12 +112,12 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 
     def receive() -> None:
         try:
-            hub.run()
+            event_loop.run()
         except BaseException:  # nothing here has an owner any more, and role code would go on
             report_exception()
             os._exit(1)
 
-    Service(hub, begin, tls, door).open(sock, epoch)
+    Service(event_loop, begin, tls, door).open(sock, epoch)
     threading.Thread(target=receive, name="colocate-worker", daemon=True).start()
     lane = began.get().lane
     _raise_thread_counts()  # that of OpenMP is each thread's own
@@ -128,7 +128,7 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 
 
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
-    """Set the process up as the boot says, and make the host. On the hub's thread."""
+    """Set the process up as the boot says, and make the host. On the event loop's thread."""
     os.environ.update(boot.env)
     interface: str | None = "lo"
     if boot.host != wire.LOOPBACK:  # left to itself torch may choose one that others don't reach
@@ -148,7 +148,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
 
     def end() -> None:
         service.drain(1.0)
-        service.hub.close()
+        service.event_loop.close()
         turns.close()
         on_end()
 

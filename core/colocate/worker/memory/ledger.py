@@ -18,8 +18,8 @@ from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.numbers import size_text
 from colocate.errors import MemoryBudgetError, RoleError
 from colocate.gpus import in_use
+from colocate.worker.memory.context import Worker, beside, named
 from colocate.worker.memory.holdings import Holdings, Storages, gradients_of, held_by, lie_in, search
-from colocate.worker.memory.site import Worker, beside, named
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.vmm import absent
 from colocate.worker.serving.failure import LOOKING
@@ -78,10 +78,10 @@ class Accounts:
         gradients: What is known of their gradients beside the lane.
     """
 
-    def __init__(self, site: Worker, sleeper: Sleeper) -> None:
-        self._site = site
+    def __init__(self, worker_context: Worker, sleeper: Sleeper) -> None:
+        self._worker_context = worker_context
         self._sleeper = sleeper
-        self.gradients = Gradients(site)
+        self.gradients = Gradients(worker_context)
         sleeper.refuse_more = self.refuse_more
         self._held: dict[str, Holdings] = {}
         self._changed: set[str] = set()
@@ -89,13 +89,13 @@ class Accounts:
 
     def ledger(self) -> Ledger:
         """Look at everything that the worker holds, beside the lane."""
-        site, asleep = self._site, self._sleeper.asleep
+        worker_context, asleep = self._worker_context, self._sleeper.asleep
         held: dict[str, Holdings] = {}
         leaves: dict[str, list[Any]] = {}
         partly: list[str] = []
-        for name, role in named(site).items():
+        for name, role in named(worker_context).items():
             with _looking_at(name):
-                found = search(role.instance, apart=beside(site, name))
+                found = search(role.instance, apart=beside(worker_context, name))
                 found.noted[Purpose.DECLARED] += role.declared()
                 held[name], leaves[name] = found.holdings(), found.leaves
             if not found.complete:
@@ -110,16 +110,16 @@ class Accounts:
             shares.asleep,
             {name: kept for name in leaves if (kept := asleep.kept_awake(name))},
             tuple(partly),
-            None if site.process is None else site.process.look(self._sleeper.offload.pinned),
-            _gpu(site.boot.device, site.in_process),
-            None if site.device.peaks is None else dict(site.device.peaks),
+            None if worker_context.process is None else worker_context.process.look(self._sleeper.offload.pinned),
+            _gpu(worker_context.boot.device, worker_context.in_process),
+            None if worker_context.device.peaks is None else dict(worker_context.device.peaks),
         )
 
     # -- on the lane
 
     def changed(self, role: str | None) -> None:
         """What a role holds may have changed; None for any of them."""
-        roles = named(self._site)
+        roles = named(self._worker_context)
         if role is None:
             self._changed.update(roles)
         elif role in roles:
@@ -133,10 +133,12 @@ class Accounts:
     def shares(self, more: Mapping[str, Any] | None = None) -> Shares:
         """Return what all roles have; who may have come to hold something else is looked at anew."""
         try:
-            for name, role in named(self._site).items():
+            for name, role in named(self._worker_context).items():
                 if name in self._changed or name not in self._held:
                     with _looking_at(name):
-                        self._held[name], _ = held_by(role.instance, role.declared(), beside(self._site, name))
+                        self._held[name], _ = held_by(
+                            role.instance, role.declared(), beside(self._worker_context, name)
+                        )
                     self._changed.discard(name)
             return self._counted(self._held, more or {})
         except LookError as error:
@@ -189,7 +191,7 @@ class Accounts:
 
     def exceeded(self, shares: Shares, limit: Limit, what: str, more: int) -> MemoryBudgetError:
         """Return the error that a limit is exceeded, or would be."""
-        place = self._site.boot.device if limit.device else "the host"
+        place = self._worker_context.boot.device if limit.device else "the host"
         used = self.used(shares, limit)
         roles = shares.owned.keys() | shares.asleep.keys()
         told = "; ".join(filter(None, [self._told(shares, role, limit.device) for role in sorted(roles)]))
@@ -209,7 +211,7 @@ class Accounts:
         """Return who has how much, as a note to an error says it."""
         self.changed(None)
         shares = self.shares()
-        places = (False,) if self._site.boot.device == "cpu" else (True, False)
+        places = (False,) if self._worker_context.boot.device == "cpu" else (True, False)
         told = [self._told(shares, each, device) for each in shares.owned for device in places]
         return f"memory of this worker: {'; '.join(filter(None, told)) or 'nothing that its roles hold'}"
 
@@ -226,7 +228,7 @@ class Accounts:
 
     def _parts(self, shares: Shares, role: str, device: bool) -> dict[str, int]:
         """What a role has, by kind. What sleeps somewhere counts with the host's memory."""
-        here = self._site.boot.device if device else "cpu"
+        here = self._worker_context.boot.device if device else "cpu"
         parts = {kind: size for (kind, where), size in shares.owned.get(role, {}).items() if where == here}
         if not device and (asleep := shares.asleep.get(role, 0) - shares.emptied.get(role, 0)):
             parts["asleep"] = asleep
@@ -236,13 +238,13 @@ class Accounts:
         """What roles have, with their residents; values that are about to be kept are among these."""
         found: dict[str, Holdings] = {name: {**each, Purpose.RESIDENTS: Storages()} for name, each in held.items()}
         residents: dict[str, list[Any]] = {}  # "": of functions
-        for maker, value in [*self._site.store.values(), *(more or {}).items()]:
+        for maker, value in [*self._worker_context.store.values(), *(more or {}).items()]:
             owner, _, method = maker.partition(".")
             residents.setdefault(owner if method else "", []).append(value)
         for owner, values in residents.items():
             kept = found.setdefault(owner, {}).setdefault(Purpose.RESIDENTS, Storages())
             with _looking_at(owner):
-                holdings, _ = lie_in(values, beside(self._site))
+                holdings, _ = lie_in(values, beside(self._worker_context))
             for pieces in holdings.values():
                 kept.include(pieces)
         owned, shared = _shares(found, self._sleeper.asleep.kept_addresses())
@@ -321,8 +323,8 @@ class Gradients:
     known as they were between two calls, or where their role's memory has moved since.
     """
 
-    def __init__(self, site: Worker) -> None:
-        self._site = site
+    def __init__(self, worker_context: Worker) -> None:
+        self._worker_context = worker_context
         self._lock = threading.Lock()
         self._asked = threading.Event()
         self._asked.set()
@@ -336,7 +338,7 @@ class Gradients:
             if asked.is_set():
                 asked = self._asked = threading.Event()
                 self._leaves = leaves
-                self._site.lane.do(partial(self._look, asked))
+                self._worker_context.lane.do(partial(self._look, asked))
         asked.wait(_WITHIN_S)
         self._leaves = None  # a call that takes long may let go of them
         return self._known
@@ -352,7 +354,7 @@ class Gradients:
             self._known = {**{name: each for name, each in self._known.items() if name != role}, **self._of([role])}
 
     def _look(self, asked: threading.Event) -> None:
-        self._known = self._of(list(named(self._site)), self._leaves)
+        self._known = self._of(list(named(self._worker_context)), self._leaves)
         asked.set()
 
     def _of(self, names: Iterable[str], leaves: Mapping[str, list[Any]] | None = None) -> dict[str, Storages]:
@@ -360,7 +362,9 @@ class Gradients:
         for name in names if leaves is None else leaves:
             with contextlib.suppress(Exception):  # so does the look of who has asked, who tells it
                 if leaves is None:
-                    tensors = search(named(self._site)[name].instance, apart=beside(self._site, name)).leaves
+                    tensors = search(
+                        named(self._worker_context)[name].instance, apart=beside(self._worker_context, name)
+                    ).leaves
                 else:
                     tensors = leaves[name]
                 gradients = Storages()

@@ -29,6 +29,7 @@ from colocate._system.room import free_memory
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.worker.handed import HANDED
+from colocate.worker.memory.context import Worker, beside, named
 from colocate.worker.memory.holdings import (
     Holdings,
     Objects,
@@ -40,9 +41,8 @@ from colocate.worker.memory.holdings import (
     search,
 )
 from colocate.worker.memory.offload import HOST, Key, Offload, place_of
-from colocate.worker.memory.site import Worker, beside, named
 from colocate.worker.serving.failure import is_out_of_memory
-from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.waits import finish_works
 
 _SMALL = 4096  # bytes of the host's memory, of a role on a GPU
@@ -79,7 +79,7 @@ def reason(error: Exception) -> tuple[str, str | None]:
 
 
 @attrs.frozen
-class Going:
+class EvictionPlan:
     """What of a role is to sleep, and can.
 
     Attributes:
@@ -109,7 +109,7 @@ class Going:
 
 
 @attrs.frozen
-class Coming:
+class RestorePlan:
     """What of a role is to be there again.
 
     Attributes:
@@ -121,7 +121,7 @@ class Coming:
         on_host: What of all is the host's, in bytes.
         on_device: What comes to the slot's device.
         anew: The bytes of the host's memory that come as zeros: they haven't been anywhere.
-        kept: What of the same tags is awake, as `Going` has it.
+        kept: What of the same tags is awake, as `EvictionPlan` has it.
     """
 
     by_tag: Mapping[str, Objects]
@@ -148,7 +148,7 @@ def plan(
     lost: Collection[Key],
     device: str,
     asleep: Collection[str] = (),
-) -> Going:
+) -> EvictionPlan:
     """Return what of a role goes to sleep.
 
     Args:
@@ -188,7 +188,7 @@ def plan(
                     storages[key] = storage
                     to_host += size if place != HOST else 0
     new = [tag for tag in by_tag if tag not in asleep]
-    return Going(by_tag, new, pieces, storages, storages.keys() & _trained(by_tag), emptied, to_host, kept)
+    return EvictionPlan(by_tag, new, pieces, storages, storages.keys() & _trained(by_tag), emptied, to_host, kept)
 
 
 def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
@@ -302,7 +302,7 @@ class Asleep:
         found = [pieces.storages for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]
         return {storage.data_ptr() for storages in found for storage in storages.values()} - {0}
 
-    def coming(self, name: str, tags: Iterable[str]) -> Coming:
+    def coming(self, name: str, tags: Iterable[str]) -> RestorePlan:
         """Return what of a role is to be there again; all of these tags sleep."""
         self.forget_gone()
         by_tag = {tag: self.roles[name][tag] for tag in tags}
@@ -310,7 +310,7 @@ class Asleep:
         pieces = {key: self.away[key] for key in places if key in self.away}
         emptied = pieces.keys() & self.emptied
         on_host = {key for key in pieces if places[key] == HOST}
-        return Coming(
+        return RestorePlan(
             by_tag,
             list(by_tag),
             pieces,
@@ -322,7 +322,7 @@ class Asleep:
             {tag: kept for tag, kept in self._kept.get(name, {}).items() if tag in by_tag},
         )
 
-    def add(self, name: str, moved: Going | Coming) -> None:
+    def add(self, name: str, moved: EvictionPlan | RestorePlan) -> None:
         """A role's memory sleeps, or does still."""
         self.away.update(moved.pieces)
         self.emptied.update(moved.emptied)
@@ -338,7 +338,7 @@ class Asleep:
             asleep[tag] = joined
         self._kept[name] = {**self._kept.get(name, {}), **moved.kept}  # others are reading this, too
 
-    def remove(self, name: str, moved: Coming | Going) -> None:
+    def remove(self, name: str, moved: RestorePlan | EvictionPlan) -> None:
         """A role's memory is there again, or still."""
         for key in moved.pieces:
             self.away.pop(key, None)
@@ -430,24 +430,26 @@ class Sleeper:
             sleeps or wakes.
     """
 
-    def __init__(self, site: Worker) -> None:
-        self._site = site
-        self.offload = Offload(site.boot.device, lambda: self._share(), lambda: site.spill_dir)
+    def __init__(self, worker_context: Worker) -> None:
+        self._worker_context = worker_context
+        self.offload = Offload(worker_context.boot.device, lambda: self._share(), lambda: worker_context.spill_dir)
         self._beside = 1  # how many workers of the group lie here, which may sleep or wake at once
-        self.asleep = Asleep(site.boot.device, self.offload)
+        self.asleep = Asleep(worker_context.boot.device, self.offload)
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
     def begin(self, in_turns: bool) -> None:
         """No role is constructed yet. That there is no place for what sleeps isn't to show hours later."""
-        if self._site.spill_dir is not None or (in_turns and self._site.boot.device == "cpu"):
+        if self._worker_context.spill_dir is not None or (in_turns and self._worker_context.boot.device == "cpu"):
             try:
                 self.offload.file()
             except ValueError as error:
-                where = "" if self._site.spill_dir is None else f"spill_dir={self._site.spill_dir!r}: "
-                raise ConfigError(f"{where}{error} (on node {self._site.boot.node})") from None
+                where = (
+                    "" if self._worker_context.spill_dir is None else f"spill_dir={self._worker_context.spill_dir!r}: "
+                )
+                raise ConfigError(f"{where}{error} (on node {self._worker_context.boot.node})") from None
 
-    def check(self, role: HostedRole, spec: MethodSpec) -> None:
+    def check(self, role: RoleInstance, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it, or another one that it keeps."""
         if not self.asleep:
             return
@@ -460,9 +462,9 @@ class Sleeper:
             )
         if spec.awake == () or role.name is None:  # functions keep nothing
             return
-        for name in sorted(role.ctx._asked & self._site.roles.keys()):
+        for name in sorted(role.ctx._asked & self._worker_context.roles.keys()):
             asleep = list(self.asleep.tags(name))
-            if asleep and search(role.instance, apart=[self._site.roles[name].instance]).met:
+            if asleep and search(role.instance, apart=[self._worker_context.roles[name].instance]).met:
                 raise SleepingError(
                     f"{role.label(spec.name)} might use role {name!r}, of which memory sleeps ({', '.join(asleep)}): "
                     f"role {role.name!r} keeps the object that it has got by ctx.sibling(). Wake it with "
@@ -486,13 +488,13 @@ class Sleeper:
         beside: Mapping[str, int] = MappingProxyType({}),
     ) -> Outcome:
         """Put memory of a role to sleep, if all ranks can."""
-        self._beside = beside.get(self._site.boot.node, 1)
-        role = self._site.roles.get(name)
+        self._beside = beside.get(self._worker_context.boot.node, 1)
+        role = self._worker_context.roles.get(name)
         if role is None:
             return Outcome(self._agree(members, None))
         wanted = [tag for tag in TAGS if tag in tags]
         new = [tag for tag in wanted if tag not in self.asleep.tags(name)]
-        seen: list[Going] = []
+        seen: list[EvictionPlan] = []
 
         def begin() -> Callable[[], int]:
             going, copies = self._copied(name, role, wanted, discard)
@@ -510,12 +512,12 @@ class Sleeper:
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
         """Have memory of a role be there again, if it is so on all ranks."""
-        role = self._site.roles.get(name)
+        role = self._worker_context.roles.get(name)
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         if role is None or not asleep:
             return Outcome(self._agree(members, None))
         coming = self.asleep.coming(name, asleep)
-        self._beside = beside.get(self._site.boot.node, 1)
+        self._beside = beside.get(self._worker_context.boot.node, 1)
         share = self._share(coming.on_host)
 
         def begin() -> Callable[[], int]:
@@ -534,12 +536,12 @@ class Sleeper:
             self.asleep.why[name] = outcome.refusal
         return outcome
 
-    def sleep_alone(self, name: str, tags: Sequence[str] = _ALL, only: Coming | None = None) -> int:
+    def sleep_alone(self, name: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None) -> int:
         """Put a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
 
         Returns the bytes that sleep now, also those that a device keeps. `only`: what may go, as it had come.
         """
-        role = self._site.roles[name]
+        role = self._worker_context.roles[name]
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         going, copies = self._copied(name, role, tags, again=True, only=only)
         try:
@@ -552,7 +554,7 @@ class Sleeper:
             trim()
         return going.size
 
-    def wake_alone(self, role: HostedRole, tags: Sequence[str] = _ALL) -> int:
+    def wake_alone(self, role: RoleInstance, tags: Sequence[str] = _ALL) -> int:
         """Have memory of a role be there again on this rank, whatever others do, and return the bytes of it."""
         asleep = [tag for tag in self.asleep.tags(role.name) if tag in tags]
         if not asleep:
@@ -569,7 +571,9 @@ class Sleeper:
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         return self.asleep.coming(name, asleep).on_device if asleep else 0
 
-    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: Coming | None = None) -> Going:
+    def going(
+        self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: RestorePlan | None = None
+    ) -> EvictionPlan:
         """Return what of a role is to sleep, and can.
 
         Args:
@@ -583,20 +587,22 @@ class Sleeper:
             ColocateError: Not everything can be looked at.
         """
         self.asleep.forget_gone()
-        site, asleep = self._site, self.asleep.tags(name)
-        found = _held(site, name, partial(Objects, site.boot.device), "cache" in tags or bool(discard))
+        worker_context, asleep = self._worker_context, self.asleep.tags(name)
+        found = _held(
+            worker_context, name, partial(Objects, worker_context.boot.device), "cache" in tags or bool(discard)
+        )
         every = by_tags(found)
         by_tag = {tag: every[tag] for tag in tags}
         # What others hold and doesn't sleep there, by who; and all that they hold.
         users: dict[str, Collection[Key]] = {}
         others: list[Mapping[str, Mapping[Key, int]]] = []
-        for other in [each for each in named(site) if each != name]:
-            its = _held(site, other)
+        for other in [each for each in named(worker_context) if each != name]:
+            its = _held(worker_context, other)
             others += its.values()
             users[f"role {other!r}"] = _keys(
                 pieces for tag, pieces in by_tags(its).items() if tag not in self.asleep.tags(other)
             )
-        lying, leaves = lie_in([value for _, value in site.store.values()], beside(site), Objects)
+        lying, leaves = lie_in([value for _, value in worker_context.store.values()], beside(worker_context), Objects)
         lying[Purpose.GRADIENTS].add_all(gradients_of(leaves))
         others += lying.values()
         users["residents"] = _keys(lying.values())
@@ -609,20 +615,20 @@ class Sleeper:
             before = {key: because for pieces in only.kept.values() for key, (_, because, _) in pieces.items()}
             why = {key: before.get(key, _AWAKE) for key in _keys(by_tag.values()) - only.pieces.keys()} | why
         # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
-        lost = unneeded(found, discard, others) if discard and not site.in_process else set[Key]()
-        going = plan(by_tag, self.asleep.away, users, why, lost, site.boot.device, asleep)
+        lost = unneeded(found, discard, others) if discard and not worker_context.in_process else set[Key]()
+        going = plan(by_tag, self.asleep.away, users, why, lost, worker_context.boot.device, asleep)
         self.refuse_more(name, going.to_host, False, False)
         return going
 
     def _immovable(self, found: Collection[Objects], noted: Collection[Objects]) -> dict[Key, str]:
         """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold; and why."""
-        site, can_take = self._site, self.offload.can_take
+        worker_context, can_take = self._worker_context, self.offload.can_take
 
         def there(among: Iterable[Objects]) -> Iterable[tuple[Key, Any]]:
             storages = {key: storage for each in among for key, storage in each.storages.items()}
             return [(key, storage) for key, storage in storages.items() if key not in self.asleep.away]
 
-        graphs = any(each.keeps_addresses for each in list(site.roles.values()))
+        graphs = any(each.keeps_addresses for each in list(worker_context.roles.values()))
         why = {key: _PINNED for each in found for key in each.pinned}
         # Another library may have memory of torch's, too, and torch have it from there once more.
         arrays = [piece for each in noted for piece in each.arrays.items()]
@@ -633,9 +639,11 @@ class Sleeper:
             if not can_take(storage) or foreign.meet(storage.data_ptr(), storage.nbytes()):
                 why[key] = _SHARED if on_host and storage.is_shared() else _FOREIGN
             elif graphs and not on_host and not self.offload.keeps_address(storage):
-                if site.device.is_private(storage.data_ptr()):  # a graph that is replayed would write where it was
+                if worker_context.device.is_private(
+                    storage.data_ptr()
+                ):  # a graph that is replayed would write where it was
                     why[key] = _OF_A_GRAPH
-            elif site.in_process and HANDED.is_used(key, noted):
+            elif worker_context.in_process and HANDED.is_used(key, noted):
                 why[key] = _HANDED
         return why
 
@@ -650,7 +658,7 @@ class Sleeper:
         return self.free() // self._beside
 
     def _all_or_none(
-        self, role: HostedRole, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
+        self, role: RoleInstance, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
     ) -> Outcome:
         """Begin, and end it when all ranks have begun, which tells the bytes that were moved; otherwise undo it."""
         refusal: str | None = None
@@ -681,8 +689,8 @@ class Sleeper:
         call = running_call.get()
         assert call is not None
         try:
-            board = f"sleep {call.seq} {self._site.lane.resumed}"
-            self._site.ask(questions.Meet(board, members, None, False, refusal))
+            board = f"sleep {call.seq} {self._worker_context.lane.resumed}"
+            self._worker_context.ask(questions.Meet(board, members, None, False, refusal))
         except Consequence as error:
             raise PutBack(error.message) from error
         except ColocateError as error:
@@ -692,12 +700,12 @@ class Sleeper:
     def _copied(
         self,
         name: str,
-        role: HostedRole,
+        role: RoleInstance,
         tags: Sequence[str],
         discard: Collection[str] = (),
         again: bool = False,
-        only: Coming | None = None,
-    ) -> tuple[Going, Mapping[Key, Any]]:
+        only: RestorePlan | None = None,
+    ) -> tuple[EvictionPlan, Mapping[Key, Any]]:
         """What of a role is to sleep, and its copies where it goes. `again`: those of what trains may serve again."""
         finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
@@ -710,7 +718,7 @@ class Sleeper:
             self._undo(role, new, error)
             raise
 
-    def _put_away(self, going: Going, copies: Mapping[Key, Any]) -> int:
+    def _put_away(self, going: EvictionPlan, copies: Mapping[Key, Any]) -> int:
         """Have what was copied be elsewhere only. The bytes that have gone."""
         left = self.offload.put_away(copies)
         for pieces in going.by_tag.values():  # autograd may have saved what is emptied for a backward pass
@@ -720,7 +728,7 @@ class Sleeper:
                     imported("torch").autograd.graph.increment_version(tensor)
         return going.size - left
 
-    def _undo(self, role: HostedRole, tags: Sequence[str], error: BaseException | None = None) -> None:
+    def _undo(self, role: RoleInstance, tags: Sequence[str], error: BaseException | None = None) -> None:
         """Have a role take back what it has put away by its own means, as it doesn't sleep. `error`: why it doesn't."""
         try:
             self._tell_woken(role, tags)
@@ -728,14 +736,14 @@ class Sleeper:
             if error is not None:
                 error.add_note(f"then its wake() raised {error_text(second)}")
 
-    def _has_come(self, role: HostedRole, coming: Coming, forgotten: Collection[Key]) -> None:
+    def _has_come(self, role: RoleInstance, coming: RestorePlan, forgotten: Collection[Key]) -> None:
         """Memory of a role is there for good, and some copies of it are of no use any more."""
         assert role.name is not None
         self.offload.let_go(forgotten)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, coming.tags)
 
-    def _tell_woken(self, role: HostedRole, tags: Sequence[str]) -> None:
+    def _tell_woken(self, role: RoleInstance, tags: Sequence[str]) -> None:
         """Have a role take back what it has put away. One that raises is told again when that is wanted again."""
         try:
             if tags:
@@ -746,14 +754,16 @@ class Sleeper:
             raise
 
 
-def _held(site: Worker, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True) -> Holdings:
+def _held(
+    worker_context: Worker, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True
+) -> Holdings:
     """What a role holds."""
-    role = site.roles[name]
+    role = worker_context.roles[name]
     try:
         declared = role.declared() if with_declared else ()
     except Exception as error:
         raise ColocateError(f"device_state() of role {name!r} has raised {error_text(error)}") from error
-    found, complete = held_by(role.instance, declared, beside(site, name), storages)
+    found, complete = held_by(role.instance, declared, beside(worker_context, name), storages)
     if not complete:
         raise ColocateError(
             f"role {name!r} holds more objects than were looked at: what else uses the memory isn't known"
@@ -761,5 +771,5 @@ def _held(site: Worker, name: str, storages: Callable[[], Objects] = Objects, wi
     return found
 
 
-def _rank(role: HostedRole) -> str:
+def _rank(role: RoleInstance) -> str:
     return f"rank {role.ctx.rank} (node {role.ctx.node})"

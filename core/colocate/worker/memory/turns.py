@@ -36,10 +36,10 @@ from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.numbers import size_text
 from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
+from colocate.worker.memory.context import Worker, named
 from colocate.worker.memory.ledger import Accounts, Shares
-from colocate.worker.memory.site import Worker, named
-from colocate.worker.memory.sleep import Coming, Going, Sleeper, lacks_room, reason
-from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.memory.sleep import EvictionPlan, RestorePlan, Sleeper, lacks_room, reason
+from colocate.worker.serving.role_instance import RoleInstance
 
 _SHORTEST = 2
 _LONGEST = 64
@@ -154,9 +154,9 @@ class _Moves:
         is_over: Whether nothing more is done.
     """
 
-    going: Mapping[str, Going]
+    going: Mapping[str, EvictionPlan]
     name: str
-    coming: Coming
+    coming: RestorePlan
     gone: set[str] = attrs.field(factory=set)
     has_come: bool = False
     is_over: threading.Event = attrs.field(factory=threading.Event)
@@ -176,8 +176,8 @@ class Residency:
 
     _limit: Limit  # what all may have together, where they do
 
-    def __init__(self, site: Worker, sleeper: Sleeper, accounts: Accounts) -> None:
-        self._site = site
+    def __init__(self, worker_context: Worker, sleeper: Sleeper, accounts: Accounts) -> None:
+        self._worker_context = worker_context
         self._sleeper = sleeper
         self._accounts = accounts
         self.takes_turns = False
@@ -188,7 +188,7 @@ class Residency:
         self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
         self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
         self._moves: _Moves | None = None
-        self._thread = JobThread(f"colocate-prefetch-{site.boot.worker}", lambda error: report_exception())
+        self._thread = JobThread(f"colocate-prefetch-{worker_context.boot.worker}", lambda error: report_exception())
 
     def begin(self) -> None:
         """The budgets are known."""
@@ -208,7 +208,7 @@ class Residency:
                 self._clear(name)
             yield
 
-    def enter(self, seq: int, role: HostedRole, spec: MethodSpec) -> None:
+    def enter(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
         """A method is about to run: what it needs is awake afterwards."""
         if not self.takes_turns:
             return
@@ -224,7 +224,7 @@ class Residency:
         self.settle()
         tags = _ALL if spec.awake is None else spec.awake
         if self._declared:  # roles that live on other slots have no turn here
-            self._order = Order([each for each in self._declared if each in self._site.roles])
+            self._order = Order([each for each in self._declared if each in self._worker_context.roles])
             self._declared = ()
         if self._order.begins(name):
             self._wanted[name] = tags
@@ -248,17 +248,17 @@ class Residency:
             return
         for use in list(self._uses.values()):
             use.awake |= {name}
-        with self._site.setting.amid():
+        with self._worker_context.setting.amid():
             if self._moves is not None and name in self._moves.roles:
                 self.settle()
             if self._sleeper.asleep.tags(name):
-                self._site.device.forget()
+                self._worker_context.device.forget()
             call = running_call.get()
-            work = None if call is None else self._site.lane.running.get(call.seq)
+            work = None if call is None else self._worker_context.lane.running.get(call.seq)
             self._awaken(name, _ALL, f"needed by {'another role' if work is None else work.label}")
 
     @contextlib.contextmanager
-    def awake(self, role: HostedRole, why: str) -> Iterator[None]:
+    def awake(self, role: RoleInstance, why: str) -> Iterator[None]:
         """A block in which all of a role is awake, on this rank as on all others; what it holds may change there.
 
         Where roles don't take turns, what slept sleeps again behind it: whoever has put several to sleep has no room
@@ -268,7 +268,7 @@ class Residency:
         assert name is not None
         self.settle()
         with self._holding(name):
-            slept: Coming | None = None
+            slept: RestorePlan | None = None
             if self.takes_turns:
                 self._awaken(name, _ALL, why)
             elif asleep := self._sleeper.asleep.tags(name):
@@ -339,7 +339,7 @@ class Residency:
 
     def _look_ahead(self, name: str) -> None:
         """While a role runs, have the next one come, where there is room for both and nothing more is copied so."""
-        ahead, runs, tasks = self._order.ahead(), self._site.roles[name], self._site.lane.tasks
+        ahead, runs, tasks = self._order.ahead(), self._worker_context.roles[name], self._worker_context.lane.tasks
         if self._moves is not None or ahead is None or len(ahead) < 2 or ahead[0] != name:
             return
         # What a role has left there may write into its memory whenever something is awaited.
@@ -359,7 +359,7 @@ class Residency:
         # to, for which must not be waited while somebody captures a graph.
         in_use = self._in_use().union(*(use.reach for use in self._uses.values()))
         if victims is None or any(
-            each in in_use or self._is_told(each) or self._site.roles[each].keeps_addresses
+            each in in_use or self._is_told(each) or self._worker_context.roles[each].keeps_addresses
             for each in (follows, *victims)
         ):
             return
@@ -386,7 +386,7 @@ class Residency:
         """On the thread."""
         room, offload = f"room for role {moves.name!r}", self._sleeper.offload
         try:
-            with beside_captures(self._site.boot.device):
+            with beside_captures(self._worker_context.boot.device):
                 for name, going in moves.going.items():
                     start = time.time()
                     offload.put_away(offload.write(going.storages, going.emptied), gives_back=False)
@@ -423,9 +423,9 @@ class Residency:
         todo = [name]
         while todo:
             each = todo.pop()
-            if each not in found and each in self._site.roles:
+            if each not in found and each in self._worker_context.roles:
                 found.add(each)
-                todo.extend(self._site.roles[each].ctx._asked)
+                todo.extend(self._worker_context.roles[each].ctx._asked)
         return frozenset(found)
 
     def _awaken(self, name: str, tags: Sequence[str], why: str) -> None:
@@ -495,7 +495,7 @@ class Residency:
         victims = self._choice(shares, name, stay, coming, ahead if ahead is not None and ahead[0] == name else None)
         if victims := frozenset(self._could_go(shares, stay)) if victims is None else victims:
             return victims
-        others = [each for each in named(self._site) if each not in stay]
+        others = [each for each in named(self._worker_context) if each not in stay]
         if holders := [each for each in others if self._awake(each, shares)]:
             return holders
         asleep = self._sleeper.asleep
@@ -516,7 +516,7 @@ class Residency:
         """Who can make room. What several hold counts with one of them, and stays as long as another one is awake."""
         return [
             each
-            for each in named(self._site)
+            for each in named(self._worker_context)
             if each not in stay
             and (self._awake(each, shares) or shares.shared.get(each))
             and len(self._sleeper.asleep.tags(each)) < len(TAGS)
@@ -524,11 +524,11 @@ class Residency:
 
     def _is_told(self, name: str) -> bool:
         """Whether a role has means of its own to sleep or to wake, which are its code."""
-        return any(self._site.roles[name].hook(each) is not None for each in ("sleep", "wake"))
+        return any(self._worker_context.roles[name].hook(each) is not None for each in ("sleep", "wake"))
 
     def _awake(self, name: str, shares: Shares) -> int:
         """The bytes of a role that could go."""
-        here, residents = self._site.boot.device, Purpose.RESIDENTS.word
+        here, residents = self._worker_context.boot.device, Purpose.RESIDENTS.word
         owned = shares.owned.get(name, {})
         return sum(size for (kind, where), size in owned.items() if where == here and kind != residents)
 
@@ -548,7 +548,7 @@ class Residency:
     def _wake(self, name: str, asleep: Sequence[str], why: str) -> None:
         start = time.time()
         try:
-            nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep)
+            nbytes = self._sleeper.wake_alone(self._worker_context.roles[name], asleep)
         except Exception as error:  # of its own hook, too
             kind = MemoryBudgetError if lacks_room(error) else SleepingError
             why_not, trace = reason(error)
@@ -557,12 +557,12 @@ class Residency:
             self._accounts.moved(name)
         self._tell(name, False, nbytes, start, False, why)
 
-    def _sleep_again(self, name: str, slept: Coming | None) -> None:
+    def _sleep_again(self, name: str, slept: RestorePlan | None) -> None:
         if slept is not None:
             self._put_to_sleep(name, "as before", "could not be put back to sleep", slept.tags, slept)
 
     def _put_to_sleep(
-        self, name: str, why: str, failing: str, tags: Sequence[str] = _ALL, only: Coming | None = None
+        self, name: str, why: str, failing: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None
     ) -> None:
         """See `Sleeper.sleep_alone`. `why`: what for; `failing`: what is wrong with the role if it can't."""
         self.settle()
@@ -593,4 +593,4 @@ class Residency:
     ) -> None:
         in_call = not ahead and any(use.is_call for use in self._uses.values())
         told = name, asleep, nbytes, start, time.time(), whole, why, ahead, in_call, dict(kept)
-        self._site.say(from_worker.Moved(*told))
+        self._worker_context.say(from_worker.Moved(*told))

@@ -21,11 +21,11 @@ from colocate._system.tracebacks import rebuilding
 from colocate._values.leaving import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
+from colocate.worker.context import WorkerContext
 from colocate.worker.memory.holdings import Objects, held_by
 from colocate.worker.memory.vmm import Elsewhere, kept_addresses
 from colocate.worker.serving.handlers import calls_role_code
-from colocate.worker.serving.hosted import HostedRole
-from colocate.worker.site import Site
+from colocate.worker.serving.role_instance import RoleInstance
 
 
 @attrs.frozen
@@ -85,7 +85,7 @@ class RoleBuild:
 
 
 def context_in(
-    site: Site,
+    worker_context: WorkerContext,
     role: str | None,
     slots: Sequence[int],
     meshes: Mapping[str, Mesh],
@@ -94,7 +94,7 @@ def context_in(
     generation: int,
 ) -> Context:
     """Make what a role of this worker, or a function, has as its context; `seed` is the runtime's."""
-    boot = site.boot
+    boot = worker_context.boot
     rank = slots.index(boot.slot)
     return Context(
         rank=rank,
@@ -107,44 +107,44 @@ def context_in(
         seed=derive_seed(seed, group, role, rank),
         meshes={name: MeshPlace(mesh, rank) for name, mesh in meshes.items()},
         device=boot.device,
-        siblings=site.instances,
-        reach=site.residency.reach,
+        siblings=worker_context.instances,
+        reach=worker_context.residency.reach,
         slots=slots,
-        groups=site.groups,
-        report=site.report,
+        groups=worker_context.groups,
+        report=worker_context.report,
     )
 
 
 @calls_role_code
-def construct(build: RoleBuild, site: Site) -> HostedRole:
+def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     """Make the role's instance in this worker. What its constructor raises comes through."""
-    ctx = context_in(site, build.name, build.slots, build.meshes, build.group, build.seed, build.generation)
+    ctx = context_in(worker_context, build.name, build.slots, build.meshes, build.group, build.seed, build.generation)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     token = set_current(ctx)
     try:
         cls = build.shipped.load()
-        site.setting.choose_device()
-        site.setting.base = site.setting.now()
+        worker_context.setting.choose_device()
+        worker_context.setting.base = worker_context.setting.now()
         methods = check_role(build.name, cls)
         if build.arguments is not None:  # on the host, from where it takes to the device what it wants there
             with rebuilding("an argument"):
-                args, kwargs = site.hand_over(site.codec.unpack(build.arguments, "cpu"))
-            if site.moves_tensors:
+                args, kwargs = worker_context.hand_over(worker_context.codec.unpack(build.arguments, "cpu"))
+            if worker_context.moves_tensors:
                 args, kwargs = on_device((args, kwargs), "cpu")
-        with kept_addresses(site.boot.device) if build.keeps_addresses else nullcontext() as elsewhere:
+        with kept_addresses(worker_context.boot.device) if build.keeps_addresses else nullcontext() as elsewhere:
             instance = cls(*args, **kwargs)
         if elsewhere is not None:
-            _check_addresses(instance, site, elsewhere)
+            _check_addresses(instance, worker_context, elsewhere)
         attach(instance, ctx)
-        settings = site.setting.now()
+        settings = worker_context.setting.now()
     finally:
         reset_current(token)
-        site.setting.have(site.setting.base)
-    return HostedRole(build.name, instance, methods, ctx, site.setting, settings, build.keeps_addresses)
+        worker_context.setting.have(worker_context.setting.base)
+    return RoleInstance(build.name, instance, methods, ctx, worker_context.setting, settings, build.keeps_addresses)
 
 
-def _check_addresses(instance: object, site: Site, elsewhere: Elsewhere) -> None:
+def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere: Elsewhere) -> None:
     """Raise where not all weights and buffers that were made for a constructor keep their addresses.
 
     Of others some may not: threads of autograd's make gradients, for one.
@@ -152,8 +152,8 @@ def _check_addresses(instance: object, site: Site, elsewhere: Elsewhere) -> None
     Raises:
         CapabilityError: They don't.
     """
-    device = site.boot.device
-    others = [role.instance for role in site.roles.values() if role.name is not None]
+    device = worker_context.boot.device
+    others = [role.instance for role in worker_context.roles.values() if role.name is not None]
     found, _ = held_by(instance, apart=others, storages=partial(Objects, device))
     storages: dict[int, Any] = {}
     for pieces in (found[Purpose.PARAMETERS], found[Purpose.BUFFERS]):

@@ -19,14 +19,14 @@ from colocate._role.method import RoleMethod
 from colocate._system.files import places
 from colocate.errors import ColocateError
 from colocate.worker.serving.failure import note
-from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.serving.role_instance import RoleInstance
 
 RECORD = "checkpoint.json"  # in the folder of one that is complete
 OWN = ".colocate"
 
 
 def save(
-    roles: Sequence[HostedRole], directory: str, awake: Callable[[HostedRole], AbstractContextManager[None]]
+    roles: Sequence[RoleInstance], directory: str, awake: Callable[[RoleInstance], AbstractContextManager[None]]
 ) -> None:
     """Have roles write their states.
 
@@ -49,7 +49,7 @@ def save(
             own.write_bytes(generator.get_state().numpy().tobytes())
 
 
-def restore(role: HostedRole, directory: str, identity: str) -> None:
+def restore(role: RoleInstance, directory: str, identity: str) -> None:
     """Have a role go on where it was saved. One that has no `save` is as its constructor made it.
 
     Raises:
@@ -135,7 +135,7 @@ def takes_ranks(cls: type) -> bool:
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
 
-def _call(role: HostedRole, name: str, folder: Path) -> None:
+def _call(role: RoleInstance, name: str, folder: Path) -> None:
     assert role.name is not None
     own = folder / role.name
     if not own.is_dir():
@@ -149,5 +149,5 @@ def _call(role: HostedRole, name: str, folder: Path) -> None:
     role.run_hook(partial(bound or getattr(role.instance, name), **more), str(own), name=name)
 
 
-def _generator_file(role: HostedRole, folder: Path) -> Path:
+def _generator_file(role: RoleInstance, folder: Path) -> Path:
     return folder / OWN / f"{role.name}-{role.ctx.rank}.generator"

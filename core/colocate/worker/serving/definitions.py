@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from colocate._definitions import ids
-from colocate._definitions.bundles import Inbox, Table
+from colocate._definitions.bundles import ReceivedDefinitions, Table
 from colocate._definitions.ids import Need
 from colocate._definitions.sources import Refused, Source
 from colocate._protocol import from_worker, questions, to_worker
@@ -24,7 +24,9 @@ class Definitions:
         self._ask = ask
         self._send = send
         self._in_process = in_process
-        self._inbox = Inbox(lambda ids, names: send(from_worker.Undefined(tuple(ids), tuple(names)), None))
+        self._received_definitions = ReceivedDefinitions(
+            lambda ids, names: send(from_worker.Undefined(tuple(ids), tuple(names)), None)
+        )
         self._driver = Table("runs it")
         self._lock = threading.Lock()
         self._early: dict[str, tuple[str, str]] = {}
@@ -36,17 +38,17 @@ class Definitions:
 
     def arrived(self, message: to_worker.Define, body: Any) -> None:
         """Take a bundle of the driver's. On the receiving thread, where nothing is loaded."""
-        self._inbox.put(message.ids, message.names, body)
+        self._received_definitions.put(message.ids, message.names, body)
         self._driver.knows.update(message.ids)
 
     @property
     def count(self) -> int:
         """How many bundles have come."""
-        return self._inbox.count
+        return self._received_definitions.count
 
     def load(self, count: int) -> None:
         """Have the first `count` bundles loaded: those that were sent before what is read next."""
-        self._inbox.load(count)
+        self._received_definitions.load(count)
 
     # -- modules
 

@@ -16,19 +16,19 @@ from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
 from colocate._values.mesh import Mesh
+from colocate.worker.context import WorkerContext
 from colocate.worker.memory.sleep import Outcome
 from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
 from colocate.worker.serving.handlers import calls_role_code
-from colocate.worker.serving.hosted import HostedRole
-from colocate.worker.site import Site
+from colocate.worker.serving.role_instance import RoleInstance
 
 
 class Functions:
     """What runs the functions, and does what concerns the roles of its worker."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, worker_context: WorkerContext) -> None:
+        self._worker_context = worker_context
 
     @method
     @calls_role_code
@@ -40,44 +40,44 @@ class Functions:
     @method
     def save(self, directory: str) -> None:
         """Have the roles write their states into a folder."""
-        checkpoint.save(self._roles(), directory, partial(self._site.residency.awake, why="to be saved"))
+        checkpoint.save(self._roles(), directory, partial(self._worker_context.residency.awake, why="to be saved"))
 
     @method
     def restore(self, directory: str, identity: str) -> None:
         """Have the roles go on from a checkpoint."""
         for role in self._roles():
-            restore(self._site, role, directory, identity)
+            restore(self._worker_context, role, directory, identity)
 
-    def _roles(self) -> list[HostedRole]:
-        return [role for role in self._site.roles.values() if role.name is not None]
+    def _roles(self) -> list[RoleInstance]:
+        return [role for role in self._worker_context.roles.values() if role.name is not None]
 
     @method
     def sleep(
         self, role: str, tags: Sequence[str], discard: Sequence[str], beside: Mapping[str, int], why: str
     ) -> Outcome:
         """Put memory of a role to sleep, and why. `beside`: how many of the group's workers lie on each node."""
-        self._site.residency.settle()
-        start, before, had = time.time(), self._site.sleeper.asleep.tags(role), self._asleep(role)
-        outcome = self._site.sleeper.sleep(role, tags, discard, current_slots(), beside)
+        self._worker_context.residency.settle()
+        start, before, had = time.time(), self._worker_context.sleeper.asleep.tags(role), self._asleep(role)
+        outcome = self._worker_context.sleeper.sleep(role, tags, discard, current_slots(), beside)
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
-        if more or self._site.sleeper.asleep.tags(role) != before:
-            self._tell(role, True, more, start, why, self._site.sleeper.asleep.kept_awake(role, tags))
+        if more or self._worker_context.sleeper.asleep.tags(role) != before:
+            self._tell(role, True, more, start, why, self._worker_context.sleeper.asleep.kept_awake(role, tags))
         return outcome
 
     @method
     def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int], why: str) -> Outcome:
         """Have it be there again, and why. `beside`: as for a sleep."""
-        self._site.residency.make_room(role)
-        start, before = time.time(), self._site.sleeper.asleep.tags(role)
-        outcome = self._site.sleeper.wake(role, tags, current_slots(), beside)
-        if self._site.sleeper.asleep.tags(role) != before:
+        self._worker_context.residency.make_room(role)
+        start, before = time.time(), self._worker_context.sleeper.asleep.tags(role)
+        outcome = self._worker_context.sleeper.wake(role, tags, current_slots(), beside)
+        if self._worker_context.sleeper.asleep.tags(role) != before:
             self._tell(role, False, outcome.nbytes, start, why)
         return outcome
 
     def _asleep(self, role: str) -> int:
         """The bytes of a role that sleep."""
-        tags = self._site.sleeper.asleep.tags(role)
-        return self._site.sleeper.asleep.coming(role, tags).size if tags else 0
+        tags = self._worker_context.sleeper.asleep.tags(role)
+        return self._worker_context.sleeper.asleep.coming(role, tags).size if tags else 0
 
     def _tell(
         self,
@@ -89,17 +89,19 @@ class Functions:
         kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Tell the driver, and who counts it, what sleeps now, or is awake."""
-        self._site.accounts.moved(role)
-        whole = asleep and len(self._site.sleeper.asleep.tags(role)) == len(TAGS)
-        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))
+        self._worker_context.accounts.moved(role)
+        whole = asleep and len(self._worker_context.sleeper.asleep.tags(role)) == len(TAGS)
+        self._worker_context.say(
+            from_worker.Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept))
+        )
 
 
-def restore(site: Site, role: HostedRole, directory: str, identity: str) -> None:
+def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, identity: str) -> None:
     """Have a role go on from a checkpoint, within the memory that it may have."""
-    with site.residency.awake(role, "to be restored"):
+    with worker_context.residency.awake(role, "to be restored"):
         checkpoint.restore(role, directory, identity)
-        site.device.end(f"{role.name}.restore")
-    site.residency.check(role.name, f"restoring role {role.name!r}")
+        worker_context.device.end(f"{role.name}.restore")
+    worker_context.residency.check(role.name, f"restoring role {role.name!r}")
 
 
 def current_slots() -> int:
@@ -117,8 +119,16 @@ SPECS: dict[str, MethodSpec] = {said: Functions.__dict__[name].spec for said, na
 RUN = SPECS["run"]
 
 
-def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
+def hosted_functions(worker_context: WorkerContext, slots: int, seed: int) -> RoleInstance:
     """Make what functions run in: every slot of the group is a rank."""
     meshes = {"": Mesh({"dp": slots})}
-    ctx = context_in(site, None, range(slots), meshes, site.boot.group, seed, site.groups.default.generation)
-    return HostedRole(None, Functions(site), SPECS, ctx, site.setting)
+    ctx = context_in(
+        worker_context,
+        None,
+        range(slots),
+        meshes,
+        worker_context.boot.group,
+        seed,
+        worker_context.groups.default.generation,
+    )
+    return RoleInstance(None, Functions(worker_context), SPECS, ctx, worker_context.setting)

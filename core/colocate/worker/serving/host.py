@@ -29,18 +29,18 @@ from colocate.executor import Boot
 from colocate.wire import Turns
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
+from colocate.worker.context import Send, WorkerContext
 from colocate.worker.lane import Lane, Work
 from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
 from colocate.worker.serving.functions import hosted_functions
-from colocate.worker.site import Send, Site
 
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
 
-class WorkerHost(Site):
+class WorkerHost(WorkerContext):
     """One worker: what it does about each message.
 
     Args:
@@ -76,7 +76,7 @@ class WorkerHost(Site):
         # Looks: neither where messages wait, nor on the lane, where a call may take long. Each has its own thread, as a
         # role's `device_state` may keep it.
         self._ledgers = JobThread(f"colocate-ledger-{boot.worker}", lambda error: report_exception())
-        self._glimpses = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
+        self._snapshots = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, in_process, self._works_of)
         self._runner = Runner(self, self.broken)
@@ -208,7 +208,7 @@ class WorkerHost(Site):
     def look(self, then: Callable[[Mapping[str, Any]], object]) -> None:
         """Say what it does, on a thread of its own. Nothing is said where there is none to be had."""
         with suppress(RuntimeError):
-            self._glimpses.soon(lambda: then(glimpse(self)))
+            self._snapshots.soon(lambda: then(snapshot(self)))
 
     # -- from driver to driver, on the receiving thread
 
@@ -246,7 +246,7 @@ class WorkerHost(Site):
         self.lane.join()
         self.groups.close()
         self.residency.close()
-        for thread in (self._transfer, self._ledgers, self._glimpses):
+        for thread in (self._transfer, self._ledgers, self._snapshots):
             thread.close(0.0)
         self.peers.close()
         tell_imports()  # what values needed, too
@@ -316,20 +316,22 @@ def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> I
     return chain(*kept, at_once.called([worker.lane.take for worker in workers], frames))
 
 
-def glimpse(site: Site) -> dict[str, Any]:
+def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
     """What it runs, what waits, and what its roles hold, as plain data. On any thread; takes as long as a ledger."""
-    now, work = time.time(), site.lane.last()
-    boot = site.boot
+    now, work = time.time(), worker_context.lane.last()
+    boot = worker_context.boot
     found: Ledger | None = None
     trouble: str | None = None
     try:
-        found = site.accounts.ledger()
+        found = worker_context.accounts.ledger()
     except LookError as error:
         trouble = str(error)
     except Exception as error:  # CUDA's, say, which is out of order
         trouble = error_text(error)
-    running = [(work.message.role, work.began, now) for work in site.lane.started() if isinstance(work.message, Call)]
-    busy = {} if site.recent is None else site.recent.shares(now, running)
+    running = [
+        (work.message.role, work.began, now) for work in worker_context.lane.started() if isinstance(work.message, Call)
+    ]
+    busy = {} if worker_context.recent is None else worker_context.recent.shares(now, running)
     roles = [
         {
             "role": role.name,
@@ -338,7 +340,7 @@ def glimpse(site: Site) -> dict[str, Any]:
             "bytes": None if found is None else sum(found.roles.get(role.name, {}).values()),
             "asleep": None if found is None else found.asleep.get(role.name, 0),
         }
-        for role in list(site.roles.values())
+        for role in list(worker_context.roles.values())
         if role.name is not None
     ]
     told = {
@@ -348,7 +350,7 @@ def glimpse(site: Site) -> dict[str, Any]:
         "node": boot.node,
         "device": boot.device,
         "pid": os.getpid(),
-        "queue": max(0, site.lane.waiting - site.accounts.gradients.is_due),  # which is no call
+        "queue": max(0, worker_context.lane.waiting - worker_context.accounts.gradients.is_due),  # which is no call
         "call": None if work is None else work.label,
         "age": None if work is None or not work.began else round(now - work.began, 3),
         "roles": roles,

@@ -52,11 +52,13 @@ def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | b
 
 
 class Service:
-    """Serves one lane after the other. On the hub's thread, unless said otherwise."""
+    """Serves one lane after the other. On the event loop's thread, unless said otherwise."""
 
-    def __init__(self, hub: wire.Hub, start: Start, tls: wire.Tls | None, door: socket.socket | None) -> None:
+    def __init__(
+        self, event_loop: wire.EventLoop, start: Start, tls: wire.Tls | None, door: socket.socket | None
+    ) -> None:
         """Serve none yet."""
-        self.hub = hub
+        self.event_loop = event_loop
         self.tls = tls
         self._start = start
         self.door = door
@@ -67,14 +69,14 @@ class Service:
         self._next: tuple[socket.socket, int] | None = None
         if door is not None:
             door.setblocking(False)
-            hub.watch(door.fileno(), self._at_the_door)
+            event_loop.watch(door.fileno(), self._at_the_door)
 
     def open(self, sock: socket.socket, epoch: int) -> None:
         """Serve a connected, authenticated socket; the first message on it is the boot."""
         self._epoch, self._heeds = epoch, None
         if self._host is not None:
             self._renew(self._host, epoch)
-        self._lane = self.hub.attach(sock, self._received, self._closed)
+        self._lane = self.event_loop.attach(sock, self._received, self._closed)
         if self._host is not None:
             self._host.lane.turn_to(self._lane)
 
@@ -84,7 +86,7 @@ class Service:
             self._look_after(lane)
 
     def drain(self, timeout: float) -> None:
-        """Wait until what was said has gone out; not on the hub's thread."""
+        """Wait until what was said has gone out; not on the event loop's thread."""
         if (lane := self._lane) is not None:
             lane.drain(timeout)
 
@@ -126,7 +128,7 @@ class Service:
                 os._exit(0)
             print(f"the connection to the driver has ended here: {reason}", file=sys.stderr)
             os._exit(1)
-        self.hub.later(0.0, partial(self._vacate, host))
+        self.event_loop.later(0.0, partial(self._vacate, host))
 
     @staticmethod
     def _look_after(lane: wire.SocketLane) -> None:
@@ -145,7 +147,7 @@ class Service:
         base = base_of(epoch)
         host.renew(base)
         # By then what it had begun has had its time to end by itself: what still runs of it waits no longer.
-        self.hub.later(
+        self.event_loop.later(
             STEP_ENDS_WITHIN_S,
             partial(host.groups.cut, lambda: any(0 < seq <= base for seq in list(host.lane.running))),
         )

@@ -28,7 +28,7 @@ from colocate.errors import CapabilityError, ConfigError
 from colocate.gpus import backend_for, number_of
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.torch_groups.making import DefaultGroup, Made, Making, Together, Worker
-from colocate.worker.torch_groups.waits import bury, guard, transferring
+from colocate.worker.torch_groups.waits import destroy_later, guard, transferring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -316,7 +316,7 @@ class ProcessGroups:
                 pass
             gc.collect()  # a role's frames may be part of cycles
         # Not before: a model that lets go of a group on the lane would be the last, and wait for what runs in it.
-        bury(self._left)
+        destroy_later(self._left)
         return sorted({name for group, name in dropped if group() is not None})
 
     def ending(self) -> None:
@@ -342,7 +342,7 @@ class ProcessGroups:
                 if rest.is_alive():  # NCCL takes a second for each, and for ever where a kernel doesn't end: so would
                     return  # torch, and the process's end does it as well
             left = torch_books.forget_all()
-        bury(left, GROUPS_CLOSE_WITHIN_S)
+        destroy_later(left, GROUPS_CLOSE_WITHIN_S)
 
 
 def _needs_processes(what: str, ctx: Context) -> CapabilityError:

@@ -27,7 +27,7 @@ from colocate._role.torch_meetings import NotMade, all_make, can_not, withdraw
 from colocate._system.jobs import error_text, message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ColocateError, ConfigError
-from colocate.worker.torch_groups.waits import bury
+from colocate.worker.torch_groups.waits import destroy_later
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,7 +36,7 @@ _OF_PEERS = RuntimeError, NotMade, Consequence  # a lost connection is a Runtime
 
 
 class Worker(Protocol):
-    """What groups need of the worker that they are of; see `Site`."""
+    """What groups need of the worker that they are of; see `WorkerContext`."""
 
     def ask(self, question: Message, apart: bool = False) -> Any: ...  # noqa: D102
 
@@ -393,7 +393,7 @@ class DefaultGroup:
         try:
             if former is not None:
                 former.made.exception()  # it is over
-                bury(torch_books.forget(self.name))
+                destroy_later(torch_books.forget(self.name))
             import torch.distributed as dist  # only who asks for a group has torch
 
             if dist.is_initialized():

@@ -7,7 +7,7 @@ for the group's timeout of 30 minutes (gloo/transport/tcp/pair.cc, `Pair::signal
 A send or a receive between two ranks can't be waited for in slices: for gloo the end of one is the end of its group.
 
 The operation itself stays behind in the group's own thread, until that timeout, and with it the tensors that it was
-given: `bury` is for what mustn't be waited for.
+given: `destroy_later` is for what mustn't be waited for.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def finish_works() -> None:
             )
 
 
-def bury(backends: list[Any], within_s: float = 0.0) -> None:
+def destroy_later(backends: list[Any], within_s: float = 0.0) -> None:
     """Let go of groups' backends, without waiting for what still runs in them.
 
     The last reference to one goes when its threads have ended, which may be in 30 minutes: so it goes on a thread of

@@ -1,4 +1,4 @@
-"""`Crew`: the workers of a group, and all that the calls on them share."""
+"""`WorkerGroup`: the workers of a group, and all that the calls on them share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
-from colocate._crew.saved import Checkpoint, Tag
-from colocate._crew.sleepers import Sleepers
-from colocate._crew.spawn import Declared, warn_of_rebound
-from colocate._crew.taught import Questions, Taught, Tell
-from colocate._crew.workforce import Worker, Workforce
 from colocate._kept import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
@@ -36,6 +31,11 @@ from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text, message_of, report_exception
 from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
 from colocate._values.mesh import Ranks
+from colocate._worker_group.published import Published, Questions, Tell
+from colocate._worker_group.saved import Checkpoint, Tag
+from colocate._worker_group.sleepers import Sleepers
+from colocate._worker_group.spawn import Declared, warn_of_rebound
+from colocate._worker_group.workforce import Worker, Workforce
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, RoleError, WorkerDied
 from colocate.executor import Place, Request
 
@@ -124,17 +124,17 @@ class Ledgers:
 
 
 class Home(Owned, abc.ABC):
-    """What a crew needs of the pool whose slots it has."""
+    """What a worker group needs of the pool whose slots it has."""
 
     request: Request
     attachment: Attachment | None
 
     @abc.abstractmethod
-    def others(self) -> Mapping[str, Crew]:
-        """Return the crews of its runtime, by name."""
+    def others(self) -> Mapping[str, WorkerGroup]:
+        """Return the worker groups of its runtime, by name."""
 
     @abc.abstractmethod
-    def places_for(self, crew: Crew) -> Sequence[Place]:
+    def places_for(self, worker_group: WorkerGroup) -> Sequence[Place]:
         """Return where its slots lie; reserved anew if the engine has lost some."""
 
     @abc.abstractmethod
@@ -142,15 +142,15 @@ class Home(Owned, abc.ABC):
         """Note that what drivers after this one are to know of its groups has changed."""
 
     @abc.abstractmethod
-    def goes_on(self, crew: Crew) -> bool:
+    def goes_on(self, worker_group: WorkerGroup) -> bool:
         """Return whether it lives on when this driver lets go of it."""
 
     @abc.abstractmethod
-    def forget(self, crew: Crew) -> None:
+    def forget(self, worker_group: WorkerGroup) -> None:
         """Free its name."""
 
     @abc.abstractmethod
-    def vacate(self, crew: Crew) -> None:
+    def vacate(self, worker_group: WorkerGroup) -> None:
         """Free its slots, as it has gone."""
 
 
@@ -162,7 +162,7 @@ class Restarts:
     the last checkpoint has them, and nobody goes on with that by accident.
     """
 
-    def __init__(self, group: Crew, limit: int) -> None:
+    def __init__(self, group: WorkerGroup, limit: int) -> None:
         self.limit = limit  # how many there may be without a checkpoint in between; 0: the first failure is the last
         self.checkpoint: Checkpoint | None = None  # the last one; None as long as there is none
         self.restored: Tag = None  # the tag of the one that the roles were restored from
@@ -317,7 +317,7 @@ class Restarts:
         self._group.services.printer.soon(lambda: _log.warning(text))
 
 
-class Crew(Link):
+class WorkerGroup(Link):
     """The workers of a group, with the order of their calls, what they keep, and how they start and end."""
 
     def __init__(
@@ -344,7 +344,7 @@ class Crew(Link):
         self.life.on_change = self._look_at_life
         self._look_at_life()
         self.cancellations = Cancellations(self.order)
-        self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers)
+        self.published = Published(self, self.order.lock, lambda: self.workforce.workers)
         self.restarts = Restarts(self, restarts)
         # Which roles may have memory that sleeps
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
@@ -355,7 +355,7 @@ class Crew(Link):
 
     def _begin(self, places: Sequence[Place]) -> None:
         """Make the records of a generation of workers."""
-        self.questions = Questions(self.order, self.taught, self._locate)
+        self.questions = Questions(self.order, self.published, self._locate)
         self.workforce = Workforce(self, self.order, self.cancellations, self.home.request, places, self._heard)
         self.ledgers = Ledgers(self)
 
@@ -392,7 +392,7 @@ class Crew(Link):
         """Send one message to some workers."""
         executor = self.services.executor
         if body is not None:
-            self.taught.before(slots, (body,))
+            self.published.before(slots, (body,))
         frame = executor.frame(message.head(), body)
         for slot in slots:
             self.workforce.workers[slot].host.send(frame)
@@ -425,7 +425,7 @@ class Crew(Link):
         if body is None:
             return None
         value = self.services.executor.codec.unpack(body, None)
-        self.taught.given.refuse_late()  # that has perhaps imported something
+        self.published.given.refuse_late()  # that has perhaps imported something
         return value
 
     def borrowers(self, closing: Owned) -> list[str]:
@@ -466,9 +466,9 @@ class Crew(Link):
             case from_worker.Ask():
                 self.questions.asked(worker, message)
             case to_worker.Define():
-                self.taught.told(worker, message, body)
+                self.published.told(worker, message, body)
             case from_worker.Undefined():
-                self.taught.lost(worker, message)
+                self.published.lost(worker, message)
             case _:
                 raise TypeError(f"worker {slot} of group {self.name!r} says what no driver hears: {message!r}")
 
@@ -578,7 +578,7 @@ class Crew(Link):
             self.refuse_closed()
             self.generation += 1
             self.order.renew()
-            self.taught.renew()
+            self.published.renew()
             self.sleepers.renew()
             self._begin(places)
             if (failure := self.life.told()) is not None:

@@ -10,7 +10,7 @@ from colocate.executor import Boot
 from colocate.worker.device import Device
 from colocate.worker.lane import Lane
 from colocate.worker.residents.store import Store
-from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.settings import Setting
 
 
@@ -43,11 +43,11 @@ def private_bytes() -> int:
 
 
 class Worker(Protocol):
-    """What they need of a worker; see `Site`."""
+    """What they need of a worker; see `WorkerContext`."""
 
     boot: Boot
     store: Store
-    roles: dict[Any, HostedRole]
+    roles: dict[Any, RoleInstance]
     lane: Lane
     spill_dir: str | None
     in_process: bool
@@ -64,11 +64,11 @@ class Worker(Protocol):
         ...
 
 
-def named(site: Worker) -> dict[str, HostedRole]:
+def named(worker_context: Worker) -> dict[str, RoleInstance]:
     """Return the roles of a worker by name, without what functions run in; on any thread."""
-    return {role.name: role for role in list(site.roles.values()) if role.name is not None}
+    return {role.name: role for role in list(worker_context.roles.values()) if role.name is not None}
 
 
-def beside(site: Worker, name: str | None = None) -> list[object]:
+def beside(worker_context: Worker, name: str | None = None) -> list[object]:
     """Return the objects of a worker's roles but for one role: they aren't looked into with that."""
-    return [role.instance for each, role in named(site).items() if each != name]
+    return [role.instance for each, role in named(worker_context).items() if each != name]

@@ -1,4 +1,4 @@
-"""`Site`: a worker as the parts of it know it."""
+"""`WorkerContext`: a worker as the parts of it know it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from colocate.executor import Boot
 from colocate.worker.device import Device
 from colocate.worker.handed import HANDED
 from colocate.worker.lane import Lane
+from colocate.worker.memory.context import ProcessMemory
 from colocate.worker.memory.ledger import Accounts
-from colocate.worker.memory.site import ProcessMemory
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.turns import Residency
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.definitions import Definitions
-from colocate.worker.serving.hosted import HostedRole
+from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.scope import Scope
 from colocate.worker.torch_groups.groups import ProcessGroups
 from colocate.worker.torch_groups.settings import Setting
@@ -38,7 +38,7 @@ Send: TypeAlias = Callable[[Any, Any], None]
 _OF_CODE = (questions.Missing, questions.Source, questions.Compare)
 
 
-class Site:
+class WorkerContext:
     """What the parts of a worker share: its roles, what they keep, and what they ask the driver.
 
     Attributes:
@@ -76,7 +76,7 @@ class Site:
         self.in_process = in_process
         self.scope = Scope()
         self.store = Store(boot.strict, self.scope, boot.device)
-        self.roles: dict[Any, HostedRole] = {}
+        self.roles: dict[Any, RoleInstance] = {}
         self.instances: dict[str, object] = {}
         self.device = Device(boot.device, in_process)
         self.setting = Setting(boot.device, in_process, self.device.leaves)

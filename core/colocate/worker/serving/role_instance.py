@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @attrs.define(eq=False)
-class HostedRole:
+class RoleInstance:
     """A role instance and what is needed to run its methods; without a name it is what functions run in."""
 
     name: str | None

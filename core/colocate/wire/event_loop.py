@@ -1,4 +1,4 @@
-"""A hub: one thread that does the input and output of any number of lanes, and lets others in at listeners."""
+"""An event loop: one thread that does the input and output of any number of lanes, and lets others in at listeners."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _PAUSE_S = 0.1
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Hub:
+class EventLoop:
     """Serves lanes, listeners and any other descriptors on one thread.
 
     All callbacks run on that thread, one at a time: they must not block. One that raises is reported
@@ -59,7 +59,7 @@ class Hub:
     def __init__(
         self, name: str, own_thread: bool = True, on_death: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """Make a hub.
+        """Make an event loop.
 
         Args:
             name: Its thread is called `colocate-NAME`.
@@ -71,7 +71,7 @@ class Hub:
         self._own_thread = own_thread
         self._on_death = on_death
         self._epoll = select.epoll()
-        # Sockets, and no eventfd: a step may be under way when the hub is closed, and the number somebody else's then.
+        # Sockets, and no eventfd: a step may be under way when this is closed, and the number somebody else's then.
         self._woken, self._waker = socket.socketpair()
         for sock in (self._woken, self._waker):
             track_socket(sock).setblocking(False)
@@ -101,7 +101,7 @@ class Hub:
             self._start()
 
     def attach(self, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> SocketLane:
-        """Make a lane of a connected, authenticated socket, which is the hub's from now on.
+        """Make a lane of a connected, authenticated socket, which is the event loop's from now on.
 
         Args:
             sock: The socket.
@@ -123,7 +123,7 @@ class Hub:
         return lane
 
     def listen(self, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
-        """Accept connections that know the key; the listener is the hub's from now on.
+        """Accept connections that know the key; the listener is the event loop's from now on.
 
         Strangers are given a bounded time and number; they hold up nobody.
 
@@ -132,7 +132,7 @@ class Hub:
             key: The secret that both sides know.
             on_accept: Gets each authenticated connection, and owns it.
         """
-        listener._hub, listener._key, listener._on_accept = self, key, on_accept
+        listener._event_loop, listener._key, listener._on_accept = self, key, on_accept
         with self._lock:
             self._listeners.append(listener)
             self._register(listener.fileno(), listener._on_events)
@@ -161,7 +161,7 @@ class Hub:
                 self._epoll.unregister(fd)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run an action on the hub's thread after some time; from any thread. Dropped when the hub is closed."""
+        """Run an action on the event loop's thread after some time; from any thread. Dropped when that is closed."""
         with self._lock:
             if self.is_closing:
                 return
@@ -171,17 +171,17 @@ class Hub:
                 self._wake()  # it may be waiting for longer than that
 
     def run(self) -> None:
-        """Serve on the calling thread until the hub is closed (`own_thread=False`)."""
+        """Serve on the calling thread until the event loop is closed (`own_thread=False`)."""
         with self._lock:
             if self._thread is not None:
-                raise RuntimeError(f"hub {self.name!r} is served by {self._thread.name!r} already")
+                raise RuntimeError(f"event loop {self.name!r} is served by {self._thread.name!r} already")
             self._thread = threading.current_thread()
         self._serve()
 
     def close(self, timeout: float | None = None) -> bool:
         """Close everything; each lane's `on_closed` is called. Idempotent.
 
-        On the hub's own thread this returns at once, and all is closed when the current callback has returned.
+        On the event loop's own thread this returns at once, and all is closed when the current callback has returned.
 
         Args:
             timeout: How long to wait for a callback that is under way.
@@ -222,7 +222,7 @@ class Hub:
         """Call back with the events of this descriptor from now on.
 
         Raises:
-            ClosedError: The hub is closed.
+            ClosedError: The event loop is closed.
         """
         with self._lock:
             self._register(fd, handler)
@@ -245,7 +245,7 @@ class Hub:
     def _register(self, fd: int, handler: Callable[[int], None]) -> None:
         """With the lock held."""
         if self.is_closing:
-            raise ClosedError(f"hub {self.name!r} is closed: it serves nothing any more")
+            raise ClosedError(f"event loop {self.name!r} is closed: it serves nothing any more")
         self._start()
         self._epoll.register(fd, select.EPOLLIN)
         self._handlers[fd] = handler
@@ -296,7 +296,7 @@ class Hub:
         while self.jobs:
             _try(self.jobs.popleft())
 
-    def _end(self, reason: str = "the hub was closed") -> None:
+    def _end(self, reason: str = "the event loop was closed") -> None:
         with self._lock:
             self.is_closing = True
             if self._ending:
@@ -323,13 +323,13 @@ def _try(job: Callable[[], object]) -> None:
 
 
 class Listener:
-    """A listening socket, with the connections to it that are still proving who they are; `Hub.listen` serves it.
+    """A listening socket, with the connections to it that are still proving who they are; `EventLoop.listen` serves it.
 
     Attributes:
         address: What others pass to `connect`.
     """
 
-    _hub: Hub
+    _event_loop: EventLoop
     _key: bytes
     _on_accept: Callable[[socket.socket], None]
 
@@ -354,7 +354,7 @@ class Listener:
         for hello in list(self._strangers.values()):
             self._drop(hello)
         if self._sock.fileno() >= 0:
-            self._hub.drop(self._sock)
+            self._event_loop.drop(self._sock)
         self.close()
 
     def _on_events(self, events: int) -> None:
@@ -373,8 +373,8 @@ class Listener:
                 if self._strangers:
                     self._displace()
                 else:  # those that dial wait a moment
-                    self._hub.look_for(self._sock, 0)
-                    self._hub.later(_PAUSE_S, self._resume)
+                    self._event_loop.look_for(self._sock, 0)
+                    self._event_loop.later(_PAUSE_S, self._resume)
                 return
             if not is_own_user(sock):
                 sock.close()
@@ -387,8 +387,8 @@ class Listener:
                 if self._context is not None:
                     sock = encrypted(sock, self._context, server=True)
                 hello = Hello(sock, self._key)
-                self._hub.serve(sock.fileno(), partial(self._advance, hello))
-            except (OSError, ValueError, ClosedError):  # it has gone, or the hub is being closed
+                self._event_loop.serve(sock.fileno(), partial(self._advance, hello))
+            except (OSError, ValueError, ClosedError):  # it has gone, or the event loop is being closed
                 sock.close()
                 continue
             self._strangers[sock.fileno()] = hello
@@ -398,31 +398,31 @@ class Listener:
 
     def _resume(self) -> None:
         if self._sock.fileno() >= 0:
-            self._hub.look_for(self._sock, select.EPOLLIN)
+            self._event_loop.look_for(self._sock, select.EPOLLIN)
 
     def _advance(self, hello: Hello, _events: int = 0) -> None:
         try:
             hello.advance()
         except BlockingIOError:
             if (through := secured(hello.sock)) is not None:
-                self._hub.look_for(hello.sock, select.EPOLLOUT if through.wants_write else select.EPOLLIN)
+                self._event_loop.look_for(hello.sock, select.EPOLLOUT if through.wants_write else select.EPOLLIN)
             return
         except OSError:
             self._drop(hello)
             return
         del self._strangers[hello.sock.fileno()]
-        self._hub.drop(hello.sock)
+        self._event_loop.drop(hello.sock)
         try:
             self._on_accept(hello.sock)
         except Exception:
             hello.sock.close()
-            if not self._hub.is_closing:  # nothing is attached to a hub that is being closed
+            if not self._event_loop.is_closing:  # nothing is attached to an event loop that is being closed
                 report_exception()
 
     def _drop(self, hello: Hello) -> None:
         if self._strangers.get(hello.sock.fileno()) is hello:  # it hasn't become a connection
             del self._strangers[hello.sock.fileno()]
-            self._hub.drop(hello.sock)
+            self._event_loop.drop(hello.sock)
             hello.sock.close()
 
     def _displace(self) -> None:
@@ -439,7 +439,7 @@ class Listener:
             self._drop(hello)
         self._sweeping = bool(self._strangers)
         if self._sweeping:
-            self._hub.later(HANDSHAKE_S / 4, self._sweep)
+            self._event_loop.later(HANDSHAKE_S / 4, self._sweep)
 
 
 def listen_widely(

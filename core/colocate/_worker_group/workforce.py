@@ -16,8 +16,6 @@ from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import Stacks
-from colocate._crew.saved import Checkpoint
-from colocate._crew.spawn import Declared, builds, start_error
 from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
@@ -28,6 +26,8 @@ from colocate._protocol.requests import Requests
 from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
+from colocate._worker_group.saved import Checkpoint
+from colocate._worker_group.spawn import Declared, builds, start_error
 from colocate.errors import ColocateError, EngineError, WorkerDied
 from colocate.executor import Boot, Detachable, Exit, Host, Place, Request
 from colocate.worker.serving.output import Tail, log_levels, split_label

@@ -18,9 +18,8 @@ import attrs
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
-from colocate._crew.workforce import Worker
 from colocate._definitions import ids, making, sources
-from colocate._definitions.bundles import Bundle, Inbox, Table
+from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
 from colocate._definitions.ids import Definition, Need
 from colocate._definitions.names import script_names
 from colocate._definitions.sources import Given
@@ -28,13 +27,14 @@ from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._signals.at_work import Section
 from colocate._system.jobs import error_text
+from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError
 
 _LOOKS, _LOOK_S = 16, 1.0
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class Taught:
+class Published:
     """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists."""
 
     def __init__(self, link: Link, lock: Section, workers: Callable[[], Sequence[Worker]]) -> None:
@@ -43,7 +43,7 @@ class Taught:
         self._lock = lock
         self._workers = workers
         self._held: dict[int, Any] = {}
-        self._inbox = Inbox()
+        self._received_definitions = ReceivedDefinitions()
         self._tried = Table("is given it")
         self._sent: dict[str, Any] = {}  # globals of the script that code in the workers names, as they were then
         self._warned: set[str] = set()
@@ -156,7 +156,7 @@ class Taught:
     def told(self, worker: Worker, told: to_worker.Define, body: Any) -> None:
         """Take definitions of a worker's own."""
         worker.table.knows.update(told.ids)
-        self._inbox.put(told.ids, told.names, body)
+        self._received_definitions.put(told.ids, told.names, body)
 
     def asked(self, worker: Worker, question: Message, tell: Callable[[Any, str | None], None]) -> None:
         """Answer what a worker lacks, on a thread of its own, for that may import and read."""
@@ -213,9 +213,9 @@ class _Meeting:
 class Questions:
     """Answers the workers of one group."""
 
-    def __init__(self, order: CallOrder, taught: Taught, locate: Locate) -> None:
+    def __init__(self, order: CallOrder, published: Published, locate: Locate) -> None:
         self._order = order
-        self._taught = taught
+        self._published = published
         self._locate = locate
         self._meetings: dict[str, _Meeting] = {}
 
@@ -235,7 +235,7 @@ class Questions:
             case questions.Meet() as question:
                 self._meet(worker.slot, question, tell)
             case question:
-                self._taught.asked(worker, question, tell)
+                self._published.asked(worker, question, tell)
 
     def _meet(self, slot: int, asked: questions.Meet, tell: Tell) -> None:
         """Tell all members the value that one of them has brought, once all are there, or why one can't come.

@@ -26,7 +26,7 @@ from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, Role
 from colocate.worker.serving.build import RoleBuild, Shipped
 
 if TYPE_CHECKING:
-    from colocate._definitions.bundles import Inbox
+    from colocate._definitions.bundles import ReceivedDefinitions
     from colocate._values.codec import Codec
 
 
@@ -39,7 +39,7 @@ class Declared:
     distributions: Mapping[str, tuple[str | None, str | None]]
     default_group: bool
     torchrun: bool
-    definitions: Inbox | None = None
+    definitions: ReceivedDefinitions | None = None
     budgets: Budgets = NO_BUDGETS
 
 
