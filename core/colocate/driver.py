@@ -95,9 +95,13 @@ class Driver:
         """Return how often observers are still to be told of something, by hook."""
         return self._services.untold()
 
-    def give_up_while(self, hangs: Callable[[], bool]) -> str:
-        """Don't wait for the observers' thread at the end as long as something hangs there; return its stack."""
+    def give_up_while(self, hangs: Callable[[], bool]) -> None:
+        """Don't wait for the observers' thread at the end as long as something hangs there."""
         self._services.dispatcher.is_given_up = hangs
+
+    @property
+    def stack(self) -> str:
+        """What the observers' thread does."""
         return self._services.dispatcher.stack
 
     def slot_of(self, group: str, role: str, rank: int) -> int:

@@ -60,7 +60,7 @@ class RunRecord:
     Attributes:
         name: The config's name.
         directory: Its folder.
-        config: The config as run, in YAML.
+        config: The config as run, in YAML, with values hidden whose key calls itself a secret.
         metrics: What was logged, in order: `step`, `time` (of time.time()), scalars, and `seconds` per phase.
         tables: What the job showed: rows by title.
         totals: Calls and seconds per group, role and method.

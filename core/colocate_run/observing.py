@@ -165,7 +165,8 @@ class RunObservers:
         given = self._given + waiting
         slow = next((each for each in self._told if each.hook is not None), None)
         # It keeps the runtime's thread as long as it likes, and the run has ended well.
-        stack = driver.give_up_while(lambda: slow is not None and slow.hook is not None)
+        if slow is not None:
+            driver.give_up_while(lambda: slow.hook is not None)
         in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"
         untold = [(each.name, _words(each.missing(given))) for each in self._told]
         lines = [f"the observer {name!r} hasn't been told of {words}" for name, words in untold if words]
@@ -176,7 +177,7 @@ class RunObservers:
                 f"run {short(directory)}, {TOLD_WITHIN_S:g} s after its end: {'; '.join(lines)}, because {in_the_way}"
             )
             _log.warning("%s; log.txt there has the stack, metrics.jsonl all that was logged", text)
-            self._screen.note(f"{text}:\n{stack}\n")
+            self._screen.note(f"{text}:\n{driver.stack}\n")
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell them that it is over, and how."""

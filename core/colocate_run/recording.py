@@ -242,7 +242,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
     return RunRecord(
         name=run.name,
         directory=run.directory,
-        config=run._folder.config(),
+        config=config_text(run._folder.config()),
         metrics=tuple(run._metrics),
         tables=run._tables,
         totals=calls.totals(),
@@ -283,7 +283,7 @@ def _never_started(begun: Begun, started: float) -> RunRecord:
     return RunRecord(
         name=begun.name,
         directory=begun.folder.path,
-        config=begun.folder.config(),
+        config=config_text(begun.folder.config()),
         metrics=tuple(begun.metrics),
         tables={},
         totals=(),
@@ -309,7 +309,6 @@ def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
 
 def _report(record: RunRecord, error: str | None = None) -> Path:
     """Write report.html."""
-    record = attrs.evolve(record, config=config_text(record.config))
     return colocate_report.write(record.directory, record, error=error)
 
 

@@ -41,7 +41,7 @@ def swallowed_error() -> None:
     from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException, work: Any = None) -> None:
-        self._site.say(Done(seq, None, 0.0, 0.0, None, 0))
+        self._worker_context.say(Done(seq, None, 0.0, 0.0, None, 0))
 
     _replace(Runner, "_failed", failed)
 

@@ -69,6 +69,13 @@ def on_ray(ray_options: dict[str, Any]) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.fixture(scope="module")
+def on_dask() -> Iterator[Runtime]:
+    pytest.importorskip("distributed")
+    with shared(lambda: cluster("dask")) as options, shared(lambda: colocate.connect("dask", **options)) as runtime:
+        yield runtime
+
+
 @pytest.fixture(scope="session")
 def on_processes() -> Iterator[Runtime]:
     """Processes of this machine, with 8 CPUs."""

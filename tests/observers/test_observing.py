@@ -125,6 +125,11 @@ def test_secrets_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         launched.run(quiet=True)
     assert STARTED.run is not None
     assert STARTED.run.config["pools"]["main"]["env"] == {"HF_TOKEN": "(hidden)", "WORD": "shown"}
+    (page,) = tmp_path.glob("runs/*/report.html")
+    assert "WORD: shown" in page.read_text(encoding="utf-8")
+    assert "hf_SECRET" not in page.read_text(encoding="utf-8")
+    assert STARTED.ended is not None
+    assert "hf_SECRET" not in STARTED.ended[0].config
 
 
 STARTED = Notes()

@@ -87,6 +87,24 @@ def test_a_result_that_is_kept_there_is_there_later(group: ColocatedGroup, colle
     kept[0].free()
 
 
+def test_what_is_kept_there_can_not_be_overtaken(group: ColocatedGroup, collected: Any) -> None:
+    """A call that uses the resident before that was sent would wait in the worker for what is queued behind it."""
+    notes = group.role("notes", Notes)
+    refused: list[str] = []
+
+    def end() -> None:
+        kept = notes.note.keep("from __del__")
+        try:
+            notes.note.submit(kept.ref)
+        except colocate.PipelineError as error:
+            refused.append(str(error))
+
+    collected(end)
+    notes.note("first")
+    assert len(refused) == 1
+    assert "would be sent before notes.note" in refused[0]
+
+
 WAITING = (
     *("call", "result", "fetch", "run", "close", "checkpoint", "restore", "memory", "sleep", "wake", "wait_ready"),
     *("spawn", "reserve", "connect", "all in one", "audit"),

@@ -120,7 +120,7 @@ def test_a_resident_that_is_lost_as_it_is_used(
         restarted(group)
         return pin(kept)
 
-    monkeypatch.setattr(group._node.residents, "hold", late)
+    monkeypatch.setattr(group._node.residents, "pin", late)
     with pytest.raises(GroupRestarted):
         other.role("rows", Rows).seen(old.ref)
     assert len(other.role("rows", Rows).seen([1, 2])) == 2

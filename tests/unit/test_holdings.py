@@ -132,6 +132,39 @@ def test_objects_of_torch() -> None:
     assert counted(Holder(model=model, optimizer=Accelerated(optimizer), schedule=schedule)) == alone
 
 
+def test_what_a_schedule_calls_is_no_optimizer() -> None:
+    """A role that gives a scheduler one of its methods has its own tensors as before: they aren't the optimizer's."""
+    model = nn.Linear(8, 16, bias=False)
+    role = Holder(cache=torch.zeros(7))
+    role.schedule = torch.optim.lr_scheduler.LambdaLR(  # type: ignore[attr-defined]
+        torch.optim.SGD(model.parameters()), lr_lambda=Caller(role).rate
+    )
+    assert counted(role) == {"parameters": 8 * 16 * FLOAT, "tensors": 7 * FLOAT}
+
+
+class Caller:
+    """Refers to another object by a method of its own."""
+
+    def __init__(self, other: object) -> None:
+        self.other = other
+
+    def rate(self, step: int) -> float:
+        """What a scheduler asks."""
+        return 1.0
+
+
+def test_gradients_that_megatron_has() -> None:
+    """They lie in an attribute of the parameter, and are views of a buffer that nobody may discard as a cache."""
+    model, buffer = nn.Linear(8, 16, bias=False), torch.zeros(8 * 16)
+    model.weight.main_grad = buffer.view(16, 8)  # type: ignore[assignment]
+    assert counted(Holder(model=model, buffers=[buffer])) == {"parameters": 512, "gradients": 512}
+
+
+def test_a_mapping_proxy() -> None:
+    """What it stands for is looked into."""
+    assert counted(Holder(table=types.MappingProxyType({"rows": torch.zeros(9)}))) == {"tensors": 9 * FLOAT}
+
+
 def test_programs() -> None:
     """What a model was traced with is nobody's memory; constants are part of the program."""
 

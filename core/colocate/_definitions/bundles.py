@@ -276,8 +276,8 @@ class Arrived:
             if (body := self._body) is None or self._is_loading:  # what is in it needs itself
                 return
             self._is_loading = True
-            unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
             try:
+                unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
                 with Making() as making, rebuilding(lambda: _innermost(making)):
                     unpickler.load()
                     also, own = unpickler.load()

@@ -222,7 +222,7 @@ def warn_of_untold(things: Iterable[Any]) -> None:
         if not isinstance(cls, type) or (found := _hook_for(cls)) is None:
             continue
         owner, hook = found
-        if _takes_nothing(hook) and not _gives_options(cls):
+        if _takes_nothing(hook) and not (_has_options(hook) and _gives_options(cls)):
             continue
         text = (
             f"{cls.__qualname__} was defined with options for its base {owner.__module__}.{owner.__qualname__}, and "
@@ -249,6 +249,15 @@ def _hook_for(cls: type) -> tuple[type, Callable[..., Any]] | None:
 
 def _is_of_python(thing: Any) -> bool:
     return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] in sys.stdlib_module_names
+
+
+def _has_options(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook names options; those that it takes by `**options` may be its metaclass's."""
+    try:
+        kinds = {each.kind for each in inspect.signature(hook).parameters.values()}
+    except ValueError:  # it is compiled, and doesn't say
+        return False
+    return not kinds.isdisjoint({inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD})
 
 
 def _takes_nothing(hook: Callable[..., Any]) -> bool:

@@ -27,6 +27,7 @@ from colocate._values.leaves import (
     rebuild,
     take_apart,
 )
+from colocate._values.nesting import kinds_inside
 from colocate.errors import DispatchError
 
 Padding = Literal["none", "even"]
@@ -94,6 +95,8 @@ def is_deferred(kind: type) -> bool:
 def resolve(value: Any, leaf: Callable[[Deferred], Any]) -> Any:
     """Replace every `Deferred` in a value by `leaf(it)`; without one it is the value itself, and cheaply."""
     if type(value) is dict and PLAIN.issuperset(map(type, value.values())):  # as the arguments of many a call
+        return value
+    if not any(map(is_deferred, kinds_inside(value))):  # which a value without an end is asked, too
         return value
     return map_leaves(value, leaf, is_deferred)
 

@@ -230,6 +230,13 @@ def keep(draft: Draft) -> KeptResident[Any]:
     return resident
 
 
+class _Soon:
+    """Where a call is that is sent when the framework is no longer at work; until then nobody may use its resident."""
+
+    def refuse_wait(self, label: str, awaits: bool) -> None:
+        """Whoever waits for it isn't who has to send it."""
+
+
 def _send_soon(draft: Draft) -> None:
     """Send a call that was made where the framework is at work, when that is over."""
     worker_group, kept = draft.worker_group, draft.kept
@@ -238,11 +245,14 @@ def _send_soon(draft: Draft) -> None:
     if kept is not None:
         draft.pin = worker_group.residents.pin(kept)  # until it has been sent, the workers mustn't be told to forget it
         worker_group.residents.add(kept)
+    draft.call.pipeline = _Soon()
 
     def send_it() -> None:
         with suppress(BaseException):  # which the call has been given
             _send(messages)
         draft.pin = None
+        if kept is not None:
+            worker_group.residents.flush_later()
 
     worker_group.services.timers.soon(send_it)
 

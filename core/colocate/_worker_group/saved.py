@@ -57,8 +57,7 @@ class Checkpoint:
         savable({name: roles[name] for name in saved}, "be restored")
         for name, ranks in saved.items():  # what each of so many has written for itself
             role, here = roles[name], len(roles[name].slots)
-            of_any_number = takes_ranks(role.cls) or any((place / name).rglob(".metadata"))
-            if ranks != here and not of_any_number:
+            if ranks != here and not (takes_ranks(role.cls) or any((place / name).rglob(".metadata"))):
                 raise ConfigError(
                     f"the checkpoint in {folder} is of {ranks} ranks of role {name!r}, which has {here} here: restore "
                     f"it with {ranks}. Other numbers of ranks can go on from what save() writes by "

@@ -71,11 +71,17 @@ class Ledgers:
             RoleError: What a role holds can't be looked at: its `device_state` has raised, say.
             ColocateError: The group is gone.
         """
-        found = self.each(slots, deadline)
-        for ledger in found.values():
-            if isinstance(ledger, Exception):
-                raise ledger
-        return [ledger for ledger in found.values() if not isinstance(ledger, Exception)]
+
+        def ask(slot: int, token: int) -> None:
+            self._tell(slot, to_worker.AskLedger(token))
+
+        return self._requests.ask(slots, ask, deadline, self._too_late)
+
+    def _too_late(self, owing: str) -> str:
+        return (
+            f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
+            "stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine has too much to do"
+        )
 
     def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
         """Return the ledger of each of some slots, or why there is none; see `get`."""
@@ -88,11 +94,7 @@ class Ledgers:
                 try:
                     (found[slot],) = request.result(deadline)
                 except TimeoutError:
-                    found[slot] = TimeoutError(
-                        f"worker {slot} of group {self._link.name!r} has not said in time what its memory is used for: "
-                        "it is stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine "
-                        "has too much to do"
-                    )
+                    found[slot] = TimeoutError(self._too_late(str(slot)))
                 except ColocateError as error:
                     found[slot] = error
         finally:

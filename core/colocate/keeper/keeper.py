@@ -446,7 +446,7 @@ class _StartedWorker:
         self._imports = asked.imports
         self._keeper = keeper
         self._killed = False
-        self._end_told = False
+        self._end_told = self._has_lane = False
         self._door: socket.socket
 
     # -- on the launching thread
@@ -476,6 +476,7 @@ class _StartedWorker:
         """
         with lane, contextlib.suppress(OSError):  # it has just died, and its end is told
             socket.send_fds(self._door, [b"%d " % epoch + wire.hand_on(lane, tls, token)], [lane.fileno()])
+            self._has_lane = True
         if not epoch:
             self._door.close()
         elif first:
@@ -514,7 +515,7 @@ class _StartedWorker:
 
     def look_inside(self, number: int) -> None:
         """Ask it what it does; it answers by itself."""
-        if self.process is not None:
+        if self._has_lane:  # what comes first is one
             with contextlib.suppress(OSError):  # it has just died, or reads nothing
                 self._door.send(LOOK + b"%d" % number, socket.MSG_DONTWAIT)
 

@@ -305,8 +305,11 @@ class SocketLane:
         """Send the only thing in the queue at once, as nearly always; whether nothing is left to be written."""
         try:
             written = self._sock.send(data)
-        except OSError:  # which `_write` meets as well
+        except BlockingIOError:
             return False
+        except OSError as error:  # which the kernel tells once
+            self._break(error)
+            return True
         if written < len(data):
             assert isinstance(sending, Posted)
             sending.written.append(written)

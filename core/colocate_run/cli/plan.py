@@ -8,7 +8,6 @@ in between isn't known.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import warnings
@@ -349,10 +348,11 @@ class _PlannedGroups:
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
     """Have `from_pretrained` of transformers, where it is installed, make models of their configs."""
-    if importlib.util.find_spec("transformers") is None:
+    try:
+        from transformers import PreTrainedModel
+    except Exception:  # it isn't there, or can't be imported, of which a role that needs it says more
         yield
         return
-    from transformers import PreTrainedModel
 
     plain = vars(PreTrainedModel)["from_pretrained"]
     setattr(PreTrainedModel, "from_pretrained", classmethod(_from_config))  # noqa: B010 - as above

@@ -7,17 +7,17 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate.errors import Mistake
 from colocate.signatures import Place, brief, path_text
 from colocate.texts import nearest
-from colocate_run.config.check import check
 from colocate_run.config.schema import Config, Shape
-from colocate_run.config.source import Document, read_dict, read_file, read_value
-from colocate_run.config.structure import structure
+
+if TYPE_CHECKING:
+    from colocate_run.config.source import Document
 
 
 def expand(document: Document) -> None:
@@ -44,6 +44,8 @@ def assign(document: Document, text: str) -> None:
     if not equals or not place:
         _wrong(document, path, option, "write --set path=value, as in --set pools.main.slots=2")
         return
+    from colocate_run.config.source import Document, read_value
+
     reading = Document(option)
     value = read_value(value_text, reading)
     if reading.mistakes:
@@ -161,6 +163,10 @@ def read_config(
     allow_import: bool = True,
 ) -> tuple[Config, Sequence[Mistake]]:
     """As `load_config`, with what it would warn of."""
+    # Imported when it is used: a role's module that names `colocate.Run` needs neither YAML nor cattrs in its worker.
+    from colocate_run.config.check import check
+    from colocate_run.config.structure import structure
+
     document = _read(source)
     expand(document)
     if executor is not None:  # the whole entry is replaced, options and all
@@ -177,6 +183,8 @@ def read_config(
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Document:
+    from colocate_run.config.source import read_dict, read_file
+
     if isinstance(source, Mapping):
         document = read_dict(source, "config")
         document.data.setdefault("name", "run")

@@ -343,18 +343,19 @@ def search(*roots: object, apart: Iterable[object] = (), most: int | None = None
     apart = [*apart]
     closed = frozenset(map(id, apart))
     left = most or _LOOKS
-    seen: dict[Purpose | None, set[int]] = {}
-    near: dict[Purpose | None, list[Any]] = {None: [*roots]}
+    seen: dict[_Aim, set[int]] = {}
+    near: dict[_Aim, list[Any]] = {None: [*roots]}
 
-    def add(purpose: Purpose | None, items: Iterable[Any]) -> None:
+    def add(aim: _Aim, items: Iterable[Any]) -> None:
         copied = list(islice(items, most))  # in one step: other threads go on with theirs
         if not PLAIN.issuperset(map(type, copied)):
-            near.setdefault(purpose, []).extend(_matter(copied))
+            near.setdefault(aim, []).extend(_matter(copied))
 
     while near:
         level, near = near, {}
-        for purpose, items in level.items():
-            known = seen.setdefault(purpose, set(closed))
+        for aim, items in level.items():
+            purpose = Purpose.OPTIMIZER if aim == "state" else aim
+            known = seen.setdefault(aim, set(closed))
             by_id = {id(each): each for each in items[:most]}
             again = by_id.keys() & known
             found.met |= not closed.isdisjoint(again)
@@ -379,18 +380,19 @@ def search(*roots: object, apart: Iterable[object] = (), most: int | None = None
                     found.noted[purpose or Purpose.TENSORS] += some
                 elif look == "dict":
                     for item in some:
-                        add(purpose, dict.values(item))  # a class made from it may load something when it is asked
+                        add(aim, dict.values(item))  # a class made from it may load something when it is asked
                 elif look == "container":
                     for item in some:
-                        add(purpose, item)
+                        add(aim, item)
+                elif look == "proxy":
+                    add(aim, gc.get_referents(*some))  # their mappings, which may run code when they are asked
                 elif look == "object":
                     if (name := _ACCUMULATED.get(kind.__name__)) and of_kind is Purpose.BUFFERS:
                         sums = [each for item in some if (each := getattr(item, name, None)) is not None]
                         found.noted[Purpose.GRADIENTS] += sums
                         seen.setdefault(of_kind, set(closed)).update(map(id, sums))
-                    inner = of_kind or (purpose if purpose is Purpose.OPTIMIZER else None)
                     for item in some:
-                        add(inner, _attributes(item))
+                        add(of_kind or ("state" if aim == "state" else None), _attributes(item))
                 elif purpose is not None:  # what modules and optimizers hold is for what they are
                     add(None, some)
                 elif look == "module":
@@ -415,15 +417,22 @@ def search(*roots: object, apart: Iterable[object] = (), most: int | None = None
                         for group in list(groups):
                             trained = list(group["params"])
                             found.parameters.update(zip(map(id, trained), trained, strict=True))
-                            add(Purpose.OPTIMIZER, [each for name, each in list(group.items()) if name != "params"])
+                            add("state", [each for name, each in list(group.items()) if name != "params"])
                         kept = _values([state])
-                        add(Purpose.OPTIMIZER, _values(each for each in kept if type(each) is dict))
-                        add(Purpose.OPTIMIZER, [each for each in kept if type(each) is not dict])
+                        add("state", _values(each for each in kept if type(each) is dict))
+                        add("state", [each for each in kept if type(each) is not dict])
+    # Megatron's gradients, in another dtype than the parameter's. Nearly none has attributes, and to ask one for them
+    # would make it a dict: the garbage collector's way doesn't.
+    attached = [each for each in gc.get_referents(*found.parameters.values()) if type(each) is dict]
+    found.noted[Purpose.GRADIENTS] += [each for own in attached if (each := own.get("main_grad")) is not None]
     found.complete = left >= 0
     return found
 
 
-_Look: TypeAlias = Literal["tensor", "array", "dict", "container", "module", "optimizer", "object"]
+_Look: TypeAlias = Literal["tensor", "array", "dict", "container", "proxy", "module", "optimizer", "object"]
+_Aim: TypeAlias = Purpose | Literal["state"] | None
+"""What tensors that are come upon are for. An optimizer's state is so however deep it lies in objects; what other
+objects of torch's have is for what they are only in themselves and in their containers."""
 
 # What FSDP2 has accumulated and not reduced yet is in no parameter's `grad` where it is reduced in another dtype, nor
 # where replicas of shards are told of it later.
@@ -464,6 +473,8 @@ def _looks(kind: type) -> tuple[_Look, Purpose | None]:
             return "array", None
     if issubclass(kind, dict):
         return "dict", None
+    if kind is types.MappingProxyType:
+        return "proxy", None
     if issubclass(kind, (list, tuple, set, frozenset, deque)):
         return "container", None
     if torch is not None and issubclass(kind, torch.nn.Module):

@@ -638,11 +638,13 @@ class Sleeper:
             on_host = place_of(storage) == HOST
             if not can_take(storage) or foreign.meet(storage.data_ptr(), storage.nbytes()):
                 why[key] = _SHARED if on_host and storage.is_shared() else _FOREIGN
-            elif graphs and not on_host and not self.offload.keeps_address(storage):
-                if worker_context.device.is_private(
-                    storage.data_ptr()
-                ):  # a graph that is replayed would write where it was
-                    why[key] = _OF_A_GRAPH
+            elif (
+                graphs
+                and not on_host
+                and not self.offload.keeps_address(storage)
+                and worker_context.device.is_private(storage.data_ptr())
+            ):
+                why[key] = _OF_A_GRAPH  # which is replayed, and would write where that was
             elif worker_context.in_process and HANDED.is_used(key, noted):
                 why[key] = _HANDED
         return why

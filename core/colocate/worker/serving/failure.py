@@ -57,7 +57,7 @@ def failed(
     unmade = None
     if isinstance(error, NotRebuilt):
         unmade, error = error.what, error.why
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     # An error of colocate's that role code has raised itself is the role's failure.
     by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
     ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not by_role)

@@ -185,7 +185,10 @@ class WorkerHost(WorkerContext):
         hosted = self.roles.get(call.role)
         if hosted is None:  # what functions run in: its key tells what their context needs
             hosted = self.roles[call.role] = hosted_functions(self, *call.role)
-        spec, label = hosted.routes.get(call.method) or (hosted.methods["run"], f"function {call.method}")
+        if hosted.name is None:
+            spec, label = hosted.routes.get(call.method) or (hosted.methods["run"], f"function {call.method}")
+        else:
+            spec, label = hosted.routes[call.method]
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
         work.lots = self.definitions.count
