@@ -229,6 +229,51 @@ class Base:
     )
 
 
+def test_module_in_the_place_of_the_standard_librarys(program: Program, executor: str) -> None:
+    """A module beside the script that is named as one of Python's is the workers', too."""
+    told = program(
+        """
+import cmd, profile
+
+class Actor(Role):
+    @method
+    def look(self, batch):
+        return type(batch) is profile.Batch, cmd.WHO, profile.Batch()
+
+with CONNECT as runtime, runtime.reserve(1, timeout=60) as pool:
+    is_one, who, batch = pool.spawn({"actor": colocate.role(Actor)})["actor"].look(profile.Batch())[0]
+    print(is_one, who, type(batch) is profile.Batch)
+""",
+        executor,
+        profile="class Batch: pass\n",
+        cmd="WHO = 'mine'\n",
+    )
+    assert told == "True mine True\n"
+
+
+def test_module_of_pythons_that_is_there_already(program: Program) -> None:
+    """One that the worker has imported from Python itself keeps the group from starting; the error names both files."""
+    told = program(
+        """
+import calendar
+
+class Actor(Role):
+    @method
+    def who(self):
+        return calendar.WHO
+
+with CONNECT as runtime, runtime.reserve(1, env={"PYTHONPATH": HERE + "/there"}) as pool:
+    pool.spawn({"actor": colocate.role(Actor)})
+""".replace("HERE", "__file__.rpartition('/')[0]"),
+        code=1,
+        calendar="WHO = 'mine'\n",
+        there__in__sitecustomize="import sys; sys.path.append(sys.path.pop(0)); import calendar\n",
+    )
+    assert "RoleStartError" in told
+    assert "module 'calendar' of the driver" in told
+    assert "project/calendar.py" in told
+
+
 def test_module_that_connects_when_it_is_imported(program: Program) -> None:
     """A worker that imports it begins no workers of its own, which would import it in turn; the error says where."""
     told = program(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,10 +16,14 @@ from tests.unit.counted import functions_called
 
 import colocate
 from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, SerializationError, WorkerDied, method
+from colocate._calls.pending import PendingCall
 from colocate._protocol.from_worker import Done
+from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
+from colocate._views.sending import note
 from colocate._worker_group.published import Published
+from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.workforce import Workforce
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -303,3 +308,19 @@ def test_what_was_sent_costs_calls_nothing(give: Callable[[ColocatedGroup, int],
 
         few, many = thread.submit(work, 5).result(), thread.submit(work, 300).result()
         assert many < few + 50
+
+
+class Unreadable(PendingCall):
+    """One of which the answers can't be read."""
+
+    def _joined(self, raw: Any) -> Any:
+        raise colocate.ColocateError("a module of the driver's is another one")
+
+
+def test_a_wake_whose_answer_can_not_be_read() -> None:
+    """The thread that hears of it raises nothing: the calls that it goes before say it, and go behind the next one."""
+    group: Any = SimpleNamespace(sleepers=Sleepers(["actor"]))
+    call = Unreadable("wake of actor", "", "wake", [0])
+    call._settle([])
+    note(group, group.sleepers.seen("actor", TAGS), call)
+    assert group.sleepers.seen("actor", TAGS)
