@@ -163,18 +163,6 @@ class WorkerContext:
         self.definitions.tell(body, wait)
         return body
 
-    def part(self, key: int) -> Any:
-        """This worker's part of a resident, once it is there."""
-        return self.store.wait(key).value
-
-    def part_rows(self, key: int) -> int:
-        """How many rows it has."""
-        return self.store.wait(key).rows(f"resident {key}")
-
-    def part_weight(self, key: int) -> int | None:
-        """How many rows the call that made it worked on."""
-        return self.store.wait(key).weight
-
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""
         self.say(from_worker.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
