@@ -1,76 +1,48 @@
-"""A cell of a notebook that is run again, without closing what it made before."""
+"""A cell of a notebook that is run again, without closing what it made before; and a script's names at a prompt."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import colocate
-from colocate import Role, method
-from colocate.errors import ClosedError, PlacementTimeout, RoleError
+from colocate.errors import ClosedError, PlacementTimeout
+from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 
 
-def cell(**options: bool) -> colocate.ColocatedGroup:
+def cell(replace: bool) -> colocate.ColocatedGroup:
     """What such a cell does."""
-    runtime = colocate.connect("local", cpus=2, **options)
-    return runtime.reserve(slots=2).spawn({"echo": colocate.role(Echo)}, name="policy")
+    runtime = colocate.connect("local", cpus=2, replace=replace)
+    roles: dict[str, Any] = {"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}
+    return runtime.reserve(slots=2, name="main").spawn(roles, name="policy")
 
 
-class Wrong(Role):
-    @method
-    def fail(self) -> int:
-        raise ValueError("on purpose")
-
-
-def test_a_cell_that_is_run_again_replaces_what_it_made() -> None:
-    first = cell(replace=True)
+def test_a_cell_that_is_run_again_replaces_what_it_made(caplog: pytest.LogCaptureFixture) -> None:
+    """Only where it says so, and whatever the executor's options; what had gone wrong before is logged."""
+    first, beside = cell(replace=True), cell(replace=False)
     other = colocate.connect("local", strict=True)
+    assert first.role("echo", Echo).noop() == beside.role("echo", Echo).noop() == [None, None]
+    beside.role("faulty", Faulty).fail.keep()
+    beside.role("echo", Echo).noop.submit().exception()  # which is over after it
     second = cell(replace=True)
     assert not first.alive
+    assert not beside.alive
     assert not other.alive
     with pytest.raises(ClosedError, match=r"connect\('local', replace=True\) at .*test_notebook.py:\d+\)"):
         first.role("echo", Echo).noop()
-    assert second.role("echo", Echo).noop() == [None, None]
-    second.owner.owner.close()
-
-
-def _nothing(context: colocate.Context) -> None:
-    """Come after what was asked for before."""
-
-
-def test_what_was_wrong_before_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A cell is run again because it had failed."""
-    pool = colocate.connect("local", cpus=2).reserve(slots=2)
-    with pytest.raises(RoleError):
-        pool.spawn({"wrong": colocate.role(Wrong)})["wrong"].fail.keep().fetch()
-    pool.groups["group-1"].role("wrong", Wrong).fail.keep()
-    pool.groups["group-1"].run(_nothing)  # which is over after it
-    with colocate.connect("local", cpus=2, replace=True) as second:
-        assert second.reserve(slots=2).spawn({"echo": colocate.role(Echo)})["echo"].noop() == [None, None]
-    assert "RoleError: wrong.fail raised ValueError on rank" in caplog.text
+    assert "RoleError: faulty.fail raised ValueError on rank" in caplog.text
     assert re.search(
         r"runtime 'local' was closed, and this had gone wrong \(connected at .*test_notebook.py", caplog.text
     )
-
-
-def test_what_is_not_replaced_stays() -> None:
-    first = cell()
-    second = cell()
-    assert first.role("echo", Echo).noop() == second.role("echo", Echo).noop()
-    for group in (first, second):
-        group.owner.owner.close()
-
-
-def test_the_pool_of_the_run_before_is_named() -> None:
-    with colocate.connect("local", cpus=2) as runtime:
-        runtime.reserve(slots=2, name="main")
-        with pytest.raises(PlacementTimeout) as caught:
-            runtime.reserve(slots=2, timeout=0)
-        assert "of this runtime's own, pool 'main' has 2 (reserved at " in str(caught.value)
-        assert "test_notebook.py:" in str(caught.value)
+    assert second.role("echo", Echo).noop() == [None, None]
+    with pytest.raises(PlacementTimeout) as caught:  # whose slots the run before has is told
+        second.owner.owner.reserve(slots=2, timeout=0)
+    assert re.search(r"runtime's own, pool 'main' has 2 \(reserved at .*test_notebook.py:\d", str(caught.value))
+    second.owner.owner.close()
 
 
 SCRIPT = """\

@@ -42,55 +42,30 @@ def test_interruption_waits_for_what_undoes_the_work() -> None:
     assert undone.is_set()
 
 
-def test_settled_once_all_jobs_are_done() -> None:
-    """A job counts from its handing over to its end, but not when it was withdrawn, or put twice."""
-    couriers = _Couriers()
-    over = threading.Event()
-    slow, withdrawn = _Job(lambda: over.wait(PATIENCE_S), None), _Job(lambda: True, None)
-    assert couriers.settle(0.0)
-    assert withdrawn.withdraw()
-    couriers.put(slow)
-    couriers.put(slow)
-    assert not couriers.settle(0.1)
-    threading.Timer(0.2, over.set).start()
-    assert couriers.settle(PATIENCE_S)
-    assert slow.done.is_set
-
-
-def test_interpreter_exit_waits_for_what_nobody_waits_for() -> None:
-    """What was handed over is done when the process has ended."""
+def test_interpreter_exit() -> None:
+    """What was handed over is done by then; an object that goes with its module's names may close a runtime yet."""
     code = """
         import time
-        import colocate._api.runtime
-        from colocate._signals.off_main import hand_over
-
-        def late():
-            time.sleep(0.3)
-            print("done", flush=True)
-
-        hand_over(late)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
-
-
-def test_what_comes_after_the_exit_does_not_wait_for_threads() -> None:
-    """An object that goes with its module's names may close a runtime: no other thread runs any more by then."""
-    code = """
         import colocate
+        from colocate._signals.off_main import hand_over
 
         class Owner:
             def __init__(self):
                 self.runtime = colocate.connect()
 
             def __del__(self):
-                self.runtime.close()
+                self.runtime.close()  # no other thread runs any more
                 print("closed", flush=True)
 
+        def late():
+            time.sleep(0.3)
+            print("done", flush=True)
+
         owner = Owner()
+        hand_over(late)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("closed\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\nclosed\n", "", 0)
 
 
 def test_a_courier_that_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

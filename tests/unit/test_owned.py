@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Pool, _detached
-from colocate._owned.owned import Owned
+from colocate import ColocatedGroup, _detached
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -21,52 +19,25 @@ def group() -> Iterator[ColocatedGroup]:
         yield pool.spawn({"echo": colocate.role(Echo)})
 
 
-def closing(node: Pool | ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
-    """A thread that closes a node which is being detached, and so waits for that."""
+@pytest.mark.parametrize("kind", ["pool", "group"])
+def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close by another thread, which has waited for it, goes on to close the node."""
+    node = group.owner if kind == "pool" else group
     wait, waits = node._node.life.wait_closed, threading.Event()
 
     def noted() -> bool:
         waits.set()
         return wait()
 
+    assert node._node.life.close("a detach")
     monkeypatch.setattr(node._node.life, "wait_closed", noted)
     thread = threading.Thread(target=node.close, daemon=True)
     thread.start()
     assert waits.wait(PATIENCE_S)
-    return thread
-
-
-@pytest.mark.parametrize("kind", ["pool", "group"])
-def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A close that has waited for it goes on to close the node."""
-    node = group.owner if kind == "pool" else group
-    assert node._node.life.close("a detach")
-    thread = closing(node, monkeypatch)
     node._node.life.reopen()
     thread.join(PATIENCE_S)
     assert node.state == "closed"
     assert "close() at" in (node._node.closed_by or "")
-
-
-def test_a_detach_that_does_not_fail() -> None:
-    """Whoever has waited for it has nothing left to do."""
-    node = Owned("group", "one", None)
-    assert node.life.close("a detach")
-    with ThreadPoolExecutor(1) as threads:
-        left_to_do = threads.submit(node.take_closing, "a close")
-        node.life.end()
-        assert not left_to_do.result(PATIENCE_S)
-    assert node.closed_by == "a detach"
-
-
-def test_it_was_open_again_before_anybody_waited() -> None:
-    """Nobody waits for what has come to nothing already."""
-    node = Owned("group", "one", None)
-    assert node.life.close("a detach")
-    node.life.reopen()
-    assert not node.life.wait_closed()
-    assert node.take_closing("a close")
-    assert node.closed_by == "a close"
 
 
 def test_detaching_while_slots_are_reserved_again() -> None:

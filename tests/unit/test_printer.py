@@ -1,87 +1,37 @@
-"""The printer: a reader that is late, one that has gone, and streams of the user's own."""
+"""The printer: a reader that is late, one that never comes, and streams of the user's own."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from colocate._system.printer import Printer, told_when_slow
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
-_LINE = "x" * 1000
-
-
-@contextlib.contextmanager
-def own_stderr() -> Iterator[int]:
-    """The reading end of what is this process's own stderr meanwhile."""
-    reader, writer = os.pipe()
-    with open(writer, "w", encoding="ascii") as stream, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", stream)  # not in a fixture: pytest has its own after that
-        patch.setattr(sys, "__stderr__", stream)
-        yield reader
-    os.close(reader)
-
-
-def read_all(reader: int, printer: Printer) -> list[str]:
-    """What is printed until the printer is closed, as a reader that has come late gets it."""
-    found: list[bytes] = []
-    over = threading.Event()
-
-    def read() -> None:
-        os.set_blocking(reader, False)
-        while not (over.is_set() and not _readable(reader, found)):
-            time.sleep(0.001)
-            _readable(reader, found)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    printer.close()
-    over.set()
-    thread.join()
-    return b"".join(found).decode().splitlines()
-
-
-def _readable(reader: int, found: list[bytes]) -> bool:
-    try:
-        found.append(os.read(reader, 1 << 16))
-    except BlockingIOError:
-        return False
-    return True
-
 
 def test_a_reader_that_is_late() -> None:
     """Nobody waits for it; it gets the first lines, how many there were then, and the last ones."""
-    with own_stderr() as pipe:
-        printer = Printer("test-output")
-        for number in range(3000):  # three times what is kept; who waited for a reader would wait for ever
-            printer.line(f"{number} {_LINE}")
-        lines = read_all(pipe, printer)
-        *shown, last = lines
-        assert [line.split()[0] for line in shown] == [str(number) for number in range(len(shown))]
-        assert 1000 < len(shown) < 1200
-        count = 3000 - len(shown)
-        assert last == f"[colocate] {count} lines of workers' output were dropped here: they weren't read fast enough"
-
-
-def test_no_reader_at_all() -> None:
-    """Closing is bounded, the thread ends, and nothing is left in a stream that would hang at exit."""
-    with own_stderr():
-        printer = Printer("test-output")
-        for _ in range(200):
-            printer.line(_LINE)
-        printer.close()
-        printer.line("late")
-        wait_until(
-            lambda: not any(each.name == "test-output" for each in threading.enumerate()), "its thread has ended"
-        )
+    reader, writer = os.pipe()
+    with open(reader, encoding="ascii") as read, ThreadPoolExecutor(1) as late:
+        with open(writer, "w", encoding="ascii") as stream, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)  # not in a fixture: pytest has its own after that
+            patch.setattr(sys, "__stderr__", stream)
+            printer = Printer("test-output")
+            for number in range(3000):  # three times what is kept; who waited for a reader would wait for ever
+                printer.line(f"{number} {'x' * 1000}")
+            lines = late.submit(read.readlines)
+            printer.close()
+        *shown, last = lines.result(PATIENCE_S)
+    assert [line.split()[0] for line in shown] == [str(number) for number in range(len(shown))]
+    assert 1000 < len(shown) < 1200
+    count = 3000 - len(shown)
+    assert last == f"[colocate] {count} lines of workers' output were dropped here: they weren't read fast enough\n"
 
 
 def test_streams_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

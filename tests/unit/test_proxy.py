@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from colocate.errors import ColocateError, ConfigError, EngineError
-from colocate.keeper import DriverProxy
+from colocate.keeper import DriverProxy, proxy
 from colocate.testing.waiting import Processes, send, wait_until
 
 WAIT_S = 60.0
@@ -78,7 +78,10 @@ def toy(no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def test_called_and_heard(toy: Toy) -> None:
-    """Methods by name; what it says by itself comes before the answer that follows it; it leaves when it is closed."""
+    """Methods by name; what it says by itself comes before the answer that follows it; it leaves when it is closed.
+
+    Our errors come as they are, an engine's as text, that of a method that there isn't as any other.
+    """
     assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
     assert toy.proxy.call("add", 1, 2, within_s=WAIT_S) == 3
     assert toy.heard == [("adding", 1, 2)]
@@ -86,19 +89,14 @@ def test_called_and_heard(toy: Toy) -> None:
     posted = [toy.proxy.post("add", number, 1) for number in range(3)]
     assert toy.proxy.wait(posted)
     assert [each.result() for each in posted] == [[1], [2], [3]]
-    toy.proxy.close()
-    assert toy.left.read_text() == "left"
-
-
-def test_errors(toy: Toy) -> None:
-    """Ours as they are; an engine's as text; a method that there isn't as any other."""
-    assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
     with pytest.raises(ColocateError, match="Toy failed: OSError: the engine's own"):
         toy.proxy.call("fail", within_s=WAIT_S)
     with pytest.raises(ColocateError, match=r"Toy failed: AttributeError: .*'subtract'"):
         toy.proxy.call("subtract", within_s=WAIT_S)
     with pytest.raises(ColocateError, match="Toy hasn't done within 0 s"):
         toy.proxy.call("hang", within_s=0)
+    toy.proxy.close()
+    assert toy.left.read_text() == "left"
 
 
 def test_one_that_does_not_open(toy: Toy) -> None:
@@ -109,16 +107,11 @@ def test_one_that_does_not_open(toy: Toy) -> None:
         process.wait()
 
 
-def test_one_that_ends(toy: Toy) -> None:
-    """What was asked for fails with how it ended, and its last words; so does whatever is asked for afterwards."""
-    assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
-    for _ in range(2):
-        with pytest.raises(EngineError, match=r"ended with code 3(.|\n)*these are its last words"):
-            toy.proxy.call("exit", within_s=WAIT_S)
+def test_one_that_ends(toy: Toy, tmp_path: Path) -> None:
+    """What was asked for fails with how it ended, and its last words; so does whatever is asked for afterwards.
 
-
-def test_what_one_that_ends_leaves(toy: Toy, tmp_path: Path) -> None:
-    """The folder of what it has started is there when its error is made, and gone when that is raised."""
+    The folder of what it has started is there when its error is made, and gone when that is raised.
+    """
     folder = tmp_path / "started"
     folder.mkdir()
     (folder / "log").write_text("out of memory")
@@ -127,18 +120,19 @@ def test_what_one_that_ends_leaves(toy: Toy, tmp_path: Path) -> None:
         def lost(self, why: str) -> EngineError:
             return EngineError(why, logs={"log": (folder / "log").read_text()})
 
-    proxy = Logged("toy_side", engine="Toy", folder=str(folder))
-    with contextlib.closing(proxy):
-        assert proxy.open(str(toy.left), within_s=WAIT_S)
-        send(proxy.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="ended with code -9") as caught:
-            proxy.call("hang", within_s=WAIT_S)
-        assert caught.value.logs == {"log": "out of memory"}
-        assert not folder.exists()
+    with contextlib.closing(Logged("toy_side", engine="Toy", folder=str(folder))) as logged:
+        assert logged.open(str(toy.left), within_s=WAIT_S)
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"ended with code 3(.|\n)*these are its last words") as caught:
+                logged.call("exit", within_s=WAIT_S)
+            assert caught.value.logs == {"log": "out of memory"}
+            assert not folder.exists()
 
 
-def test_one_that_is_stopped(toy: Toy) -> None:
+def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked whether it is there, and ended when it isn't."""
+    monkeypatch.setattr(proxy, "SILENCE_S", 0.1)
+    monkeypatch.setattr(proxy, "_PONG_WITHIN_S", 0.1)
     assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
     send(toy.proxy.pid, signal.SIGSTOP)
     with pytest.raises(EngineError, match="the connection to Toy has ended"):
@@ -149,7 +143,7 @@ def test_one_that_is_stopped(toy: Toy) -> None:
 def test_it_ends_with_the_driver(toy: Toy, tmp_path: Path, stopped: bool) -> None:
     """Though that is killed, and it is stopped: then its janitor ends it."""
     script = f"""
-        from colocate.keeper import DriverProxy
+        from colocate.keeper import DriverProxy, proxy
         proxy = DriverProxy("toy_side", engine="Toy")
         assert proxy.open({str(tmp_path / "other")!r}, within_s={WAIT_S})
         print(proxy.pid, flush=True)

@@ -41,16 +41,6 @@ def test_a_process_that_outlives_a_script_is_named(monkeypatch: pytest.MonkeyPat
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_script_that_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is waited for as long as anything else in a test."""
-    monkeypatch.setattr(drivers, "PATIENCE_S", 0.1)
-    scripts = drivers.Scripts(tmp_path, "")
-    script = scripts.start("wait()")
-    with pytest.raises(AssertionError, match="has said nothing for"):
-        script.hear()
-    scripts.close()
-
-
 def test_levels_of_the_suite() -> None:
     """Each has the tests of the one before, and is larger by far; each test is the suite's."""
     smoke, executor, whole = (

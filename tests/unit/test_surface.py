@@ -36,7 +36,7 @@ SURFACE = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def things() -> Any:
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})

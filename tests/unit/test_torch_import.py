@@ -4,62 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
-import pytest
-
-
-def run(tmp_path: Path, script: str) -> str:
-    """Run a script with a torch of its own, whose parts import each other."""
-    package = tmp_path / "torch"
-    (package / "distributed").mkdir(parents=True)
-    (package / "__init__.py").write_text("from torch import distributed, last\n")
-    (package / "last.py").write_text("")
-    (package / "distributed" / "__init__.py").write_text("")
-    (tmp_path / "other.py").write_text("")
-    (tmp_path / "script.py").write_text(
-        "import builtins, importlib\nfrom colocate.worker.torch_groups.hooks import when_torch_comes\n"
-        + textwrap.dedent(script)
-    )
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.parametrize("how", ["import torch.distributed", "importlib.import_module('torch.distributed')"])
-def test_once_it_is_whole(tmp_path: Path, how: str) -> None:
-    """It is told once, when all of torch is there, and nothing of it is left in the import system."""
-    script = f"""
-        import sys
-        plain, module = builtins.__import__, importlib.import_module
-        when_torch_comes(lambda: print("came", "torch.last" in sys.modules))
-        import other
-        print("not yet")
-        {how}
-        import torch.last
-        print(builtins.__import__ is plain, importlib.import_module is module)
-    """
-    assert run(tmp_path, script).splitlines() == ["not yet", "came True", "True True"]
-
-
-def test_at_once_where_it_is(tmp_path: Path) -> None:
-    """What is imported already needn't be waited for."""
-    script = """
-        import torch
-        plain = builtins.__import__
-        when_torch_comes(lambda: print("came"))
-        print(builtins.__import__ is plain)
-    """
-    assert run(tmp_path, script).splitlines() == ["came", "True"]
-
-
-def test_two_threads() -> None:
-    """One in torch, the other in a part of it: without turns that ends the process, in `terminate called`."""
-    script = """
-import threading, sys
+SCRIPT = """
+import builtins, importlib, sys
+from colocate.worker.torch_groups.hooks import when_torch_comes
+plain, module = builtins.__import__, importlib.import_module
+sys.path.insert(0, sys.argv[1])  # of a torch whose parts import each other
+for how in ("import torch.distributed", "importlib.import_module('torch.distributed')"):
+    when_torch_comes(lambda: print("came", "torch.last" in sys.modules))
+    import queue
+    print("not yet")
+    exec(how)
+    import torch.last
+    print(builtins.__import__ is plain, importlib.import_module is module)
+    when_torch_comes(lambda: print("came at once"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        del sys.modules[name]
+"""
+TWO_THREADS = """
+import sys, threading
 from colocate.worker.torch_groups.hooks import when_torch_comes
 when_torch_comes(lambda: None)
 told = []
@@ -79,6 +43,24 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 print(told)
 """
-    pytest.importorskip("torch")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "[True, True]"), done.stderr
+
+
+def run(script: str, *arguments: str) -> list[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_once_it_is_whole(tmp_path: Path) -> None:
+    """It is told once, when all of torch is there, and nothing of it is left in the import system; later at once."""
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("from torch import distributed, last\n")
+    (tmp_path / "torch" / "last.py").write_text("")
+    (tmp_path / "torch" / "distributed" / "__init__.py").write_text("")
+    assert run(SCRIPT, str(tmp_path)) == ["not yet", "came True", "True True", "came at once"] * 2
+
+
+def test_two_threads() -> None:
+    """One in torch, the other in a part of it: without turns that ends the process, in `terminate called`."""
+    assert run(TWO_THREADS) == ["[True, True]"]

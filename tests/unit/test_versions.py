@@ -1,13 +1,16 @@
-"""Driver and worker of different versions refuse each other."""
+"""Driver and worker of different versions refuse each other, and a driver the record of a pool of another one."""
 
 from __future__ import annotations
 
+import pickle
+import platform
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import RoleStartError, wire
+from colocate import ColocateError, RoleStartError, wire
+from colocate._detached import load
 from colocate._protocol import versions
 from colocate.testing.probes.plain import Echo
 
@@ -21,19 +24,17 @@ def test_facts_that_differ() -> None:
     assert versions.difference(here, {"colocate": "2.0"}) == (
         f"has protocol None, the driver 3: both are colocate 2.0; {cure}"
     )
-    assert versions.difference({"colocate": "2.0"}, {"colocate": "2.0", "python": "3.11"}) is None
     assert versions.difference(here, dict(here, python="3.11")) == (
         "has Python 3.11, the driver 3.12: install the same in both"
     )
 
 
-@pytest.mark.parametrize("changed", [{"protocol": 99}, {"colocate": "0.0.1"}])
-def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its group doesn't start, and says why, although that worker can't even read who it is to be."""
-    facts = versions.facts()
-    monkeypatch.setattr(versions, "facts", lambda: {**facts, **changed})
+    facts: dict[str, Any] = {**versions.facts(), "protocol": 99}
+    monkeypatch.setattr(versions, "facts", lambda: facts)
     with colocate.connect(processes=True) as runtime, runtime.reserve(1) as pool:
-        with pytest.raises(RoleStartError, match=r"has (protocol|colocate) .*pip install \. in checkouts of"):
+        with pytest.raises(RoleStartError, match=r"has protocol .*pip install \. in checkouts of"):
             pool.spawn({"echo": colocate.role(Echo)}, timeout=60)
         assert not runtime.audit()
 
@@ -46,3 +47,15 @@ def test_lane_that_begins_otherwise(monkeypatch: pytest.MonkeyPatch, capfd: pyte
             pool.spawn({"echo": colocate.role(Echo)}, timeout=60)
         assert not runtime.audit()
     assert "the first message on this worker's lane is 'boot'" in capfd.readouterr().err
+
+
+def test_record_of_another_form() -> None:
+    """It is refused before anything in it is unpickled."""
+    here = platform.python_version().rpartition(".")[0]
+    for of, words in (
+        ((colocate.__version__, here), rf"colocate {colocate.__version__} \(records of form 1\) and Python {here}"),
+        (("0.0.1", "3.8", 7), r"colocate 0\.0\.1 \(records of form 7\) and Python 3\.8"),
+    ):
+        told = rf"pool 'theirs' was detached by a driver with {words}, and this one has"
+        with pytest.raises(ColocateError, match=told):
+            load(pickle.dumps((of, b"no pickle at all")), "theirs")
