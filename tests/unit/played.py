@@ -21,27 +21,6 @@ from colocate.worker.residents import store
 _to = torch.Tensor.to
 
 
-class Captures:
-    """What a process's threads say of graphs that others capture: `beside` stands for `cuda_driver.beside_captures`."""
-
-    def __init__(self) -> None:
-        self._apart: set[int] = set()
-        self.seen: list[bool] = []
-
-    @contextlib.contextmanager
-    def beside(self, device: str) -> Iterator[None]:
-        """This thread takes no part."""
-        self._apart.add(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._apart.remove(threading.get_ident())
-
-    def look(self) -> None:
-        """Note whether this thread takes no part now."""
-        self.seen.append(threading.get_ident() in self._apart)
-
-
 class Played(torch.Tensor):
     """A tensor on a GPU that isn't there."""
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from colocate._system import files as atomic
-from colocate._system.files import atomic_folder, places
+from colocate._system.files import atomic_folder
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -34,36 +32,6 @@ def written(final: Path, text: str) -> None:
 def found(final: Path) -> dict[str, str]:
     """What is there, by name."""
     return {path.name: (path / "text").read_text() for path in final.parent.iterdir()}
-
-
-def interrupted(final: Path) -> None:
-    """Have a replacement cut short between its two steps."""
-    written(final, "old")
-    final.rename(final.with_name(".old-final"))
-
-
-def test_a_replacement_that_was_interrupted(final: Path) -> None:
-    """Who reads finds what it was to replace, and changes nothing; once it has been replaced it may go."""
-    interrupted(final)
-    assert [(path / "text").read_text() for path in places(final) if path.exists()] == ["old"]
-    assert found(final) == {".old-final": "old"}
-    written(final, "new")
-    final.with_name(".old-final").mkdir()
-    written(final, "newer")
-    assert found(final) == {"final": "newer"}
-
-
-def test_a_symlink(final: Path, tmp_path: Path) -> None:
-    """It is replaced, and so is what has replaced it; where it led to stays as it is."""
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "text").write_text("elsewhere")
-    final.parent.mkdir()
-    final.symlink_to(target)
-    for text in ("one", "two"):
-        written(final, text)
-        assert found(final) == {"final": text}
-    assert (target / "text").read_text() == "elsewhere"
 
 
 def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,43 +102,3 @@ def test_what_a_killed_writer_left(final: Path) -> None:
         (final.parent / name).mkdir(parents=True)
     written(final, "new")
     assert sorted(path.name for path in final.parent.iterdir()) == sorted([*stay, "final"])
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from colocate._system.files import atomic_folder
-
-for _ in range(200):
-    with atomic_folder(Path(sys.argv[1])) as part:
-        (part / "text").write_text("whole")
-"""
-
-
-def test_processes_that_write_one_folder(final: Path) -> None:
-    """All succeed, whoever comes in between, and whoever reads meanwhile finds it whole."""
-    written(final, "whole")
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(final)]) for _ in range(2)]
-    while any(writer.poll() is None for writer in writers):
-        for place in places(final) * 2:
-            with contextlib.suppress(FileNotFoundError):
-                assert (place / "text").read_text() == "whole"
-                break
-        else:
-            pytest.fail("it is nowhere")
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert found(final) == {"final": "whole"}
-
-
-def test_it_is_not_to_get_its_name(final: Path) -> None:
-    """What is entered while it gets its name may refuse that."""
-
-    @contextlib.contextmanager
-    def refusing() -> Iterator[None]:
-        raise ValueError("on purpose")
-        yield
-
-    written(final, "old")
-    with pytest.raises(ValueError, match="on purpose"), atomic_folder(final, refusing()) as part:
-        (part / "text").write_text("new")
-    assert found(final) == {"final": "old"}

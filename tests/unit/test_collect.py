@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import attrs
@@ -14,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate._values.collect import Collect, Concat, First, Gather, Reduce, check, check_meshes
-from colocate._values.dispatch import Broadcast, Scatter
+from colocate._values.collect import Concat, First, Gather, Reduce
 from colocate._values.mesh import Mesh, Ranks
-from colocate.errors import ConfigError, DispatchError
+from colocate.errors import DispatchError
 
-LAWS = settings(deadline=None, max_examples=80)
+LAWS = settings(deadline=None, max_examples=40)
 
 
 class Stats(NamedTuple):
@@ -56,16 +53,6 @@ def test_means_of_means_are_the_mean_over_all_rows(case: tuple[Ranks, list[int]]
     assert found["nested"][0].counts is None
 
 
-@LAWS
-@given(ranks_and_rows(), st.sampled_from([Gather(), Concat(), First(), Reduce("mean"), Reduce("max")]))
-def test_only_the_sources_are_looked_at(case: tuple[Ranks, list[int]], collect: Collect) -> None:
-    ranks, _ = case
-    results: list[Any] = [[rank] if isinstance(collect, Concat) else rank for rank in range(ranks.world_size)]
-    sources = collect.sources(ranks)
-    some = [result if rank in sources else None for rank, result in enumerate(results)]
-    assert collect.join(some, ranks) == collect.join(results, ranks)
-
-
 def test_results_of_some_ranks() -> None:
     """`results` goes along the ranks that the call went to."""
     ranks = Ranks(8, {"": Mesh({"dp": 4, "tp": 2})}, targets=[6, 3, 2])
@@ -87,11 +74,15 @@ def test_padding_is_trimmed_or_the_rank_is_named() -> None:
     assert caught.value.rank == 1
 
 
-def test_results_without_rows_do_not_spoil_the_shape() -> None:
-    """A rank that ran on nothing often returns nothing of another shape or type."""
+def test_results_without_rows() -> None:
+    """They don't spoil the shape: a rank that ran on nothing often returns nothing of another one. Alone they are no
+    result of a reduction."""
     results = [torch.ones(2, 4, dtype=torch.int64), torch.ones(0), torch.ones(1, 4, dtype=torch.int64)]
     assert Concat().join(results, Ranks(3)).shape == (3, 4)
     assert Concat().join([[], []], Ranks(2)) == []
+    for world, rows in ((1, [0]), (2, [0, 0])):
+        with pytest.raises(DispatchError, match="no rank worked on any rows"):
+            Reduce("sum").join([1] * world, Ranks(world, rows=rows))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +91,6 @@ def test_results_without_rows_do_not_spoil_the_shape() -> None:
         ([[1], 0.5], "Concat can't join what rank 1 returned: result (float) has no rows"),
         ([[1], None], "what rank 1 returned: result is None"),
         ([{"a": [1], "loss": 0.5}] * 2, "what rank 0 returned: result['loss'] (float) has no rows"),
-        ([{"a": [1], "b": [1, 2]}] * 2, "result['a'] has 1 row but result['b'] has 2"),
-        ([torch.ones(1, 2), torch.ones(1, 3)], "their shapes are (1, 2), (1, 3)"),
         ([{"a": [1]}, {"b": [1]}], "rank 0 has the keys ['a'] and rank 1 has the keys ['b']"),
     ],
 )
@@ -109,12 +98,6 @@ def test_results_that_cannot_be_joined(results: list[Any], message: str) -> None
     with pytest.raises(DispatchError) as caught:
         Concat().join(results, Ranks(2))
     assert message in str(caught.value)
-
-
-def test_nothing_to_reduce() -> None:
-    for world, rows in ((1, [0]), (2, [0, 0])):
-        with pytest.raises(DispatchError, match="no rank worked on any rows"):
-            Reduce("sum").join([1] * world, Ranks(world, rows=rows))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -128,16 +111,13 @@ def test_what_comes_out_does_not_depend_on_the_number_of_ranks(world: int) -> No
     assert isinstance(all_ranks("mean", 3), float)
     assert all_ranks("mean", True) == 1.0
     assert isinstance(all_ranks("max", True), bool)
-    assert isinstance(all_ranks("mean", Fraction(1, 3)), Fraction)
     assert isinstance(all_ranks("mean", np.float32(0.5)), np.floating)
     assert all_ranks("mean", torch.tensor([1, 2])).dtype == torch.float32
     assert all_ranks("mean", torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert all_ranks("sum", torch.tensor([True])).tolist() == [world]
     assert all_ranks("max", torch.tensor([1, 2])).dtype == torch.int64
     assert all_ranks("mean", np.arange(2)).dtype == np.float64
     assert all_ranks("mean", np.ones(2, np.float16)).dtype == np.float16
     assert all_ranks("sum", np.array([True])).tolist() == [world]
-    assert all_ranks("mean", np.array(2)).shape == ()
     assert not all_ranks("mean", torch.ones(1, requires_grad=True)).requires_grad
     for wrong in ("text", {"a": object()}, torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)):
         with pytest.raises(DispatchError, match="can be reduced"):
@@ -160,39 +140,23 @@ def test_halves_are_added_up_in_full() -> None:
     assert Reduce("sum").join(halves, Ranks(300)).item() == np.float16(300 * np.float16(0.1))
 
 
-@pytest.mark.parametrize("value", [np.float16(1000), np.int32(100000), np.uint8(200), np.int8(-100)])
+@pytest.mark.parametrize("value", [np.float16(1000), np.uint8(200), np.int8(-100)])
 def test_a_mean_of_numpys_numbers_does_not_overflow(value: Any) -> None:
     """Numbers of a few bits are weighed by rows of which there are more than they can count."""
     found = Reduce("mean").join([value] * 2, Ranks(2, rows=[100_000, 100_001]))
     assert found == value
     assert isinstance(found, np.floating)
-    assert Reduce("mean").join([value, 7], Ranks(2, rows=[100_000, 100_000])) == (float(value) + 7) / 2
 
 
-@pytest.mark.parametrize("kind", [np.uint8, torch.tensor, np.array])
-def test_a_sum_of_whole_numbers_does_not_overflow(kind: Any) -> None:
+def test_a_sum_of_whole_numbers_does_not_overflow() -> None:
     """It is in the largest type of its kind, as torch's and NumPy's own sums are, on one rank, too."""
-    dtypes = {"dtype": torch.uint8 if kind is torch.tensor else np.uint8} if kind is not np.uint8 else {}
-    for world in (1, 2):
-        found = Reduce("sum").join([kind(200, **dtypes)] * world, Ranks(world))
-        assert found == 200 * world
-        assert found.dtype.itemsize == 8
+    for value in (np.uint8(200), torch.tensor(200, dtype=torch.uint8), np.array(200, dtype=np.uint8)):
+        for world in (1, 2):
+            found = Reduce("sum").join([value] * world, Ranks(world))
+            assert found == 200 * world
+            assert found.dtype.itemsize == 8
     mixed = [np.array([100], np.uint8), np.array([-100], np.int8)]
     assert Reduce("sum").join(mixed, Ranks(2)).dtype == np.int64
-
-
-@pytest.mark.parametrize("operation", ["mean", "sum", "max", "min"])
-def test_what_is_masked_stays_masked(operation: Any) -> None:
-    """What a mask hides is in no result, on any number of ranks."""
-    for world in (1, 2):
-        found = Reduce(operation).join([np.ma.masked_array([1.0, 8.0], [False, True])] * world, Ranks(world))
-        assert found.tolist() == [world if operation == "sum" else 1.0, None]
-
-
-def test_a_tuple_that_takes_no_other_items() -> None:
-    """The error says what the class needs."""
-    with pytest.raises(DispatchError, match=r"no Size can be made of other items: .*_make"):
-        Reduce("mean").join([torch.Size([1, 2])] * 2, Ranks(2))
 
 
 @pytest.mark.parametrize(
@@ -201,10 +165,8 @@ def test_a_tuple_that_takes_no_other_items() -> None:
         ([{"a": 1}, {"b": 1}], "rank 0 has the keys ['a'] and rank 1 has the keys ['b']"),
         ([[1], [1, 2]], "rank 0 has a list of 1 items and rank 1 has one of 2"),
         ([{"a": None}, {"a": 1}], "['a']: that of rank 0 is None and that of rank 1 is not"),
-        ([1, torch.ones(1)], "rank 1 has a Tensor, where rank 0 has a int"),
         ([1, None], "rank 1 has None, where rank 0 has a int"),
         ([torch.ones(2), torch.ones(1)], "the shapes are (2,) on rank 0 and (1,) on rank 1"),
-        ([1j, 2j], "no max can be made of complex"),
         ([np.array(["a"]), np.array(["b"])], "no max can be made of ndarray"),
     ],
 )
@@ -220,59 +182,3 @@ def test_the_results_given_stay_as_they_are() -> None:
         for operation in ("mean", "sum", "max", "min"):
             Reduce(operation).join(results, Ranks(2))
         assert [result.tolist() for result in results] == [[1, 1], [2, 2]]
-
-
-def test_padding_needs_a_collect_that_can_take_it_out() -> None:
-    class Mine(Collect):
-        def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-            return results
-
-    class Aligned(Mine):
-        row_aligned = True
-
-    for collect in (Gather(), First(), Reduce("mean"), Mine()):
-        with pytest.raises(
-            DispatchError, match=r"Actor\.update: .*padding would show.*collect=Concat\(\).*pad='masked'"
-        ):
-            check(Scatter("x", pad=True), collect, "Actor.update")
-        check(Scatter("x", pad="masked"), collect, "Actor.update")
-        check(Scatter("x"), collect, "Actor.update")
-    for aligned in (Concat(), Aligned()):
-        check(Scatter("x", pad=True), aligned, "Actor.update")
-
-
-def test_classes_in_place_of_values() -> None:
-    with pytest.raises(DispatchError, match=r"is no Dispatch; write dispatch=Scatter\(\.\.\.\)"):
-        check(Scatter, Gather(), "Actor.update")
-    with pytest.raises(DispatchError, match=r"is no Collect; write collect=a Collect"):
-        check(Broadcast(), "mean", "Actor.update")
-
-
-def test_meshes_are_checked_where_the_role_gets_them() -> None:
-    ranks = Ranks(4, {"train": Mesh({"dp": 4}), "infer": Mesh({"dp": 2, "shard": 2})})
-    check_meshes(Scatter("x", axis="shard", mesh="infer"), Concat(axis="tp", mesh="train"), ranks, "Actor.m")
-    with pytest.raises(DispatchError, match=r"names the mesh 'inferr'.*did you mean 'infer'"):
-        check_meshes(Scatter("x", mesh="inferr"), Gather(), ranks, "Actor.m")
-    with pytest.raises(DispatchError, match=r"names the axis 'shrd'.*did you mean 'shard'"):
-        check_meshes(Broadcast(), Concat(axis="shrd", mesh="infer"), ranks, "Actor.m")
-
-
-def test_collects_are_values_that_read_as_written() -> None:
-    written = [
-        "Gather()",
-        "Concat()",
-        "Concat(axis='tp', mesh='infer')",
-        "First()",
-        "First(mesh='infer')",
-        "Reduce('mean')",
-        "Reduce('max', weight=None, axis='tp', mesh='infer')",
-    ]
-    for text in written:
-        collect = eval(text)
-        assert repr(collect) == text
-        assert (collect, hash(collect)) == (eval(text), hash(eval(text)))
-    for make in (lambda: Reduce("avg"), lambda: Reduce("mean", weight="tokens"), lambda: Concat(mesh=1)):  # type: ignore[arg-type]
-        with pytest.raises(ConfigError):
-            make()
-    with pytest.raises(DispatchError):
-        Concat(axis="")

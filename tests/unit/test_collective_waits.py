@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from colocate._protocol.consequence import Consequence
 from colocate.worker.torch_groups import waits as collective_waits
 
 SLICE = collective_waits._SLICE
@@ -89,13 +88,6 @@ def test_its_own_error(looks: Looks, wait: Any) -> None:
     assert caught.value.__context__ is None
 
 
-def test_hopeless(looks: Looks, wait: Any) -> None:
-    """It ends with the reason, which is a consequence of something else."""
-    looks.reason = "a call failed on another rank"
-    with pytest.raises(Consequence, match="on another rank"):
-        wait(Work())
-
-
 def test_torch_is_given_a_moment(looks: Looks, wait: Any) -> None:
     """Its own error is better than ours: it may come just after the connection has gone."""
     work = Work()
@@ -124,20 +116,3 @@ def test_a_receive_waits_as_ever(looks: Looks, wait: Any) -> None:
     assert wait(work)
     assert wait(work, SLICE)
     assert work.waits == [None, SLICE]
-
-
-def test_the_last_reference_goes_elsewhere() -> None:
-    """Whoever lets go doesn't wait for what waits in a destructor."""
-    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
-
-    class Slow:
-        def __del__(self) -> None:
-            began.set()
-            may_end.wait()
-            ended.set()
-
-    collective_waits.destroy_later([Slow(), object()])
-    assert began.wait(10)
-    assert not ended.is_set()
-    may_end.set()
-    assert ended.wait(10)

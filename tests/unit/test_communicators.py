@@ -79,25 +79,6 @@ def test_who_has_it(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slot.unowned == rest | ({"nccl": 7 * _MIB, "context": 93 * _MIB} if told else {"context": 100 * _MIB})
 
 
-def test_who_captures_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask a device for its memory is no part of a graph that the lane captures."""
-    pytest.importorskip("torch")
-    from tests.unit.played import Captures
-
-    captures = Captures()
-
-    class Looking(Gpu):
-        def mem_get_info(self, device: str) -> tuple[int, int]:
-            captures.look()
-            return super().mem_get_info(device)
-
-    monkeypatch.setattr(torch_books, "all_groups", dict)
-    monkeypatch.setattr(ledger, "in_use", lambda device: Looking())
-    monkeypatch.setattr(ledger, "beside_captures", captures.beside)
-    ledger._gpu("cuda:0")
-    assert captures.seen == [True]
-
-
 def test_another_allocator_in_the_place_of_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps no such books: nothing is guessed, and what tensors don't have of the GPU counts with the context."""
 

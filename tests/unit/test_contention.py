@@ -36,19 +36,6 @@ def test_calls_that_overlap() -> None:
     assert (actor.busy, critic.waited) == (10.0, {"actor": 5.0})
 
 
-def test_many_calls_that_wait_at_once() -> None:
-    """All submitted at the beginning, of two roles by turns: they waited no longer than it took."""
-    lane = [Busy(float(at), at + 1.0, ("actor", "critic")[at % 2], 0.0) for at in range(100_000)]
-    (actor, critic) = contention({("policy", 0): lane}, {})
-    assert (actor.waited, critic.waited) == ({"critic": 49_999.0}, {"actor": 50_000.0})
-
-
-def test_slots_are_apart() -> None:
-    """Another slot, or another group, is in nobody's way."""
-    lanes = {("policy", 0): LANE[:1], ("policy", 1): LANE[1:2], ("other", 0): LANE[1:2]}
-    assert all(not use.waited for use in contention(lanes, {}))
-
-
 def test_rows() -> None:
     """There are none where nobody waited."""
     assert waits(contention({("policy", 0): LANE[4:]}, {})) == []

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
-import colocate
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._owned.dispatcher import Dispatcher
 from colocate._protocol.consequence import Unmade
 from colocate._protocol.from_worker import Failed, Failure, Held
-from colocate._protocol.to_worker import Hold, Resume, Unwanted
-from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ColocateError, RoleError
-from colocate.testing.gate import Gate
-from colocate.testing.probes.plain import Log
+from colocate._protocol.to_worker import Hold, Resume
+from colocate.errors import RoleError
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -77,45 +73,6 @@ def back(order: Any, link: Sent) -> None:
     for slot in link.live():
         order.held(slot, Held(number, 0, {}, []))
     assert isinstance(link.seen[-1][1], Resume)
-
-
-def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a later call that fails amid a hold, on two ranks, all are told as soon as the first one has failed."""
-    told: list[int] = []
-    send = WorkerGroup.send
-
-    def noting(worker_group: WorkerGroup, slots: Any, message: Any, body: Any = None) -> None:
-        if isinstance(message, Unwanted):
-            told.append(message.seq)
-        send(worker_group, slots, message, body)
-
-    monkeypatch.setattr(WorkerGroup, "send", noting)
-    with colocate.connect("local") as runtime, runtime.reserve(4) as pool, Gate() as first, Gate() as last:
-        group = pool.spawn({"log": colocate.role(Log)})
-        log = group.role("log", Log)
-        with Gate() as second, Gate() as third:
-            failing = log.at.submit([first.address, None, None, None], ["raise", "add", "add", "add"], "a")
-            gates = [None, second.address, third.address, last.address]
-            later = log.at.submit(gates, ["add", "raise", "raise", "add"], "b")
-            for gate in (first, second, third, last):
-                gate.wait_for()
-            first.open()
-            assert failing.exception(PATIENCE_S) is not None
-        last.open()
-        assert later.exception(PATIENCE_S) is not None
-    assert len(told) == 1
-
-
-def test_a_hold_of_the_generation_before(order: Any, link: Sent) -> None:
-    """The new generation's workers are told of their own first failure: nothing was begun with them."""
-    order.begin_anew()  # as a rank does that fails when all has been failed
-    with order.lock:
-        order.renew()
-    call = entered(order)
-    del link.seen[:]
-    order.break_off(call, ColocateError("on purpose"))
-    assert link.seen == [([0, 1], Hold(1, call.seq, True))]
-    assert isinstance(call.exception(PATIENCE_S), ColocateError)
 
 
 @pytest.mark.parametrize("kinds", [(Unmade, "builtins.RuntimeError"), ("builtins.RuntimeError", Unmade)])

@@ -1,22 +1,35 @@
-"""The lane, with role code that misbehaves."""
+"""Lanes and the threads beside them, with code of users that misbehaves; what waits for work keeps nothing alive."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import CallTimeout, ColocatedGroup, Role, RoleError, WorkerDied, method
+from colocate import ClosedError, Role, RoleError, WorkerDied, method
+from colocate._system import jobs
+from colocate._system.room import OomKills
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate.worker.serving import failure
+
+
+class Value:
+    """Something that can be seen to go."""
+
+
+class AsksAtItsEnd:
+    """Has the worker ask its driver for a module, just when a call has told its end."""
+
+    def __del__(self) -> None:
+        import tests.unit.counted  # noqa: F401
 
 
 class Strange(Role):
@@ -29,99 +42,125 @@ class Strange(Role):
         await asyncio.create_task(leave())
 
     @method
-    async def fine(self) -> int:
-        await asyncio.sleep(0)
-        return self.ctx.rank
+    def pid(self) -> int:
+        return os.getpid()
 
     @method
     def take(self, value: Any) -> None:
         return
 
     @method
-    def fail(self) -> None:
-        raise ValueError("on purpose")
+    def make(self) -> Value:
+        return Value()
 
     @method
-    def meet(self, gate: Address | None) -> float:
-        import torch
-        import torch.distributed as dist
-
-        group, value = self.ctx.process_group(), torch.ones(1)
-        dist.all_reduce(value, group=group)
-        if gate is not None:
-            pass_gate(gate)
-        dist.all_reduce(value, group=group)
-        return value.item()
+    def wait(self, gate: Address) -> None:
+        pass_gate(gate)
 
 
-class Large:
-    pass
-
-
-class AsksAtItsEnd:
-    """Has the worker ask its driver for a module, just when a call has told its end."""
-
-    def __del__(self) -> None:
-        import tests.unit.counted  # noqa: F401
-
-
-@pytest.fixture(params=[False, True], ids=["threads", "processes"])
-def group(request: pytest.FixtureRequest) -> Iterator[ColocatedGroup]:
-    with colocate.connect("local", processes=request.param) as runtime, runtime.reserve(2) as pool:
-        yield pool.spawn({"strange": colocate.role(Strange)})
-
-
-def test_exit_in_task(group: ColocatedGroup) -> None:
-    """SystemExit in a task that an async method has made, which stops an event loop, is that call's error only."""
-    strange = group.role("strange", Strange)
-    with pytest.raises(RoleError, match="SystemExit"):
-        strange.leave_in_task.submit().result(PATIENCE_S)
-    assert strange.fine.submit().result(PATIENCE_S) == [0, 1]
-
-
-def test_an_argument_that_asks_at_its_end(group: ColocatedGroup) -> None:
-    """What it is answered is heard, and so are later calls."""
-    strange = group.role("strange", Strange)
-    for _ in range(2):
-        strange.take.submit(AsksAtItsEnd()).result(PATIENCE_S)
-        assert strange.fine() == [0, 1]
-
-
-def test_arguments_are_let_go() -> None:
-    """A lane that waits for work keeps nothing of the last one."""
-    with colocate.connect("local") as runtime:
+def test_on_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SystemExit in a task, which ends an event loop, is its call's error only. An argument may ask the driver for a
+    module at its end. A worker that is killed while the kernel lacks memory: the error says that."""
+    with colocate.connect("local", processes=True) as runtime:
         strange = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
-        value = Large()
+        with pytest.raises(RoleError, match="SystemExit"):
+            strange.leave_in_task.submit().result(PATIENCE_S)
+        for _ in range(2):
+            strange.take.submit(AsksAtItsEnd()).result(PATIENCE_S)
+        (pid,) = strange.pid()
+        monkeypatch.setattr(OomKills, "since", lambda before: "the kernel has killed a process for lack of memory")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied) as caught:
+            strange.pid()
+        assert caught.value.signal == "SIGKILL"
+        assert caught.value.detail == "the kernel has killed a process for lack of memory"
+
+
+def test_arguments_and_results_are_let_go() -> None:
+    """A lane that waits for work keeps nothing of the last one; nor does what observers are to be told later."""
+    goes_on = threading.Event()
+    records: list[str] = []
+
+    class Observer:
+        def colocate_group_spawned(self, group: colocate.ColocatedGroup) -> None:
+            goes_on.wait(PATIENCE_S)
+
+        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+            records.append(record.method)
+
+    with colocate.connect("local") as runtime:
+        runtime.observe(Observer())
+        strange = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
+        (made,) = strange.make()
+        gone = weakref.ref(made)
+        del made
+        assert gone() is None
+        assert not records
+        goes_on.set()
+        value = Value()
         gone = weakref.ref(value)
         strange.take(value)
         del value
         wait_until(lambda: gc.collect() >= 0 and gone() is None, "the argument is freed")
+    assert records == ["make", "take"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane that breaks, by a mistake of colocate's own, fails its group; nobody waits for it for ever."""
+def test_callback_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callback raises is reported, whatever it is, and later ones still run."""
+    told: list[type] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: told.append(kind))
+    ran = threading.Event()
 
-    def broken(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("a mistake in colocate")
+    def fail(call: Any) -> None:
+        raise SystemExit(1)
 
-    monkeypatch.setattr(threading, "excepthook", lambda told: None)
     with colocate.connect("local") as runtime:
+        call = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange).pid.submit()
+        call.add_done_callback(fail)
+        call.add_done_callback(lambda call: ran.set())
+        assert ran.wait(PATIENCE_S)
+    assert told == [SystemExit]
+
+
+def test_close_in_callback() -> None:
+    """A callback may close the runtime that is closing already, which has failed its call."""
+    told: list[Any] = []
+    with Gate() as gate:
+        runtime = colocate.connect("local")
         strange = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
-        monkeypatch.setattr(failure, "failed", broken)
-        with pytest.raises(WorkerDied):
-            strange.fail.submit().result(PATIENCE_S)
+        first, second = strange.wait.submit(gate.address), strange.wait.submit(gate.address)
+
+        def close(call: Any) -> None:
+            runtime.close()
+            told.append(call.exception())
+
+        gate.wait_for(1)
+        second.add_done_callback(close)
+        with pytest.raises(ExceptionGroup, match="had gone wrong"):  # the first call doesn't end in time
+            runtime.close(grace=0)
+        assert isinstance(first.exception(), ClosedError)
+    assert isinstance(told[0], ClosedError)
 
 
-def test_late_behind_a_collective() -> None:
-    """A queued call that runs out of time cuts nothing from the one before it."""
-    pytest.importorskip("torch")
-    with colocate.connect("local", processes=True) as runtime, Gate() as gate:
-        strange = runtime.reserve(2).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
-        meeting = strange.meet.submit(gate.address)
-        gate.wait_for(2)
-        with pytest.raises(CallTimeout):
-            strange.fine.options(timeout=0.01)()
-        gate.open()
-        assert meeting.result(PATIENCE_S) == [4.0, 4.0]
-        assert strange.meet(None) == [4.0, 4.0]
+def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing doesn't wait for it for ever, and says where it is."""
+    monkeypatch.setattr(jobs, "THREAD_ENDS_WITHIN_S", 0.1)
+    begun, over = threading.Event(), threading.Event()
+
+    def never_return(call: Any) -> None:
+        begun.set()
+        over.wait()
+
+    runtime = colocate.connect("local")
+    call = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange).pid.submit()
+    call.add_done_callback(never_return)
+    try:
+        assert begun.wait(PATIENCE_S)
+        with pytest.raises(ExceptionGroup) as caught:
+            runtime.close()
+        (error,) = caught.value.exceptions
+        assert "a callback or an observer of this runtime goes on" in str(error)
+        assert "in never_return" in str(error)
+        assert runtime.state == "closed"
+    finally:
+        over.set()

@@ -11,23 +11,20 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
-from colocate._api import pool as slots
 from colocate._calls.pending import PendingCall
 from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
+from colocate.errors import ColocateError, GroupRestarted, PlacementError
 from colocate.executor import Request, Reservation
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S, wait_until
-
-BOTH = pytest.mark.parametrize("runtime", ["threads", "processes"], indirect=True)
+from colocate.testing.waiting import PATIENCE_S
 
 
 @pytest.fixture
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    with colocate.connect("local", processes=getattr(request, "param", "threads") == "processes") as runtime:
+def runtime() -> Iterator[Runtime]:
+    with colocate.connect("local") as runtime:
         yield runtime
 
 
@@ -41,12 +38,6 @@ def pool(runtime: Runtime) -> Iterator[Pool]:
 def group(pool: Pool) -> ColocatedGroup:
     """One that is restarted."""
     return pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
-
-
-@pytest.fixture
-def other(runtime: Runtime) -> ColocatedGroup:
-    """One on other slots, which goes on."""
-    return runtime.reserve(2).spawn({"rows": colocate.role(Rows)})
 
 
 def fail(group: ColocatedGroup) -> None:
@@ -92,7 +83,6 @@ def test_a_checkpoint_that_comes_too_late(
 # -- the generation before
 
 
-@BOTH
 def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup) -> None:
     """A call that was recorded before the restart isn't sent to who has never had what it uses."""
     role = group.role("lasting", Lasting)
@@ -106,11 +96,11 @@ def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup
     assert new.result(PATIENCE_S) == [1, 1]
 
 
-@BOTH
 def test_a_resident_that_is_lost_as_it_is_used(
-    group: ColocatedGroup, other: ColocatedGroup, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its group is restarted when it has been looked at, and just before it is lent."""
+    other = runtime.reserve(2).spawn({"rows": colocate.role(Rows)})
     old = group.role("lasting", Lasting).counted.keep([1, 2])
     old.fetch()
     pin = group._node.residents.pin
@@ -124,20 +114,6 @@ def test_a_resident_that_is_lost_as_it_is_used(
     with pytest.raises(GroupRestarted):
         other.role("rows", Rows).seen(old.ref)
     assert len(other.role("rows", Rows).seen([1, 2])) == 2
-
-
-@BOTH
-def test_a_worker_does_not_wait_for_the_generation_before(group: ColocatedGroup, other: ColocatedGroup) -> None:
-    """A call that was under way to it already finds that what it uses is gone, on whatever slot."""
-    role = group.role("lasting", Lasting)
-    old: Any = role.counted.keep([1, 2])
-    old.fetch()
-    restarted(group)
-    old._kept.lost = None  # as its driver half had it when the call was sent
-    for use in (other.role("rows", Rows).seen, role.counted):
-        with pytest.raises(RoleError):
-            use.options(timeout=PATIENCE_S)(old.ref)
-    assert role.add() == [1, 1]
 
 
 # -- slots that are lost
@@ -203,28 +179,3 @@ def test_spawning_while_slots_are_lost(runtime: Runtime, monkeypatch: pytest.Mon
             may.set()
         group.wait_ready(PATIENCE_S)
         assert len(pool[1:].spawn({"rows": colocate.role(Rows)}).role("rows", Rows).seen([1])) == 1
-
-
-def test_closing_while_slots_are_lost(
-    pool: Pool, group: ColocatedGroup, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who waits for slots finds soon that nobody wants them any more."""
-    monkeypatch.setattr(slots, "REPLACED_EVERY_S", 0.05)
-    engine, over = Engine(runtime, monkeypatch), threading.Event()
-
-    def full(request: Request) -> Reservation:
-        over.wait(request.timeout)
-        raise PlacementTimeout("there is no place now")
-
-    engine.answers = [full]
-    fail(group)
-    assert engine.asked.wait(PATIENCE_S)
-    try:
-        with pytest.raises(ExceptionGroup, match="gone wrong"):  # nobody has been told
-            pool.close()
-        wait_until(lambda: not group._node.restarts._thread.is_alive(), "nothing is rebuilt any more")  # type: ignore[union-attr]
-    finally:
-        over.set()
-    assert max(engine.timeouts) <= 0.05
-    with pytest.raises(ClosedError):
-        group.wait_ready(PATIENCE_S)

@@ -1,30 +1,25 @@
-"""Calls that can't be sent to all their ranks, and closing that is interrupted."""
+"""Calls that can't be sent to all their ranks, what sending costs, and closing that is interrupted."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from tests.unit.counted import functions_called
 
 import colocate
-from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, SerializationError, WorkerDied, method
+from colocate import CallTimeout, ClosedError, ColocatedGroup, Concat, PerRank, Role, method
 from colocate._calls.pending import PendingCall
 from colocate._protocol.from_worker import Done
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
 from colocate._views.sending import note
-from colocate._worker_group.published import Published
 from colocate._worker_group.sleepers import Sleepers
-from colocate._worker_group.workforce import Workforce
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_local.threads import ThreadHost
@@ -44,9 +39,11 @@ class Echo(Role):
         return item
 
 
-def _failing_at(group: ColocatedGroup, count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on sending a call to the count-th rank fails, once."""
-    group._node.order.gate.shut("a test")  # else calls are posted, which can't fail so
+@pytest.mark.parametrize(
+    ("count", "error"), [(1, KeyboardInterrupt()), (2, OSError(24, "Too many open files"))], ids=["ctrl-c", "files"]
+)
+def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose sending fails leaves nothing pending and nothing borrowed, and the ranks stay in step."""
     send = ThreadHost.send
     made = 0
 
@@ -58,13 +55,6 @@ def _failing_at(group: ColocatedGroup, count: int, error: BaseException, monkeyp
             raise error
         send(host, frame)
 
-    monkeypatch.setattr(ThreadHost, "send", failing)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), KeyboardInterrupt()], ids=["files", "ctrl-c"])
-def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call whose sending fails leaves nothing pending and nothing borrowed, and the ranks stay in step."""
     with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
         echo = group.role("echo", Echo)
@@ -72,7 +62,8 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
         kept.fetch()
         with Gate() as gate:
             waiting = echo.wait.submit(gate.address)
-            _failing_at(group, count, error, monkeypatch)
+            group._node.order.gate.shut("a test")  # else calls are posted, which can't fail so
+            monkeypatch.setattr(ThreadHost, "send", failing)
             with pytest.raises(type(error)):
                 echo.each.keep([kept.ref, kept.ref])
             assert len(group._node.order.pending) == 1
@@ -85,42 +76,29 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
         wait_until(lambda: not group._node.residents.kept, "what was freed is forgotten")
 
 
-@pytest.mark.parametrize("kind", ["Call", "Batch", "Free"])
-def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a message that could not be sent to all ranks was to tell them to forget, a later one tells."""
-    with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        echo = group.role("echo", Echo)
-        stores = [cast("ThreadHost", worker.host).worker.store for worker in group._node.workforce.workers]
-        kept = echo.make.keep(1)
-        kept.fetch()
-        failures: list[str] = []
-        calls: list[colocate.Call[Any]] = []
-        send = ThreadHost.send
-        group._node.order.gate.shut("a test")  # else calls are posted, which can't fail so
+def test_use_of_what_was_given_up_when_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose resident's call has failed fails of that, though all ranks had the value already."""
+    with colocate.connect("local") as runtime, Gate() as gate:
+        group = runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
+        echo, order = group.role("echo", Echo), group._node.order
+        done = order.done
 
-        def failing(host: ThreadHost, frame: Any) -> None:
-            if type(read(frame[0])).__name__ == kind and host is group._node.workforce.workers[1].host and not failures:
-                failures.append(kind)
-                raise OSError(24, "Too many open files")
-            send(host, frame)
+        def just_before(slot: int, message: Done, body: Any) -> None:
+            call = order.pending.get(message.seq)
+            if call is not None and call.method == "make" and call.keep is not None and call.remaining == 1:
+                order.break_off(call, CallTimeout("too late"))
+            done(slot, message, body)
 
-        monkeypatch.setattr(ThreadHost, "send", failing)
-
-        def use() -> None:  # not on the main thread, which has its calls sent by another one
-            with group._node.order.lock:  # so that no other message carries it
-                kept.free()
-                if kind == "Call":
-                    calls.append(echo.make.submit(1))  # which is sent when the lock is free
-                elif kind == "Batch":
-                    with pytest.raises(OSError, match="open files"), group.pipeline():
-                        _ = echo.make.submit(1), echo.make.submit(1)
-
-        with ThreadPoolExecutor(1) as other:
-            other.submit(use).result(PATIENCE_S)
-        assert all(isinstance(call.exception(PATIENCE_S), OSError) for call in calls)
-        wait_until(lambda: failures == [kind], "sending has failed")
-        wait_until(lambda: [len(store.entries) for store in stores] == [0, 0], "both ranks have been told")
+        monkeypatch.setattr(order, "done", just_before)
+        waiting = echo.wait.submit(gate.address)
+        kept = echo.make.keep(2)
+        used = echo.each.submit([kept.ref] * 2)
+        again = echo.each.keep([kept.ref] * 2)
+        gate.open()
+        for call in (used.result, again.fetch):
+            with pytest.raises(CallTimeout, match="too late"):
+                call(PATIENCE_S)
+        waiting.result(PATIENCE_S)
         assert echo.make(1) == [0, 1]
 
 
@@ -152,135 +130,14 @@ def test_release_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise OSError("on purpose")
 
-    monkeypatch.setattr(runtime._node.services.executor, "release", fail)
-    monkeypatch.setattr(runtime._node.services.executor, "close", fail)
+    for name in ("release", "close"):
+        monkeypatch.setattr(runtime._node.services.executor, name, fail)
     with pytest.raises(ExceptionGroup) as caught:
         runtime.close()
     assert [type(error) for error in caught.value.exceptions] == [OSError, OSError]
     pool.close()
     runtime.close()
     assert [pool.state, runtime.state] == ["closed"] * 2
-
-
-def test_closed_while_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that come when the runtime has been closed are given back."""
-    runtime = colocate.connect("local", cpus=1)
-    reserve, release = runtime._node.services.executor.reserve, runtime._node.services.executor.release
-    released: list[Any] = []
-
-    def late(request: Any) -> Any:
-        reservation = reserve(request)
-        runtime._node.close_here("the test", 10.0, False)
-        return reservation
-
-    def noted(reservation: Any) -> None:
-        released.append(reservation)
-        release(reservation)
-
-    monkeypatch.setattr(runtime._node.services.executor, "reserve", late)
-    monkeypatch.setattr(runtime._node.services.executor, "release", noted)
-    with pytest.raises(ClosedError):
-        runtime.reserve(1)
-    assert len(released) == 1
-
-
-@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-def test_closed_while_spawning(processes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that another thread closes while a group starts on it leaves no worker behind."""
-    with colocate.connect("local", processes=processes) as runtime:
-        pool = runtime.reserve(2)
-        launch = runtime._node.services.executor.launch
-        launched = 0
-
-        def closing(*args: Any) -> Any:
-            nonlocal launched
-            launched += 1
-            if launched == 2:
-                pool._node.close_here("the test", 10.0, False)
-            return launch(*args)
-
-        monkeypatch.setattr(runtime._node.services.executor, "launch", closing)
-        with pytest.raises(ClosedError):
-            pool.spawn({"echo": colocate.role(Echo)})
-        wait_until(lambda: not runtime._node.services.executor.running(), "all workers have gone")
-
-
-def test_roles_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is all there is to be said, however long the workers take to end, in which nothing runs."""
-
-    def refuse(published: Published, *_: Any) -> None:
-        for worker in published._workers():
-            assert worker.pid is not None
-            os.kill(worker.pid, signal.SIGSTOP)
-        raise SerializationError("a global of the script can't be sent")
-
-    with colocate.connect("local", processes=True) as runtime, runtime.reserve(1) as pool:
-        monkeypatch.setattr(Published, "before", refuse)
-        with pytest.raises(SerializationError) as caught:
-            pool.spawn({"echo": colocate.role(Echo)})
-        assert getattr(caught.value, "__notes__", []) == []
-        assert pool.groups == {}
-
-
-def test_died_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that dies when its roles are there but nobody has been told yet fails its group."""
-    with colocate.connect("local", processes=True) as runtime:
-        pool = runtime.reserve(1)
-        ready = Workforce.ready
-
-        def late(workforce: Workforce) -> None:
-            workforce.workers[0].host.kill()
-            wait_until(lambda: workforce.workers[0].exit, "the worker has died")
-            ready(workforce)
-
-        monkeypatch.setattr(Workforce, "ready", late)
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        with pytest.raises(WorkerDied):
-            group.role("echo", Echo).make(1)
-
-
-def test_encoding_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a large message of one group is encoded, whatever workers say is heard, and other groups' calls go on."""
-    with colocate.connect("local", processes=True) as runtime:
-        pool = runtime.reserve(2)
-        large, other = (slot.spawn({"echo": colocate.role(Echo)}) for slot in (pool[0], pool[1]))
-        order, executor = large._node.order, runtime._node.services.executor
-        order.gate.shut("a test")  # what is small is posted, without that lock
-        done, numbered = order.done, executor.numbered
-        begun, heard, goes_on = Event(), Event(), Event()
-        waits: list[bool] = []
-
-        def hear(slot: int, message: Done, body: Any) -> None:  # on the event loop's thread
-            if not heard.is_set():
-                free = order.lock.lock.acquire(blocking=False)
-                waits.append(not free)
-                if free:
-                    order.lock.lock.release()
-                heard.set()
-            done(slot, message, body)
-
-        def slow(message: Any, body: Any) -> Any:
-            monkeypatch.setattr(executor, "numbered", numbered)  # others aren't
-            begun.set()
-            goes_on.wait(PATIENCE_S)
-            return numbered(message, body)
-
-        with Gate() as gate, ThreadPoolExecutor(1) as thread:
-            waiting = large.role("echo", Echo).wait.submit(gate.address)
-            gate.wait_for()
-            monkeypatch.setattr(order, "done", hear)
-            monkeypatch.setattr(executor, "numbered", slow)
-            sent = thread.submit(large.role("echo", Echo).each.submit, ["large"])
-            try:
-                assert begun.wait(PATIENCE_S)
-                gate.open()
-                assert heard.wait(PATIENCE_S)
-                assert waits == [False], "the only thread that hears workers waits for the encoding"
-                assert other.role("echo", Echo).make.submit(1).result(PATIENCE_S) == [0]
-                waiting.result(PATIENCE_S)
-            finally:
-                goes_on.set()
-            assert sent.result(PATIENCE_S).result(PATIENCE_S) == ["large"]
 
 
 def _given_modules(group: ColocatedGroup, count: int) -> None:
@@ -295,18 +152,30 @@ def _given_globals(group: ColocatedGroup, count: int) -> None:
     group._node.published._sent.update(names)
 
 
-@pytest.mark.parametrize("give", [_given_modules, _given_globals])
+def _dropped_handles(group: ColocatedGroup, count: int) -> None:
+    """So many calls that haven't ended were kept, and their handles dropped."""
+    for _ in range(count):
+        group.role("echo", Echo).make.keep(1)
+
+
+@pytest.mark.parametrize("give", [_given_modules, _given_globals, _dropped_handles])
 def test_what_was_sent_costs_calls_nothing(give: Callable[[ColocatedGroup, int], None]) -> None:
-    """A call does as much whether workers have got 5 modules or globals of the script, or 300 of them."""
-    with colocate.connect("local") as runtime, ThreadPoolExecutor(1) as thread:
+    """A call does as much whether there were 5 modules, globals of the script or kept calls before it, or 300."""
+    with colocate.connect("local") as runtime, Gate() as gate, ThreadPoolExecutor(1) as thread:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
-        make = group.role("echo", Echo).make
+        echo = group.role("echo", Echo)
+        waiting = echo.wait.submit(gate.address)
 
         def work(count: int) -> int:
             give(group, count)
-            return functions_called(lambda: make.submit(1))
+            return functions_called(lambda: echo.make.submit(1))
 
+        # Not on the main thread, whose calls are sent by another one.
         few, many = thread.submit(work, 5).result(), thread.submit(work, 300).result()
+        gate.open()
+        waiting.result(PATIENCE_S)
+        assert echo.make(1) == [0]  # all others are done
+        wait_until(lambda: not group._node.residents.kept, "what was dropped is forgotten")
         assert many < few + 50
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from colocate import SerializationError, connect, wire
-from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table, pack_whole, unpack_whole
-from colocate._definitions.ids import Definition, find, id_of, note, thing_of
+from colocate import wire
+from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
 from colocate._definitions.sources import Refused, Source, answer
 from colocate._protocol.message import Message
 from colocate._protocol.questions import HeardAll
@@ -67,11 +66,6 @@ def send(table: Table, value: Any) -> Bundle | None:
     return bundle
 
 
-def came(body: wire.Packed) -> wire.Packed:
-    """The bytes alone, as they come to another process, which holds nothing of this one's."""
-    return wire.Packed(bytes(body.data))
-
-
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class goes with all that it leads to; after that it and those are only named, whatever globals are."""
     script, table = Script(monkeypatch), Table("is given it")
@@ -83,21 +77,6 @@ def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert send(table, [script.Batch(), script.Other, script.Batch().over]) is None
 
 
-def test_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that was defined anew is another one, and comes with what its globals are then; the old keeps its id."""
-    script, table = Script(monkeypatch), Table("is given it")
-    old = script.Batch
-    send(table, old())
-    exec(SCRIPT.replace("LIMIT = 1", "LIMIT = 2"), script.names)
-    assert send(table, old()) is None
-    bundle = send(table, script.Batch())
-    assert bundle is not None
-    assert bundle.names["LIMIT"] == 2
-    assert script.Batch in bundle.definitions.values()
-    assert old not in bundle.definitions.values()
-    assert id_of(old) != id_of(script.Batch)
-
-
 def test_driver_is_told_no_names_of_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker sends its driver the class that was made in it, and no global of the script."""
     script = Script(monkeypatch)
@@ -106,30 +85,6 @@ def test_driver_is_told_no_names_of_its_script(monkeypatch: pytest.MonkeyPatch) 
     assert bundle is not None
     assert not bundle.names
     assert len(bundle.definitions) == 1
-
-
-def test_ids_do_not_outlive_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a script defines keeps its ids while it exists, and no longer."""
-    script = Script(monkeypatch, "def look():\n    return 1\n")
-    id = id_of(script.look)
-    assert note(7, script.look) == id
-    assert id_of(script.look) == id
-    assert thing_of(id) is thing_of(7) is script.look
-    del script.names["look"]
-    assert thing_of(id) is thing_of(7) is None
-
-
-def test_id_of_what_is_known_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that two processes have named, each by an id of its own, is sent by both to whom asks for either."""
-    script, table = Script(monkeypatch), Table("is given it")
-    id_of(script.Batch)
-    note(7, script.Batch)
-    bundle = table.bundle([Definition(7, script.Batch)])
-    assert {7, id_of(script.Batch)} <= {*bundle.definitions}
-    received_definitions = ReceivedDefinitions()
-    received_definitions.put((*bundle.definitions,), (*bundle.names,), bundle.body)
-    received_definitions.load(1)
-    assert find(7) is script.Batch
 
 
 # A value that takes long to rebuild: code of its class runs then.
@@ -151,7 +106,8 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     bundle = send(Table("is given it"), script.Batch())
     assert bundle is not None
     ids, names, packed = (*bundle.definitions,), (*bundle.names,), bundle.body.copy()
-    body = came(wire.pack(script.Batch()))
+    # The bytes alone, as they come to another process, which holds nothing of this one's.
+    body = wire.Packed(bytes(wire.pack(script.Batch()).data))
     held.clear()
     script.names.clear()
     del bundle
@@ -176,52 +132,6 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert its is others is here.KEPT
     assert vars(here.KEPT) == {}  # its class has set the state as it wants to
     assert seen == seen_there == (here.KEPT, here.Batch)
-
-
-def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, with what names it."""
-    script = Script(monkeypatch, "import threading\nLOCK = threading.Lock()\nclass A:\n def f(self): return LOCK\n")
-    body = wire.pack(script.A())
-    table = Table("is given it")
-    with pytest.raises(SerializationError, match=r"the global 'LOCK' of __main__, which A\.f names, .*lock"):
-        table.bundle(table.lacks(body.needs))
-
-
-def test_global_of_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group or runtime that a role's code names isn't to be made there: it is said what to do instead."""
-    with connect("local") as runtime:
-        script = Script(monkeypatch, "class A:\n    def f(self):\n        return RUNTIME\n")
-        script.names["RUNTIME"] = runtime
-        with pytest.raises(SerializationError, match=r"the global 'RUNTIME' of __main__, which A\.f names") as caught:
-            send(Table("is given it"), script.A())
-    assert "it is given as an argument: a value, or a resident" in str(caught.value)
-    assert "Make it inside the role" not in str(caught.value)
-
-
-def test_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value with all that it needs leaves the names of the script that reads it alone."""
-    script = Script(monkeypatch)
-    packed = pack_whole(script.Batch(), "it")
-    other = Script(monkeypatch, "LIMIT = 5")
-    value, _ = unpack_whole(packed)
-    assert type(value).__qualname__ == "Batch"
-    assert value.over()[0] == 1
-    assert value.over()[1]().back() is type(value)
-    assert "Batch" not in other.names
-    assert other.LIMIT == 5
-
-
-def test_what_came_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come on two ways is known for as long as either of them may name it."""
-    packed = pack_whole(Script(monkeypatch).Batch(), "it")
-    gc.collect()
-    Script(monkeypatch, "")
-    came = [unpack_whole(packed) for _ in range(2)]
-    assert type(came[0][0]) is type(came[1][0])
-    id = id_of(type(came[0][0]))
-    del came[0]
-    gc.collect()
-    assert find(id) is type(came[0][0])
 
 
 def test_sources(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
