@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -86,9 +83,9 @@ class Asking:
         return self.result
 
 
-def test_answers_with_and_without_a_body(peers: tuple[PeerChannel, PeerChannel]) -> None:
+def test_requests(peers: tuple[PeerChannel, PeerChannel], store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a body, on one connection; no other waits for one that isn't ready, nor fails of a handler."""
     answering, asking = peers
-    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
     for i in range(3):
         head, body = asking.request(answering.address, ("array", i))
         assert head == ("fine", i)
@@ -96,42 +93,28 @@ def test_answers_with_and_without_a_body(peers: tuple[PeerChannel, PeerChannel])
         array = unpack(body)
         assert (array == i).all()
         array += 1  # It is the asking side's own.
-
-
-def test_requests_one_after_the_other_share_a_connection(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
-    answering, asking = peers
-    for i in range(5):
-        asking.request(answering.address, ("x", i))
-    assert len({store.asked.get(timeout=WAIT_S) for _ in range(5)}) == 1
-
-
-def test_an_answer_that_is_not_ready_holds_up_no_other(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
-    answering, asking = peers
+    assert len({store.asked.get(timeout=WAIT_S) for _ in range(3)}) == 1
     slow = Asking(asking, answering.address, ("hold", 1))
     store.asked.get(timeout=WAIT_S)
     assert asking.request(answering.address, ("x", 2)) == (("fine", 2), None)
     assert slow.result is None
     store.ready.set()
     assert slow.get() == (("fine", 1), None)
-
-
-def test_a_handler_that_raises_fails_its_request_only(
-    peers: tuple[PeerChannel, PeerChannel], monkeypatch: pytest.MonkeyPatch
-) -> None:
     reported: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
-    answering, asking = peers
     with pytest.raises(ConnectionError, match="could not answer: KeyError: 'lost'"):
         asking.request(answering.address, ("fail", "lost"))
-    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
-    assert [report.exc_type for report in reported] == [KeyError]
     with pytest.raises(ConnectionError, match="isn't to be had any more"):
         asking.request(answering.address, ("refuse",))
-    assert len(reported) == 1  # who asks is told, and nobody else wants to know
+    # Who asks for what is refused is told, and nobody else wants to know.
+    assert [report.exc_type for report in reported] == [KeyError]
+    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
 
 
-def test_abort_wakes_all_and_later_requests_work(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
+def test_an_abort(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
+    """It wakes all that wait, and ends what is about to be asked; later requests work."""
     answering, asking = peers
+    known = asking.aborts
     waiting = [Asking(asking, answering.address, ("hold", i)) for i in range(3)]
     for _ in waiting:
         store.asked.get(timeout=WAIT_S)
@@ -141,20 +124,11 @@ def test_abort_wakes_all_and_later_requests_work(peers: tuple[PeerChannel, PeerC
         assert isinstance(error, ConnectionError)
         assert "the call was cancelled" in str(error)
         assert answering.address in str(error)
-    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
-    store.ready.set()
-
-
-def test_an_abort_also_ends_a_request_that_is_about_to_be_made(
-    peers: tuple[PeerChannel, PeerChannel], store: Store
-) -> None:
-    answering, asking = peers
-    known = asking.aborts
-    asking.abort("too late")
     with pytest.raises(ConnectionError, match="aborted before it was made"):
         asking.request(answering.address, ("x", 1), aborts=known)
     assert store.asked.empty()
     assert asking.request(answering.address, ("x", 1), aborts=asking.aborts) == (("fine", 1), None)
+    store.ready.set()
 
 
 def test_closing_the_asking_side_wakes_its_requests(store: Store) -> None:
@@ -193,57 +167,8 @@ def test_closing_the_answering_side_fails_what_waits_for_it(
             thread.join(WAIT_S)
 
 
-SERVER = """
-import sys, threading
-from colocate.wire import PeerChannel
-def handler(head):
-    print("asked", flush=True)
-    threading.Event().wait() if head[0] == "hold" else None
-    return ("fine",), None
-channel = PeerChannel(bytes.fromhex(sys.argv[1]), handler, sys.argv[2] or None)
-print(channel.address.rpartition(",")[2], flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("host", ["", "127.0.0.1"])
-def test_a_peer_that_is_killed(store: Store, host: str) -> None:
-    command = [sys.executable, "-c", SERVER, KEY.hex(), host]
-    with (
-        PeerChannel(KEY, store) as asking,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
-    ):
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        assert asking.request(address, ("x",)) == (("fine",), None)
-        waiting = Asking(asking, address, ("hold",))
-        assert [process.stdout.readline() for _ in range(2)] == ["asked\n"] * 2
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert isinstance(waiting.get(), ConnectionError)
-        with pytest.raises(ConnectionError, match="nobody listens"):
-            asking.request(address, ("x",))
-
-
-def test_a_forked_child_refuses(peers: tuple[PeerChannel, PeerChannel]) -> None:
-    answering, asking = peers
-    address = answering.address
-    asking.request(address, ("x", 1))
-    child = fork()
-    if child == 0:
-        try:
-            asking.request(address, ("x", 2))
-        except ForkedError:
-            answering.close()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert exit_code(child, WAIT_S) == 0
-    assert asking.request(address, ("x", 3)) == (("fine", 3), None)
-
-
 def test_without_a_thread(store: Store) -> None:
-    """Who asks is told that the other side has no thread to answer; neither channel is worse off afterwards."""
+    """Who asks is told that the other side has none to answer; neither is worse off then. A forked child refuses."""
     with PeerChannel(KEY, store) as answering, PeerChannel(KEY, store) as asking:
         with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
             answering.address  # noqa: B018
@@ -252,3 +177,14 @@ def test_without_a_thread(store: Store) -> None:
             with without_threads(), pytest.raises(ConnectionError, match="can't start new thread"):
                 asking.request(address, ("x", 1))
         assert asking.request(address, ("x", 1)) == (("fine", 1), None)
+        child = fork()
+        if child == 0:
+            try:
+                asking.request(address, ("x", 2))
+            except ForkedError:
+                answering.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert exit_code(child, WAIT_S) == 0
+        assert asking.request(address, ("x", 3)) == (("fine", 3), None)

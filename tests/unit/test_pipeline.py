@@ -1,10 +1,9 @@
-"""Pipelines: how bodies travel together, and what becomes of the calls when sending fails."""
+"""Pipelines: what becomes of the calls when sending fails, a group is closed, or a signal comes."""
 
 from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
@@ -16,72 +15,22 @@ from hypothesis import strategies as st
 from tests.signals.program import Places
 
 import colocate
-from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
-from colocate._protocol import to_worker
-from colocate._protocol.bundle import Memory, take_apart, together
-from colocate._signals import off_main
-from colocate._worker_group.worker_group import WorkerGroup
+from colocate import Call, ColocatedGroup, ColocateError, Resident
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate.wire import Packed
 
-KINDS: dict[str, dict[str, Any]] = {"threads": {}, "strict": {"strict": True}, "processes": {"processes": True}}
-
-
-CALL = to_worker.Call(1, "role", "method", None, None, False, ())
+PROCESSES = pytest.mark.parametrize("groups", [True], indirect=True)
 
 
-def packed(data: bytes, *buffers: bytes) -> Packed:
-    return Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers))
-
-
-def apart(bodies: list[Any]) -> list[Any]:
-    """Bodies after they have travelled together."""
-    wheres, body = together(bodies)
-    return [found for _, found in take_apart([(CALL, where) for where in wheres], body)]
-
-
-def test_bodies_traveltogether() -> None:
-    """Each comes out as it went in, with its own buffers."""
-    bodies = [packed(b"one", b"x" * 10, b"y" * 20), None, packed(b"", b"z"), packed(b"three")]
-    assert apart(bodies) == bodies
-    assert apart([None, None]) == [None, None]
-    assert apart([{"a": 1}, None, [2]]) == [{"a": 1}, None, [2]]
-
-
-def test_what_is_shared_travels_once() -> None:
-    """A body of several calls, and memory of several bodies, is there once."""
-    memory = Memory()
-    first, second = (memory.snapshot(packed(b"data", b"x" * 5000)) for _ in range(2))
-    wheres, body = together([first, first, second])
-    assert body.nbytes < 5100
-    assert [found for _, found in take_apart([(CALL, where) for where in wheres], body)] == [first, first, second]
-
-
-def test_memory_is_as_it_was() -> None:
-    """A snapshot isn't touched by later writes, and what has been written to since is another."""
-    memory = Memory()
-    own = bytearray(b"x" * 5000)
-    before = memory.snapshot(Packed(b"", (memoryview(own),)))
-    own[2500] = 0
-    after = memory.snapshot(Packed(b"", (memoryview(own),)))
-    assert before.buffers[0] == b"x" * 5000
-    assert after.buffers[0] == own
-    assert after.buffers[0] != before.buffers[0]
-
-
-BOTH = pytest.mark.parametrize("groups", ["strict", "processes"], indirect=True)
-
-
-@pytest.fixture(params=["threads"])
+@pytest.fixture(params=[False])
 def groups(request: pytest.FixtureRequest) -> Iterator[tuple[ColocatedGroup, ColocatedGroup]]:
-    """Two groups, of two slots and of one."""
+    """Two groups, of two slots and of one; in processes or not."""
     roles = {"echo": colocate.role(Echo), "rows": colocate.role(Rows), "faulty": colocate.role(Faulty)}
     with (
-        colocate.connect("local", **KINDS[request.param]) as runtime,
+        colocate.connect("local", processes=request.param) as runtime,
         runtime.reserve(2) as two,
         runtime.reserve(1) as one,
     ):
@@ -112,51 +61,38 @@ def failing(monkeypatch: pytest.MonkeyPatch, group: ColocatedGroup, slot: int) -
     monkeypatch.setattr(host, "send", fail)
 
 
-@BOTH
-@pytest.mark.parametrize("slot", [0, 1])
-def test_sending_fails(
-    groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch, slot: int
-) -> None:
-    """What couldn't be sent to all workers is withdrawn from those that have it; the group goes on."""
-    group, _ = groups
-    echo, rows = group.role("echo", Echo), group.role("rows", Rows)
-    calls: list[Call[Any]] = []
-    kept: list[Resident[Any]] = []
-    failing(monkeypatch, group, slot)
+@PROCESSES
+def test_sending_fails(groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What couldn't be sent to all workers is withdrawn from those that have it; the groups go on.
 
-    def block() -> None:
-        with group.pipeline():
-            kept.append(rows.double.keep([1, 2]))
-            calls.append(echo.echo.submit(kept[0].ref))
-
-    with pytest.raises(MemoryError):
-        block()
-    assert isinstance(calls[0].exception(PATIENCE_S), MemoryError)
-    assert echo.echo(1) == [1, 1]
-    assert rows.double([1, 2]) == [2, 4]
-    kept.clear()
-
-
-@BOTH
-def test_sending_to_the_second_group_fails(
-    groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls that were sent already, and use what will never be made, don't wait for it."""
+    Calls that were sent already, and use what will never be made, don't wait for it.
+    """
     first, second = groups
-    failing(monkeypatch, second, 0)
     calls: list[Call[Any]] = []
 
-    def block() -> None:
+    def alone() -> None:
+        with first.pipeline():
+            kept = first.role("rows", Rows).double.keep([1, 2])
+            calls.append(first.role("echo", Echo).echo.submit(kept.ref))
+
+    def together() -> None:
         with first.pipeline(), second.pipeline():
             made = first.role("rows", Rows).double.keep([1, 2])
             there = second.role("rows", Rows).double.keep(made.ref)
             calls.append(first.role("rows", Rows).double.submit(there.ref))
 
-    with pytest.raises(MemoryError):
-        block()
-    assert isinstance(calls[0].exception(PATIENCE_S), ColocateError)
-    for group in groups:
-        assert group.role("rows", Rows).double([1, 2]) == [2, 4]
+    for block, group, slot, error in (
+        (alone, first, 0, MemoryError),
+        (alone, first, 1, MemoryError),
+        (together, second, 0, ColocateError),
+    ):
+        failing(monkeypatch, group, slot)
+        with pytest.raises(MemoryError):
+            block()
+        assert isinstance(calls.pop().exception(PATIENCE_S), error)
+        for each in groups:
+            assert each.role("echo", Echo).first(1) == 1
+            assert each.role("rows", Rows).double([1, 2]) == [2, 4]
 
 
 def test_a_closed_group_keeps_all_from_being_sent(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
@@ -218,22 +154,6 @@ def test_not_recorded(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
     assert (before.result(PATIENCE_S), after.result(PATIENCE_S)) == (1, 2)
 
 
-def test_given_up_by_an_interrupt(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """Ctrl-C in the block is an exception like any other."""
-    group, _ = groups
-    calls: list[Call[Any]] = []
-
-    def block() -> None:
-        with group.pipeline():
-            calls.append(group.role("echo", Echo).noop.submit())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        block()
-    assert isinstance(calls[0].exception(), PipelineError)
-    assert group.role("echo", Echo).first(1) == 1
-
-
 def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
     """A pipeline that is sent while a hold is under way runs after it."""
     group, _ = groups
@@ -249,32 +169,11 @@ def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
     assert [call.result(PATIENCE_S) for call in calls] == list(range(5))
 
 
-def test_recording_hands_nothing_over(
-    groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The main thread does all of a pipeline by itself, and a scope's end."""
-    group, _ = groups
-    echo = group.role("echo", Echo)
-    handed: list[object] = []
-    put = off_main._couriers.put
-    monkeypatch.setattr(off_main._couriers, "put", lambda job: handed.append(job) or put(job))
-    before = echo.first.keep(0)
-    handed.clear()
-    with group.scope(), group.pipeline():
-        with group.scope():
-            kept = [echo.first.keep(before.ref) for _ in range(3)]
-        calls = [echo.first.submit(each) for each in range(3)]
-    assert not handed
-    assert [call.result(PATIENCE_S) for call in calls] == [0, 1, 2]
-    assert all(each._kept.freed_by == "the end of its scope" for each in kept)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("share", range(4))
-def test_interrupted_at_any_place_of_a_recording(groups: tuple[ColocatedGroup, ColocatedGroup], share: int) -> None:
+def test_interrupted_at_places_of_a_recording(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
     """Who catches that in the block goes on: a call is recorded or it isn't, as a whole, and nothing stays in use."""
     lender, group = groups
     lends, echo = lender.role("echo", Echo), group.role("echo", Echo)
-    places = Places(share, 16)
+    places = Places(0, 16)
     begun = [0]
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -335,58 +234,18 @@ def run(groups: tuple[ColocatedGroup, ColocatedGroup], program: list[Step], batc
     return kept
 
 
-@BOTH
+@PROCESSES
 def test_as_without(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
     """Random programs over two groups give in pipelines what they give call by call."""
 
     @given(programs, st.lists(st.integers(), min_size=2, max_size=5))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     def holds(program: list[Step], batch: list[int]) -> None:
         with groups[0].pipeline(), groups[1].pipeline():
             together = run(groups, program, batch)
         assert [kept.fetch() for kept in together] == [kept.fetch() for kept in run(groups, program, batch)]
 
     holds()
-
-
-def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are sent when the block ends, and each handle has its own call's value; one that waits is refused."""
-    main = threading.main_thread().ident
-    assert main is not None
-    original = WorkerGroup.source
-    handled = threading.Event()
-    kept: list[Resident[Any]] = []
-
-    def interrupted(self: WorkerGroup, *args: Any) -> Any:
-        if not handled.is_set():
-            signal.pthread_kill(main, signal.SIGUSR1)
-            assert handled.wait(PATIENCE_S)
-        return original(self, *args)
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        monkeypatch.setattr(WorkerGroup, "source", original)
-        kept.append(echo.echo.keep("the handler's"))
-        with pytest.raises(PipelineError, match="a signal's handler: set a flag"):
-            echo.echo("waits")
-        handled.set()
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with colocate.connect() as runtime, runtime.reserve(1) as pool:
-            echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-            group = runtime.groups["group-1"]
-            with group.pipeline():
-                monkeypatch.setattr(WorkerGroup, "source", interrupted)
-                first = echo.echo.keep("the block's")
-                again = echo.echo.submit(first.ref)
-            assert first.fetch() == ["the block's"]
-            assert kept[0].fetch() == ["the handler's"]
-            assert again.result() == [["the block's"]]
-            for each in (first, kept[0]):
-                each.free()
-                assert each._kept.ending() is None  # or the workers would never be told to forget it
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_while_another_thread_imports_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,31 +260,3 @@ def test_while_another_thread_imports_asyncio(monkeypatch: pytest.MonkeyPatch) -
             with group.scope(), group.pipeline():
                 call = group.role("echo", Echo).first.submit(1)
             assert call.result(PATIENCE_S) == 1
-
-
-def test_interrupted_at_any_place_of_a_scope(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """It is over: nothing that is kept later is taken for its own."""
-    group, _ = groups
-    residents = group._node.residents
-    places = Places(0, 1)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        places.fired = "not yet"
-        while places.fired:
-            places.fired = ""
-            sys.settrace(places)
-            try:
-                with group.scope():
-                    pass
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
-            assert (list(residents.scopes), residents.here()) == ([], ()), places.fired
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert places.count > 100

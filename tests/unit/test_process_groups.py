@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import colocate
-from colocate import Role, RoleError, method, needs
+from colocate import ColocatedGroup, Role, RoleError, method, needs
 from colocate._protocol.consequence import Consequence
 from colocate._role import torch_books
 from colocate.testing.gate import Address, Gate, pass_gate
@@ -159,17 +160,58 @@ class Unlucky(Role):
         return float(found)
 
 
-def test_a_rank_that_can_not() -> None:
-    """The others, which wait for it in torch, are told: the call fails, and the next one makes a group."""
+@needs("process_group")
+class Several(Role):
+    """Has a group, and makes others by itself."""
+
+    @method
+    def share(self) -> bool:
+        """Whether all of them have one of gloo's devices, which is a thread."""
+        import torch
+        import torch.distributed as dist
+
+        groups: list[Any] = [self.ctx.process_group(), dist.group.WORLD, dist.new_group([0, 1, 2])]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+        devices = [each for group in groups for each in group._get_backend(torch.device("cpu")).options._devices]
+        return len(devices) == len(groups) and all(each is devices[0] for each in devices)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[ColocatedGroup]:
     with colocate.connect(processes=True) as runtime:
-        role = colocate.role(Unlucky).on(default_group=True)
-        group = runtime.reserve(3, cpus=0).spawn({"unlucky": role})
-        unlucky = group.role("unlucky", Unlucky)
-        for failing in (0, 2):
-            with pytest.raises(RoleError, match=r"raised OSError on rank .*no descriptors any more"):
-                unlucky.sum(1.0, failing)
-            assert group.state == "ready"
-        assert unlucky.sum(1.0) == [3.0] * 3
+        unlucky = colocate.role(Unlucky).on(default_group=True)
+        others = {"threads": colocate.role(Threads), "several": colocate.role(Several)}
+        yield runtime.reserve(3, cpus=0).spawn({"unlucky": unlucky, **others})
+
+
+def test_gloo_groups_of_a_process_share_a_thread(group: ColocatedGroup) -> None:
+    """Torch gives each of them its own, which have to be woken up in turns. (Before others fail.)"""
+    assert group.role("several", Several).share() == [True] * 3
+
+
+def test_a_rank_that_can_not(group: ColocatedGroup) -> None:
+    """The others, which wait for it in torch, are told: the call fails, and the next one makes a group."""
+    unlucky = group.role("unlucky", Unlucky)
+    for failing in (0, 2):
+        with pytest.raises(RoleError, match=r"raised OSError on rank .*no descriptors any more"):
+            unlucky.sum(1.0, failing)
+        assert group.state == "ready"
+    assert unlucky.sum(1.0) == [3.0] * 3
+
+
+def test_a_thread_that_a_role_starts(group: ColocatedGroup) -> None:
+    """It asks for the call that runs: when that has failed elsewhere, the thread is called back as the lane is."""
+    threads = group.role("threads", Threads)
+    with Gate() as waiting, Gate() as failing:
+        call = threads.meet.submit(1, [waiting.address, failing.address])
+        waiting.wait_for(2)
+        waiting.open()
+        failing.open()
+        with pytest.raises(RoleError, match="rank 1 doesn't come"):
+            call.result(PATIENCE_S)
+    assert group.state == "ready"
+    assert threads.meet.submit(None).result(PATIENCE_S) == ["3 ranks"] * 3
 
 
 class Own(Role):
@@ -182,46 +224,6 @@ class Own(Role):
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return self.ctx.process_group().size()
-
-
-def test_a_thread_that_a_role_starts() -> None:
-    """It asks for the call that runs: when that has failed elsewhere, the thread is called back as the lane is."""
-    with colocate.connect(processes=True) as runtime:
-        group = runtime.reserve(2, cpus=0).spawn({"threads": colocate.role(Threads)})
-        threads = group.role("threads", Threads)
-        with Gate() as waiting, Gate() as failing:
-            call = threads.meet.submit(1, [waiting.address, failing.address])
-            waiting.wait_for()
-            waiting.open()
-            failing.open()
-            with pytest.raises(RoleError, match="rank 1 doesn't come"):
-                call.result(PATIENCE_S)
-        assert group.state == "ready"
-        assert threads.meet.submit(None).result(PATIENCE_S) == ["2 ranks", "2 ranks"]
-
-
-@needs("process_group")
-class Several(Role):
-    """Has a group, and makes others by itself."""
-
-    @method
-    def share(self) -> bool:
-        """Whether all of them have one of gloo's devices, which is a thread."""
-        import torch
-        import torch.distributed as dist
-
-        groups: list[Any] = [self.ctx.process_group(), dist.group.WORLD, dist.new_group([0, 1])]
-        for group in groups:
-            dist.all_reduce(torch.ones(1), group=group)
-        devices = [each for group in groups for each in group._get_backend(torch.device("cpu")).options._devices]
-        return len(devices) == len(groups) and all(each is devices[0] for each in devices)
-
-
-def test_gloo_groups_of_a_process_share_a_thread() -> None:
-    """Torch gives each of them its own, which have to be woken up in turns where groups take turns."""
-    with colocate.connect(processes=True) as runtime:
-        group = runtime.reserve(2, cpus=0).spawn({"several": colocate.role(Several)})
-        assert group.role("several", Several).share() == [True, True]
 
 
 def test_a_default_group_of_somebody_else() -> None:
