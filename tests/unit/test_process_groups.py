@@ -181,7 +181,7 @@ class Several(Role):
 def group() -> Iterator[ColocatedGroup]:
     with colocate.connect(processes=True) as runtime:
         unlucky = colocate.role(Unlucky).on(default_group=True)
-        others = {"threads": colocate.role(Threads), "several": colocate.role(Several)}
+        others: dict[str, Any] = {"threads": colocate.role(Threads), "several": colocate.role(Several)}
         yield runtime.reserve(3, cpus=0).spawn({"unlucky": unlucky, **others})
 
 

@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch")
 from colocate._protocol.ledger import TAGS, Purpose  # noqa: E402
 from colocate.worker.handed import Handed  # noqa: E402
 from colocate.worker.memory.holdings import Objects, held_by  # noqa: E402
-from colocate.worker.memory.offload import Offload  # noqa: E402
-from colocate.worker.memory.sleep import Asleep, Ranges, by_tags, plan, unneeded  # noqa: E402
+from colocate.worker.memory.sleep import by_tags, plan, unneeded  # noqa: E402
 
 DEVICE = "other:0"
 PLACES = ("cpu", DEVICE, "other:1")
@@ -112,78 +111,33 @@ def test_weights_are_no_cache(kind: str) -> None:
     assert lost == {role.cache.untyped_storage()._cdata} | values
 
 
-@given(
-    names=st.lists(st.sampled_from(["one", "two"]), max_size=8),
-    keys=st.lists(st.sets(st.integers(0, 4)), min_size=8, max_size=8),
-)
-def test_what_is_noted(names: list[str], keys: list[set[int]]) -> None:
-    """What sleeps counts once, though two roles hold it, and is gone from the notes when either of them is woken."""
-    asleep, storages = Asleep(DEVICE, Offload("cpu")), [torch.ones(1000) for _ in range(5)]
-    by_key = {each.untyped_storage()._cdata: number for number, each in enumerate(storages)}
-    for name, chosen in zip(names, keys, strict=False):
-        if asleep.tags(name):
-            coming = asleep.coming(name, asleep.tags(name))
-            assert coming.on_host == coming.size == sum(asleep.away[key] for key in coming.pieces)
-            asleep.remove(name, coming)
-            assert not coming.pieces.keys() & asleep.away.keys()
-        else:
-            held = {Purpose.TENSORS: Objects()}
-            held[Purpose.TENSORS].add_all([storages[number] for number in chosen])
-            going = plan({"cache": by_tags(held)["cache"]}, asleep.away, {}, {}, (), "cpu")
-            asleep.add(name, going)
-            assert asleep.tags(name) == ("cache",)
-        assert sum(size for size, _ in asleep.by_role().values()) == sum(asleep.away.values())
-        assert asleep.away.keys() <= by_key.keys()
-        assert bool(asleep) == bool(asleep.roles)
+def used(handed: Handed, *tensors: Any) -> list[bool]:
+    """Whether somebody may have their memory besides who has the tensors."""
+    noted = Objects()
+    noted.add_all(tensors)
+    return [handed.is_used(key, [noted]) for key in noted.storages]
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))), st.integers(0, 60), st.integers(1, 9))
-def test_ranges(pieces: list[tuple[int, int]], start: int, size: int) -> None:
-    """A piece meets stretches of memory where it has a byte of them."""
-    taken = {byte for begin, length in pieces for byte in range(begin, begin + length)}
-    assert Ranges(pieces).meet(start, size) == (not taken.isdisjoint(range(start, start + size)))
+def test_what_was_handed_over() -> None:
+    """Where slots are threads the driver, and roles of other slots, have it by reference, as long as they do.
 
-
-class TestHandedOver:
-    """Where slots are threads the driver, and roles of other slots, have by reference what was handed over."""
-
-    def used(self, handed: Handed, *tensors: Any) -> list[bool]:
-        """Whether somebody may have their memory besides who has the tensors."""
-        noted = Objects()
-        noted.add_all(tensors)
-        return [handed.is_used(key, [noted]) for key in noted.storages]
-
-    def test_a_tensor_of_their_own(self) -> None:
-        """As long as they have it, or a view of it."""
-        handed, own = Handed(), torch.ones(100)
-        view = own[3:]
-        assert self.used(handed, own, view) == [False]
-        others = [own.detach()]
-        handed.note({"some": others}, "cpu")
-        assert self.used(handed, own, view) == [True]
-        others = [others[0][1:]]
-        assert self.used(handed, own, view) == [True]
-        others.clear()
-        assert self.used(handed, own, view) == [False]
-
-    def test_the_very_tensor(self) -> None:
-        """As long as the role has it, as nobody knows who else does; also in an object that it was handed over in."""
-        handed, own, other = Handed(), torch.ones(100), torch.ones(100)
-        handed.note([own, Ranged(other)], "cpu")
-        assert self.used(handed, own, other) == [True, True]
-
-    def test_what_is_gone_is_forgotten(self) -> None:
-        """Though many were handed over."""
-        handed, kept = Handed(), torch.ones(1)
-        for _ in range(3):
-            values = [torch.ones(1) for _ in range(1000)]
-            handed.note([*values, kept, kept.detach()], "cpu")
-        assert len(handed._tensors) == len(handed._storages) <= 2100
-        assert len(handed._tensors[kept.untyped_storage()._cdata]) == 2  # the last alias, too
-
-
-class Ranged:
-    """Of a kind that nobody looks into but who looks for memory."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    Of the very tensor nobody knows who else has it. What is gone is forgotten, though much was handed over.
+    """
+    handed, own = Handed(), torch.ones(100)
+    view = own[3:]
+    assert used(handed, own, view) == [False]
+    others = [own.detach()]
+    handed.note({"some": others}, "cpu")
+    assert used(handed, own, view) == [True]
+    others = [others[0][1:]]
+    assert used(handed, own, view) == [True]
+    others.clear()
+    assert used(handed, own, view) == [False]
+    handed.note([own], "cpu")
+    assert used(handed, own) == [True]
+    handed, kept = Handed(), torch.ones(1)
+    for _ in range(3):
+        values = [torch.ones(1) for _ in range(1000)]
+        handed.note([*values, kept, kept.detach()], "cpu")
+    assert len(handed._tensors) == len(handed._storages) <= 2100
+    assert len(handed._tensors[kept.untyped_storage()._cdata]) == 2  # the last alias, too

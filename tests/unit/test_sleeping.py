@@ -15,8 +15,6 @@ torch = pytest.importorskip("torch")
 
 from tests.unit.played_vmm import GRAIN, ROOM, Arena, PlayedVmm  # noqa: E402
 
-import colocate  # noqa: E402
-from colocate import method  # noqa: E402
 from colocate._protocol.ledger import TAGS  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
@@ -92,19 +90,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Worker(Boot("worker", "group", 0, "node", DEVICE))
 
 
-@pytest.mark.parametrize("discard", [(), ("grads", "cache")])
-def test_refused_by_another_rank(worker: Any, discard: tuple[str, ...]) -> None:
+def test_refused_by_another_rank(worker: Any) -> None:
     """It stays awake, or asleep, as it was: awake nothing is lost, and asleep it is what it would have been."""
     model = worker.add("model", Model())
-    before, sleeper = model.contents(), Sleeper(worker)
-    zeros = [torch.zeros_like(each) for each in before[:3]] if discard else before[:3]
+    before, sleeper, discard = model.contents(), Sleeper(worker), ("grads", "cache")
+    zeros = [torch.zeros_like(each) for each in before[:3]]
     worker.refusal = "rank 7: no room"
     assert sleeper.sleep("model", ALL, discard, 1).refusal == "rank 7: no room"
     assert all(map(torch.equal, model.contents(), before))
     worker.refusal = None
-    size, lost = sum(each.nbytes for each in before), sum(each.nbytes for each in before[:3])
+    size, lost = (sum(each.nbytes for each in some) for some in (before, zeros))
     assert sleeper.sleep("model", ALL, discard, 1) == Outcome(nbytes=size)
-    assert sleeper.asleep.by_role() == {"model": (size, lost if discard else 0)}
+    assert sleeper.asleep.by_role() == {"model": (size, lost)}
     worker.refusal = "rank 7: no room"
     assert sleeper.wake("model", ALL, 1, {}).refusal == "rank 7: no room"
     assert model.cache.untyped_storage().nbytes() == 0
@@ -112,22 +109,6 @@ def test_refused_by_another_rank(worker: Any, discard: tuple[str, ...]) -> None:
     assert sleeper.wake("model", ALL, 1, {}) == Outcome(nbytes=size)
     assert all(map(torch.equal, model.contents(), [*zeros, *before[3:]]))
     assert (sleeper.asleep.by_role(), sleeper.asleep.emptied) == ({}, set())
-
-
-def test_no_room_on_the_device(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sleeps on, and says what is needed."""
-    worker.add("model", Model())
-    sleeper = Sleeper(worker)
-    sleeper.sleep("model", ALL, (), 1)
-
-    def full(self: offload.Offload) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(offload.Offload, "_copying", full)
-    outcome = sleeper.wake("model", ALL, 1, {})
-    assert (outcome.own, outcome.fits) == (True, False)
-    assert "KiB are needed on other:0: CUDA out of memory" in (outcome.refusal or "")
-    assert sleeper.asleep.tags("model") == ALL
 
 
 def test_ranks_of_a_machine_share_its_memory(worker: Any) -> None:
@@ -185,50 +166,7 @@ def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
         loss.backward()
 
 
-def test_why_it_stays_is_known_as_long_as_it_does(worker: Any) -> None:
-    """Who shares it may sleep later, and takes it along; what was awake before a checkpoint stays so after it."""
-    model = worker.add("model", Model())
-    other = worker.add("other", Model(model.net))
-    worker.store.expect(1)
-    worker.store.put(1, model.cache[3:], "model.make", None)
-    sleeper, cache = Sleeper(worker), model.cache.nbytes
-    kept = sleeper.asleep.kept_awake
-    sleeper.sleep("model", ALL, (), 1)
-    weights = sum(2 * each.nbytes for each in model.net.parameters())  # gradients with them
-    assert kept("model") == {"used by role 'other'": weights, "used by residents": cache}
-    assert sleeper.sleep("other", ALL, (), 1).nbytes == weights + other.cache.nbytes + weights // 2
-    assert (kept("other"), kept("model")) == ({}, {"used by residents": cache})
-    assert kept("model", ("weights",)) == {}
-    worker.store.free([1])
-    coming = sleeper.asleep.coming("model", ALL)
-    sleeper.wake_alone(worker.roles["model"])
-    assert kept("model") == {}
-    sleeper.sleep_alone("model", ALL, coming)  # as it was, so that goes which has come
-    assert kept("model") == {"used by residents": cache}
-    sleeper.sleep("model", ALL, (), 1)
-    assert kept("model") == {}
-    sleeper.wake("model", ALL, 1, {})
-    sleeper.wake("other", ALL, 1, {})
-
-
-@pytest.mark.parametrize("who", ["it", "a role", "a resident"])
-def test_what_another_library_has_too_stays(worker: Any, who: str) -> None:
-    """Somebody has it from there, and would go on with memory that is another one's by then."""
-    model, other = worker.add("model", Model()), worker.add("other", types.SimpleNamespace())
-    foreign = torch.from_dlpack(model.cache)[100:]
-    if who == "a resident":
-        worker.store.expect(1)
-        worker.store.put(1, foreign, "model.make", None)
-    else:
-        (model if who == "it" else other).foreign = foreign
-    sleeper = Sleeper(worker)
-    sleeper.sleep("model", ("cache",), (), 1)
-    assert model.cache.untyped_storage().nbytes() == model.cache.nbytes
-    assert foreign.all()
-
-
-@pytest.mark.parametrize("name", ["model", "other"])
-def test_a_role_that_can_not_say_what_it_holds(worker: Any, name: str) -> None:
+def test_a_role_that_can_not_say_what_it_holds(worker: Any) -> None:
     """It may be what sleeps: nothing does."""
 
     def device_state() -> None:
@@ -236,10 +174,10 @@ def test_a_role_that_can_not_say_what_it_holds(worker: Any, name: str) -> None:
 
     worker.add("model", Model())
     worker.add("other", Model())
-    worker.roles[name].instance.device_state = device_state
+    worker.roles["other"].instance.device_state = device_state
     outcome = Sleeper(worker).sleep("model", ALL, (), 1)
     node = worker.roles["model"].ctx.node
-    said = f"rank 0 (node {node}): device_state() of role {name!r} has raised KeyError: 'table'"
+    said = f"rank 0 (node {node}): device_state() of role 'other' has raised KeyError: 'table'"
     assert attrs.evolve(outcome, trace=None) == Outcome(said, own=True)
     assert "in device_state\n" in (outcome.trace or "")
     assert "worker/memory" not in (outcome.trace or "")
@@ -252,31 +190,14 @@ def test_more_than_can_be_looked_at(worker: Any, monkeypatch: pytest.MonkeyPatch
     assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", ALL, (), 1).refusal or "")
 
 
-class Fills(colocate.Role):
-    """Has a tensor that grows while the role sleeps."""
-
-    def __init__(self) -> None:
-        self.seen, self.weights = torch.empty(0), torch.ones(5000)
-
-    @method(awake=())
-    def fill(self) -> None:
-        """Have it grow."""
-        self.seen.resize_(1000).fill_(7)
-
-    @method
-    def sums(self) -> tuple[float, float]:
-        """Of both."""
-        return float(self.seen.sum()), float(self.weights.sum())
-
-
-def test_what_was_empty_and_grows_while_the_role_sleeps() -> None:
+def test_what_was_empty_and_grows_while_the_role_sleeps(worker: Any) -> None:
     """It never slept, so a wake leaves it as it is."""
-    with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
-        group = pool.spawn({"fills": colocate.role(Fills)})
-        fills = group.role("fills", Fills)
-        group.sleep("fills")
-        fills.fill()
-        assert fills.sums() == [(7000.0, 5000.0)]
+    role = worker.add("role", types.SimpleNamespace(seen=torch.empty(0), weights=torch.ones(5000)))
+    sleeper = Sleeper(worker)
+    sleeper.sleep("role", ALL, (), 1)
+    role.seen.resize_(1000).fill_(7)
+    sleeper.wake("role", ALL, 1, {})
+    assert (float(role.seen.sum()), float(role.weights.sum())) == (7000.0, 5000.0)
 
 
 class TestKeptAddresses:
@@ -332,17 +253,3 @@ class TestKeptAddresses:
         for name in ("role", "other"):
             assert sleeper.sleep(name, ALL, (), 1) == Outcome(nbytes=4 * GRAIN)
             assert sleeper.asleep.kept_awake(name) == {"of a CUDA graph, which writes there": role.later.nbytes}
-
-    def test_what_stays(self, arena: Arena, worker: Any) -> None:
-        """It doesn't count as gone, until what lies beside it in a chunk sleeps as well."""
-        role = worker.add("role", self.graphed(arena))
-        weight, role.cache = (each.view(torch.float32) for each in arena.segment(GRAIN + 1024, GRAIN - 1024))
-        role.net.weight = torch.nn.Parameter(weight.fill_(7))
-        sleeper = Sleeper(worker)
-        assert sleeper.sleep("role", ("weights",), (), 1) == Outcome(nbytes=GRAIN)
-        assert sleeper.asleep.kept_awake("role") == {}  # it sleeps, though the device has it yet
-        before = arena.gpu.state()
-        sleeper.sleep("role", ("cache",), (), 1)
-        assert arena.gpu.state()[0] == before[0] - GRAIN
-        sleeper.wake_alone(worker.roles["role"])
-        assert bool((role.net.weight == 7).all())
