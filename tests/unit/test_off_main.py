@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import _thread
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from typing import Any
 
 import pytest
 
-from colocate._signals.off_main import _Couriers, _Job, off_main
+from colocate._signals.off_main import off_main
 
 PATIENCE_S = 10.0
 
@@ -66,28 +64,3 @@ def test_interpreter_exit() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("done\nclosed\n", "", 0)
-
-
-def test_a_courier_that_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs wait for a busy courier only as long as no thread is to be had."""
-    start, free = _thread.start_new_thread, [None]
-
-    def scarce(work: Any, arguments: Any) -> Any:
-        if not free:
-            raise RuntimeError("can't start new thread")
-        free.pop()
-        return start(work, arguments)
-
-    monkeypatch.setattr(_thread, "start_new_thread", scarce)
-    couriers, begun, over = _Couriers(), threading.Event(), threading.Event()
-    busy, late, last = (_Job(work, None) for work in (lambda: begun.set() or over.wait(PATIENCE_S), int, int))
-    couriers.put(busy)
-    assert begun.wait(PATIENCE_S)
-    assert couriers.put(late)
-    free.append(None)
-    assert couriers.put(last)
-    assert late.done.wait(PATIENCE_S)
-    assert last.done.wait(PATIENCE_S)
-    assert not busy.done.is_set
-    over.set()
-    assert couriers.settle(PATIENCE_S)

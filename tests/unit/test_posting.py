@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import threading
 from itertools import chain, count
@@ -120,18 +119,6 @@ def test_a_receiver_that_does_not_read(event_loop: EventLoop, kind: str) -> None
     far = End(event_loop, other)
     assert [far.get()[0][1] for _ in range(sent)] == list(range(sent))
     assert far.get()[0] == ("last",)
-
-
-def test_to_one_that_is_gone(event_loop: EventLoop) -> None:
-    """Whoever posts isn't told; the lane ends, and nothing can be posted on it."""
-    one, other = socket.socketpair()
-    end = End(event_loop, one)
-    other.close()
-    posted = queue.SimpleQueue[bool]()
-    while post(end.lane, 1):
-        posted.put(True)
-    assert end.end() == "the other side closed"
-    assert not post(end.lane, 2)
 
 
 def test_what_somebody_else_has_written(event_loop: EventLoop) -> None:

@@ -13,15 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.unit.played_vmm import GRAIN, ROOM, Arena, PlayedVmm  # noqa: E402
+from tests.unit.played_vmm import GRAIN, Arena, PlayedVmm  # noqa: E402
 
 from colocate._protocol.ledger import TAGS  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
-from colocate.worker.memory import holdings, ledger, offload  # noqa: E402
-from colocate.worker.memory.ledger import Accounts  # noqa: E402
+from colocate.worker.memory import holdings, offload  # noqa: E402
 from colocate.worker.memory.sleep import Outcome, Sleeper  # noqa: E402
 from colocate.worker.residents.store import Store  # noqa: E402
 from colocate.worker.serving.role_instance import RoleInstance  # noqa: E402
@@ -215,33 +214,6 @@ class TestKeptAddresses:
         net = torch.nn.Linear(1, 1, bias=False)
         net.weight = torch.nn.Parameter(weights.view(torch.float32).view(1, -1).fill_(7))
         return types.SimpleNamespace(net=net, cache=cache.fill_(5), later=torch.ones(1000))
-
-    def test_the_account(self, arena: Arena, worker: Any) -> None:
-        """What is there, what sleeps and what nobody owns add up to what the device has."""
-        role = worker.add("role", self.graphed(arena))
-        sleeper = Sleeper(worker)
-        accounts = Accounts(worker, sleeper)
-
-        def owned() -> Any:
-            accounts.moved("role")
-            return accounts.shares().owned["role"]
-
-        size, later, awake = 4 * GRAIN, role.later.nbytes, owned()
-        assert awake == {("parameters", DEVICE): 3 * GRAIN, ("tensors", DEVICE): GRAIN + later}
-        there = {"allocated": size + GRAIN // 2, "reserved": size + GRAIN, "used": size + GRAIN, "total": ROOM}
-        assert ledger._gpu(DEVICE, False) == there
-        assert sleeper.sleep("role", ("cache",), (), 1) == Outcome(nbytes=GRAIN + later)
-        assert owned() == {("parameters", DEVICE): 3 * GRAIN}
-        assert sleeper.sleep("role", ALL, (), 1) == Outcome(nbytes=3 * GRAIN)
-        assert owned() == {}
-        assert accounts.shares().asleep["role"] == size + later
-        there |= {"allocated": GRAIN // 2, "reserved": GRAIN, "used": GRAIN}
-        assert ledger._gpu(DEVICE, False) == there
-        assert sleeper.sleep("role", ALL, ("cache",), 1) == Outcome()  # let go of as it sleeps
-        sleeper.wake("role", ALL, 1, {})
-        assert owned() == awake
-        assert bool((role.net.weight == 7).all())
-        assert not role.cache.any()
 
     def test_what_a_graph_writes(self, arena: Arena, worker: Any) -> None:
         """Its own memory stays, where a role of the worker keeps addresses: it is replayed."""

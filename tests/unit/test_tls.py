@@ -6,16 +6,13 @@ import contextlib
 import queue
 import socket
 import ssl
-import struct
 import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.conftest import certificates
 from tests.unit.lanes import End, tls_pair
 
-from colocate.wire import EventLoop, SocketLane, Tls, connect, hello, listen, listen_widely, new_key, pack, unpack
-from colocate.wire import event_loop as hub_module
+from colocate.wire import EventLoop, Tls, connect, listen, listen_widely, new_key, pack, unpack
 from colocate.wire.hello import dial
 
 KEY = new_key()
@@ -129,22 +126,6 @@ def raw(server: Server) -> socket.socket:
     return dial(server.address.replace("tls:", "tcp:"), WAIT_S)
 
 
-def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener goes on when there is room again."""
-    large = certificates(f"{'long.' * 40}{number}.test" for number in range(300))
-    assert len(large.certificate) > 1 << 16
-
-    def narrow(sock: socket.socket) -> None:
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, buffer, 4096)
-
-    monkeypatch.setattr(hello, "tune", narrow)
-    monkeypatch.setattr(hub_module, "tune", narrow)
-    server = Server(large)
-    connect(server.address, KEY, WAIT_S, large).close()
-    server.event_loop.close()
-
-
 def test_the_secret_of_one_connection(event_loop: EventLoop, cluster: Tls) -> None:
     """Who has a certificate, but not what both sides know, is told nothing, and is not listened to."""
     near, far = (End(event_loop, sock) for sock in tls_pair(cluster, (b"one", b"another")))
@@ -155,43 +136,6 @@ def test_the_secret_of_one_connection(event_loop: EventLoop, cluster: Tls) -> No
     near, far = (End(event_loop, sock) for sock in tls_pair(cluster, (b"one", b"one")))
     near.lane.send(("said",))
     assert far.get() == (("said",), None)
-
-
-def test_a_hub_sleeps_while_tls_is_set_up(event_loop: EventLoop, cluster: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room in the socket for what waits: an event loop that looked for that would find it again and again."""
-    events: list[int] = []
-    on_events = SocketLane._on_events
-
-    def counted(lane: SocketLane, found: int) -> None:
-        events.append(found)
-        on_events(lane, found)
-
-    monkeypatch.setattr(SocketLane, "_on_events", counted)
-    one, other = tls_pair(cluster)
-    near = End(event_loop, one)
-    near.lane.send(("said",))
-    assert not near.lane.drain(0.2)
-    assert len(events) < 3
-    assert End(event_loop, other).get() == (("said",), None)
-    assert near.lane.drain(WAIT_S)
-
-
-def test_who_has_gone_before_being_greeted(server: Server, cluster: Tls) -> None:
-    """A port scan, say: nobody else notices."""
-    busy, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        busy.set()
-        go_on.wait(WAIT_S)
-
-    server.event_loop.later(0.0, wait)
-    assert busy.wait(WAIT_S)
-    for _ in range(5):
-        scan = raw(server)
-        scan.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        scan.close()  # by a reset
-    go_on.set()
-    connect(server.address, KEY, tls=cluster).close()
 
 
 def test_a_machine_that_vanishes_is_noticed_by_the_kernel() -> None:

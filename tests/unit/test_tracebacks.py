@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import colocate
 from colocate import Concat, Role, Scatter, method
 from colocate._system import tracebacks
-from colocate._system.lines import is_own_code
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.worker.serving.failure import is_out_of_memory
 
@@ -75,39 +73,6 @@ def test_without_users_frames_all_of_them_are_shown() -> None:
     assert frames_of_users(error) == ""
     assert "frames of colocate" not in told(error)
     assert "read_config" in told(error)
-
-
-def test_a_group_of_what_roles_have_raised_is_told_by_these() -> None:
-    """Closing raises what no call has told: where the framework has put that together says nothing."""
-    with colocate.connect() as runtime:
-        nested = runtime.reserve(slots=1).spawn({"nested": colocate.role(Nested)})["nested"]
-        nested.outer.keep([0])
-        nested.outer([1])  # that one has failed by now
-        with pytest.raises(ExceptionGroup) as caught:
-            runtime.close()
-    error = caught.value
-    trace = error.__traceback__
-    while trace is not None and not is_own_code(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    error.__traceback__ = trace
-    assert frames_of_users(error) == ""
-    text = told(error)
-    assert "/colocate/" not in text.replace(__file__, "")
-    assert "direct cause" not in text
-    assert "in inner" in text
-
-
-def test_what_cannot_be_told_to_its_end_is_told_in_part() -> None:
-    """Of more groups, one in another, than calls can be nested, the outermost is told."""
-    error: Exception = ValueError("the innermost")
-    for _ in range(sys.getrecursionlimit()):
-        error = ExceptionGroup("a group", [error])
-    with pytest.raises(ExceptionGroup) as caught:
-        raise error
-    text = told(caught.value)
-    assert "raise error" in text
-    assert "ExceptionGroup: a group (1 sub-exception)" in text
-    assert "can't be told: RecursionError" in text
 
 
 def test_what_is_out_of_memory() -> None:
