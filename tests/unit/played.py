@@ -1,4 +1,4 @@
-"""GPUs that are played: tensors which say that they are on one, and behave so. They have contents, in this process."""
+"""A GPU that is played: its tensors have contents, in this process, and nothing is done before it is waited for."""
 
 from __future__ import annotations
 
@@ -18,65 +18,6 @@ from colocate._devices import lending
 from colocate._devices.cuda_driver import DriverError
 from colocate.worker.residents import store
 
-_to = torch.Tensor.to
-
-
-class Played(torch.Tensor):
-    """A tensor on a GPU that isn't there."""
-
-    played: str
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device(self.played)
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = {str(tensor.device) for tensor in _tensors([args, kwargs or {}])}
-        if len(found) > 1:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but got {sorted(found)}")
-        return _on(super().__torch_function__(func, types, args, kwargs or {}), found.pop())
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
-
-
-def _on(value: Any, device: str) -> Any:
-    if isinstance(value, Played):
-        value.played = device
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _on(item, device)
-    return value
-
-
-def _moved(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    device = options.get("device", args[0] if args else None)
-    if not isinstance(device, (str, torch.device)) or torch.device(device) == tensor.device:
-        return tensor if isinstance(tensor, Played) else _to(tensor, *args, **options)
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.detach().as_subclass(torch.Tensor).clone()
-    device = torch.device(device)
-    return _on(plain.as_subclass(Played), str(device)) if device.type == "cuda" else _to(plain, device)
-
-
-def play(patch: pytest.MonkeyPatch) -> None:
-    """Let tensors go to GPUs that aren't there."""
-    patch.setattr(torch.Tensor, "to", _moved)
-
-
-def ones(device: str = "cpu", rows: int = 3) -> torch.Tensor:
-    """A tensor there."""
-    return _moved(torch.ones(rows, 2), device)
-
 
 class Cuda:
     """Plays `torch.cuda` to copies: tensors of its own, on which nothing is done before a stream is waited for.
@@ -90,7 +31,6 @@ class Cuda:
         self.copied: list[int] = []
         self.fails_at: int | None = None
         self.pinned = 0
-        self.no_more_pinned = False
         self._here = threading.local()
         self._usual = Stream(self)
         self._begun = 0
@@ -148,8 +88,6 @@ class Cuda:
         return "cuda:0" if self.has(tensor) else str(tensor.device)
 
     def _empty(self, shape: Any, dtype: Any, device: Any, pinned: bool) -> torch.Tensor:
-        if pinned and self.no_more_pinned:
-            raise device_copies._NoMemoryError("no more")
         tensor = torch.full(shape, 77, dtype=dtype)
         self.pinned += tensor.nbytes if pinned else 0
         if str(device).startswith("cuda"):

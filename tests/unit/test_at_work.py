@@ -67,17 +67,8 @@ def collected(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> Callabl
         gc.enable()
 
 
-def test_a_call_that_is_submitted_there_comes_later(group: ColocatedGroup, collected: Any) -> None:
-    """It doesn't overtake, on any slot, the call of which a part has been sent."""
-    notes = group.role("notes", Notes)
-    calls: list[colocate.Call[Any]] = []
-    collected(lambda: calls.append(notes.note.submit("from __del__")))
-    assert notes.note("first") == [["first"], ["first"]]
-    assert calls[0].result(PATIENCE_S) == [["first", "from __del__"]] * 2
-
-
 def test_a_result_that_is_kept_there_is_there_later(group: ColocatedGroup, collected: Any) -> None:
-    """As that of any call."""
+    """As that of any call, which doesn't overtake the one of which a part has been sent."""
     notes = group.role("notes", Notes)
     kept: list[Resident[Any]] = []
     collected(lambda: kept.append(notes.note.keep("from __del__")))

@@ -50,16 +50,6 @@ def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(final) == {"final": "old"}
 
 
-def test_two_of_one_name_at_once(final: Path) -> None:
-    """As in a handler of a signal: each writes its own, and the last to end stays."""
-    with atomic_folder(final) as outer:
-        (outer / "text").write_text("outer")
-        written(final, "inner")
-        assert found(final)["final"] == "inner"
-        assert (outer / "text").read_text() == "outer"
-    assert found(final) == {"final": "outer"}
-
-
 def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C there, on the main thread: one of the two is there, whole, and nothing else."""
     rename, at_it, may = Path.rename, threading.Event(), threading.Event()

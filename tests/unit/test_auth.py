@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from colocate.wire import EventLoop, Listener, connect, listen, new_key
+from colocate.wire import EventLoop, connect, listen, new_key
 from colocate.wire import event_loop as listener_module
 from colocate.wire import hello as hello_module
 from colocate.wire.event_loop import Kind
@@ -26,9 +26,9 @@ WAIT_S = 20  # How long a test waits for what should come at once.
 class Server:
     """An event loop that puts every authenticated connection into a queue."""
 
-    def __init__(self, kind: Kind, listener: Listener | None = None) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.accepted: queue.Queue[socket.socket] = queue.Queue()
-        listener = listener or listen(kind)
+        listener = listen(kind)
         self.address = listener.address
         self.event_loop = EventLoop("test")
         self.event_loop.listen(listener, KEY, self.accepted.put)
@@ -77,8 +77,10 @@ def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
     seen = bytearray()
 
     def impostor() -> None:
-        sock = wait_accept(listener)
+        listener._sock.settimeout(WAIT_S)
+        sock, _ = listener._sock.accept()
         with sock:
+            sock.settimeout(WAIT_S)
             sock.sendall(GREETING + bytes(32))
             while len(seen) < 64:
                 seen.extend(sock.recv(64))
@@ -93,17 +95,10 @@ def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
     assert KEY not in seen
 
 
-def wait_accept(listener: Listener) -> socket.socket:
-    listener._sock.settimeout(WAIT_S)
-    sock, _ = listener._sock.accept()
-    sock.settimeout(WAIT_S)
-    return sock
-
-
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\x80\x05cos\nsystem\n." * 100, os.urandom(5000)],
-    ids=["nothing", "a byte", "http", "zeros", "a pickle", "noise"],
+    [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\x80\x05cos\nsystem\n." * 100],
+    ids=["nothing", "http", "zeros", "a pickle"],
 )
 def test_a_stranger_is_turned_away_and_its_bytes_are_never_unpickled(
     server: Server, garbage: bytes, monkeypatch: pytest.MonkeyPatch
@@ -173,18 +168,3 @@ def test_a_listener_that_never_answers(kind: Kind) -> None:
     late = pytest.raises(TimeoutError, match="accepted the connection but didn't answer in time")
     with closing(listen(kind)) as listener, late:
         connect(listener.address, KEY, timeout=0.05)
-
-
-def test_something_else_listens() -> None:
-    listener = listen("tcp")
-
-    def greet() -> None:
-        with wait_accept(listener) as sock:
-            sock.sendall(b"220 mail.example.org ESMTP ready, and a good deal more to say")
-
-    thread = threading.Thread(target=greet)
-    thread.start()
-    with pytest.raises(ConnectionRefusedError, match="doesn't speak this version"):
-        connect(listener.address, KEY)
-    thread.join()
-    listener.close()

@@ -3,54 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from colocate._values.collect import Concat, First, Gather, Reduce
 from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import DispatchError
-
-LAWS = settings(deadline=None, max_examples=40)
-
-
-class Stats(NamedTuple):
-    loss: Any
-    counts: Any
-
-
-@st.composite
-def ranks_and_rows(draw: st.DrawFn) -> tuple[Ranks, list[int]]:
-    """Ranks on a mesh, and the rows of each place along dp (at least one in all)."""
-    mesh = Mesh({axis: draw(st.integers(1, 3)) for axis in draw(st.permutations(["dp", "tp", "pp"]))})
-    rows = draw(st.lists(st.integers(0, 4), min_size=mesh.size("dp"), max_size=mesh.size("dp")).filter(any))
-    each = [rows[mesh.coordinate(rank, "dp")] for rank in range(mesh.world_size)]
-    return Ranks(mesh.world_size, {"": mesh}, rows=each), rows
-
-
-@LAWS
-@given(ranks_and_rows(), st.integers(0, 1000))
-def test_means_of_means_are_the_mean_over_all_rows(case: tuple[Ranks, list[int]], seed: int) -> None:
-    """Whatever the mesh and the split; what ranks without rows return doesn't count."""
-    ranks, rows = case
-    batch = torch.randn(sum(rows), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    parts = torch.split(batch, rows)
-    mesh = ranks.mesh()
-    results = []
-    for rank in range(ranks.world_size):
-        part = parts[mesh.coordinate(rank, "dp")]
-        mean = part.mean() if len(part) else torch.tensor(math.nan, dtype=torch.float64)
-        results.append({"number": mean.item(), "tensor": mean, "nested": [Stats(mean.numpy(), None)]})
-    found = Reduce("mean").join(results, ranks)
-    for value in (found["number"], found["tensor"], found["nested"][0].loss):
-        assert float(value) == pytest.approx(batch.mean().item())
-    assert type(found["nested"][0]) is Stats
-    assert found["nested"][0].counts is None
 
 
 def test_results_of_some_ranks() -> None:

@@ -79,22 +79,15 @@ def test_a_wait_goes_on_while_there_is_hope(looks: Looks, wait: Any) -> None:
     assert looks.count == 5
 
 
-def test_its_own_error(looks: Looks, wait: Any) -> None:
-    """What torch says is what the caller sees, also when it comes between two slices."""
+@pytest.mark.parametrize("reason", [None, "a call failed on another rank"])
+def test_its_own_error(looks: Looks, wait: Any, reason: str | None) -> None:
+    """What torch says is what the caller sees. It is given a moment: it may come just after the connection has gone."""
     work = Work()
+    looks.reason = reason
     looks.at[2] = lambda: work.end(ConnectionError("closed by peer"))
     with pytest.raises(ConnectionError, match="closed by peer") as caught:
         wait(work)
     assert caught.value.__context__ is None
-
-
-def test_torch_is_given_a_moment(looks: Looks, wait: Any) -> None:
-    """Its own error is better than ours: it may come just after the connection has gone."""
-    work = Work()
-    looks.reason = "a call failed on another rank"
-    looks.at[2] = lambda: work.end(ConnectionError("closed by peer"))
-    with pytest.raises(ConnectionError):
-        wait(work)
 
 
 def test_the_callers_timeout(looks: Looks, wait: Any) -> None:

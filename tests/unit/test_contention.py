@@ -10,7 +10,7 @@ import pytest
 import colocate
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate_report.calls import CallLog, Naps
-from colocate_report.contention import Busy, Move, RoleUse, contention, waits
+from colocate_report.contention import Busy, Move, RoleUse, contention
 
 LANE = [
     Busy(0.0, 2.0, "actor", 0.0),
@@ -34,26 +34,6 @@ def test_calls_that_overlap() -> None:
     lane = [*[Busy(0.0, 10.0, "actor", 0.0)] * 4, Busy(1.0, 2.0, "actor", 1.0), Busy(10.0, 11.0, "critic", 5.0)]
     (actor, critic) = contention({("policy", 0): lane}, {})
     assert (actor.busy, critic.waited) == (10.0, {"actor": 5.0})
-
-
-def test_rows() -> None:
-    """There are none where nobody waited."""
-    assert waits(contention({("policy", 0): LANE[4:]}, {})) == []
-    rows = waits(contention({("policy", 0): LANE}, {("policy", "critic"): (3, 1 << 20)}))
-    waited = {"role": "critic", "busy (s)": 2.0, "waited (s)": 1.5, "for": "actor 1.500"}
-    assert rows[1] == {**waited, "awake (s)": "", "moves": 3, "moving (s)": 0.0, "moved": "1 MiB"}
-    critic, awake = ("policy", "critic"), {("policy", role): 4.0 for role in ("actor", "critic")}
-    rows = waits(contention({("policy", 0): LANE}, {critic: (3, 1 << 20)}, {critic: 1 << 21}, awake))
-    assert rows[1] == {
-        **waited,
-        "awake (s)": 4.0,
-        "moves": 3,
-        "moving (s)": 0.0,
-        "moved": "1 MiB",
-        "transferred": "2 MiB",
-    }
-    rows = waits(contention({("policy", 0): LANE[4:]}, {}, {("policy", "reward"): 1 << 10}))
-    assert rows == [{"role": "reward", "busy (s)": 1.0, "waited (s)": 0.0, "for": "", "transferred": "1 KiB"}]
 
 
 def move(role: str, rank: int, start: float, end: float, asleep: bool, kind: str = "sleep") -> colocate.MoveRecord:
@@ -111,39 +91,6 @@ def test_what_a_slot_does_adds_up() -> None:
         "actor": (1.0, 2.0, {}),
         "reward": (1.0, 0.0, {"critic": 4.0, "actor": 1.0}),
     }
-
-
-class Large(colocate.Role):
-    def __init__(self) -> None:
-        import torch
-
-        self.memory = torch.ones(4 << 20, dtype=torch.uint8)
-
-    @colocate.method
-    def use(self) -> None:
-        self.memory += 1
-
-
-def test_what_moves_is_a_part_of_what_is_busy(tmp_path: Path) -> None:
-    """Whether a call needs it, a constructor, a function, or who asks for it."""
-    pytest.importorskip("torch")
-    with (
-        colocate.connect("local") as runtime,
-        colocate.record(runtime, tmp_path / "run") as run,
-        runtime.reserve(1) as pool,
-    ):
-        roles = {name: colocate.role(Large) for name in ("one", "other")}
-        group = pool.spawn(roles, residency="swap", device_memory="6MiB")
-        for name in ("one", "other") * 3:
-            group.role(name, Large).use()
-        for name in roles:
-            group.wake(name)
-        group.run(lambda ctx: int(ctx.sibling("one", Large).memory[0]))
-    assert run.record is not None
-    uses = [use for use in run.record.contention if use.role]
-    assert all(use.moves >= 4 and use.moving > 0 for use in uses)
-    # In parts of a microsecond: times are of this clock.
-    assert sum(use.moving for use in uses) <= sum(use.busy for use in run.record.contention) + 1e-5
 
 
 class First(colocate.Role):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colocate
-from colocate import ColocatedGroup, First, OnRank, Role, method
+from colocate import First, OnRank, Role, method
 
 torch = pytest.importorskip("torch")
 
 from tests.unit.played import Cuda  # noqa: E402
 
 from colocate._devices import copies as device_copies  # noqa: E402
-from colocate._devices.copies import WORTH_BYTES, Copies, HostCopies, Ring  # noqa: E402
+from colocate._devices.copies import WORTH_BYTES, HostCopies, Ring  # noqa: E402
 from colocate.wire import pack, unpack  # noqa: E402
-from colocate.worker.residents.store import Store  # noqa: E402
-from colocate.worker.serving.scope import Scope  # noqa: E402
 
 LARGE = WORTH_BYTES // 4 * 3
 CHUNK = 1000
@@ -100,23 +96,6 @@ def test_an_error_amid_it(cuda: Cuda, fails_at: int, device: str) -> None:
     assert torch.equal(through(cuda, ring, source, device), source)
 
 
-def test_what_is_not_its_bytes(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes torch's own way, and so does what is small."""
-    moved: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: moved.append(tensor) or tensor)
-    tensors = [
-        torch.ones(100),
-        torch.ones(LARGE, 2)[:, 0],
-        torch.ones(LARGE, dtype=torch.complex64).conj(),
-        torch.eye(300).to_sparse(),
-        torch.nn.Parameter(torch.ones(LARGE)),
-    ]
-    for tensor in tensors:
-        assert Copies("cuda:0").of(tensor) is tensor
-        assert moved.pop() is tensor
-    assert cuda.copied == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_values_there_and_back(cuda: Cuda, dtype: Any) -> None:
     """What comes from a device is on the receiver's, complete, and goes through its ring; what doesn't is not."""
@@ -162,99 +141,32 @@ def test_ranges(ranges: list[tuple[int, int]]) -> None:
         assert copies.nbytes == sum(wanted)
 
 
-def test_at_the_same_time(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes while it is copied waits for that."""
-    x = cuda.ones(4, ROW)
-    copies, begun, go = HostCopies([x]), threading.Event(), threading.Event()
-    begin = cuda._begin
-
-    def gated(target: Any, source: Any) -> None:
-        begun.set()
-        assert go.wait(30)
-        begin(target, source)
-
-    monkeypatch.setattr("colocate._devices.copies._begin", gated)
-    with ThreadPoolExecutor(6) as pool:
-        first = pool.submit(read, copies, x)
-        assert begun.wait(30)
-        others = [pool.submit(read, copies, x[n % 4 :]) for n in range(5)]
-        go.set()
-        assert torch.equal(first.result(), x)
-        for number, other in enumerate(others):
-            assert torch.equal(other.result(), x[number % 4 :])
-    assert cuda.copied == [x.nbytes]
-
-
-def store_of(*values: Any) -> Store:
-    store = Store(False, Scope(), "cuda:0")
-    for key, value in enumerate(values):
-        store.expect(key)
-        store.put(key, value, f"role{key}.make", None)
-    return store
-
-
-def fetch(store: Store, key: int) -> Any:
-    entry = store.wait(key)
-    with store.reading(entry):
-        return unpack(pack(entry.value).copy())
-
-
-def test_too_much(cuda: Cuda) -> None:
-    """What was read longest ago goes first, and nothing that somebody reads just then."""
-    values = [cuda.ones(2, ROW) for _ in range(3)]
-    store = store_of(*values)
-    store.copies_bytes = 4 * BYTES
-    for key in (0, 1, 0, 2, 0):  # 1 goes for 2
-        fetch(store, key)
-    assert len(cuda.copied) == 3
-    fetch(store, 1)  # for which 2 goes
-    assert len(cuda.copied) == 4
-    fetch(store, 0)
-    assert len(cuda.copied) == 4
-    store.copies_bytes = 0
-    with store.reading(store.wait(0)):
-        fetch(store, 2)
-        fetch(store, 2)
-        assert len(cuda.copied) == 6
-        fetch(store, 0)  # somebody is at it
-        assert len(cuda.copied) == 6
-    assert len(store.values()) == 3
-    fetch(store, 0)
-    assert len(cuda.copied) == 7
+PLAYED: list[Cuda] = []
 
 
 class Maker(Role):
     """Has something on the played device."""
 
     @method(dispatch=OnRank(0))
-    def make(self, rows: int) -> torch.Tensor:
-        return PLAYED[-1].ones(rows, ROW)
+    def make(self) -> Any:
+        return PLAYED[0].ones(4, ROW)
 
     @method(collect=First())
-    def total(self, *xs: torch.Tensor) -> float:
-        return float(sum(x.double().sum() for x in xs))
+    def total(self, x: Any) -> float:
+        return float(x.double().sum())
 
 
-PLAYED: list[Cuda] = []
-
-
-@pytest.fixture
-def group(cuda: Cuda) -> Any:
-    PLAYED.append(cuda)
-    with colocate.connect("local", strict=True) as runtime:
-        yield runtime.reserve(3).spawn({"one": colocate.role(Maker), "two": colocate.role(Maker)}, name="copies")
-    PLAYED.pop()
-
-
-def test_workers_and_the_driver(group: ColocatedGroup, cuda: Cuda) -> None:
+def test_workers_and_the_driver(cuda: Cuda) -> None:
     """All of them read the same copy, which the ledger counts as the role's that has made the value."""
-    one, two = group.role("one", Maker), group.role("two", Maker)
-    kept = one.make.keep(4)
-    kept.wait()
-    expected = float(torch.arange(4.0 * ROW).double().sum())
-    for _ in range(2):
-        assert two.total(kept.ref) == expected
-        assert torch.equal(kept.fetch(), torch.arange(4.0 * ROW).view(4, ROW))
-    assert cuda.copied == [4 * BYTES]
-    row = next(each for each in group.memory().slots[0].roles if each.role == "one")
-    assert row.device["residents"] == 2 * 4 * BYTES  # the played device is the host's
+    PLAYED[:] = [cuda]
+    with colocate.connect("local", strict=True) as runtime:
+        group = runtime.reserve(3).spawn({"one": colocate.role(Maker), "two": colocate.role(Maker)}, name="copies")
+        kept = group.role("one", Maker).make.keep()
+        kept.wait()
+        expected = torch.arange(4.0 * ROW)
+        for _ in range(2):
+            assert group.role("two", Maker).total(kept.ref) == float(expected.double().sum())
+            assert torch.equal(kept.fetch(), expected.view(4, ROW))
+        assert cuda.copied == [4 * BYTES]
+        row = next(each for each in group.memory().slots[0].roles if each.role == "one")
+        assert row.device["residents"] == 2 * 4 * BYTES  # the played device is the host's

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Pool, Runtime
+from colocate import ColocatedGroup, Runtime
 from colocate._calls.pending import PendingCall
 from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
@@ -29,15 +29,9 @@ def runtime() -> Iterator[Runtime]:
 
 
 @pytest.fixture
-def pool(runtime: Runtime) -> Iterator[Pool]:
-    with runtime.reserve(2) as pool:
-        yield pool
-
-
-@pytest.fixture
-def group(pool: Pool) -> ColocatedGroup:
+def group(runtime: Runtime) -> ColocatedGroup:
     """One that is restarted."""
-    return pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+    return runtime.reserve(2).spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
 
 
 def fail(group: ColocatedGroup) -> None:
@@ -49,9 +43,6 @@ def restarted(group: ColocatedGroup) -> None:
     """Have a group fail, and come back."""
     fail(group)
     group.wait_ready(PATIENCE_S)
-
-
-# -- checkpoints
 
 
 @pytest.mark.parametrize("meanwhile", [fail, restarted])
@@ -78,9 +69,6 @@ def test_a_checkpoint_that_comes_too_late(
     assert role.add() == [2, 2]
     assert '"first"' in (folder / "checkpoint.json").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
-
-
-# -- the generation before
 
 
 def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup) -> None:
@@ -116,66 +104,32 @@ def test_a_resident_that_is_lost_as_it_is_used(
     assert len(other.role("rows", Rows).seen([1, 2])) == 2
 
 
-# -- slots that are lost
+def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are reserved anew, which is tried again; nobody spawns on them meanwhile."""
+    executor = runtime._node.services.executor
+    reserve, asked, may = executor.reserve, threading.Event(), threading.Event()
+    attempts: list[Request] = []
 
-
-class Engine:
-    """What is left of an engine that has lost a node: it reserves when the test says so."""
-
-    def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked = threading.Event()
-        self.timeouts: list[float] = []
-        self.answers: list[Callable[[Request], Reservation]] = []
-        self._has_lost = True
-        self._reserve = runtime._node.services.executor.reserve
-        for name in ("lost", "reserve"):
-            monkeypatch.setattr(runtime._node.services.executor, name, getattr(self, name))
-
-    def lost(self, place: object) -> bool:
-        """Once: what is reserved anew is there."""
-        before, self._has_lost = self._has_lost, False
-        return before
-
-    def reserve(self, request: Request) -> Reservation:
-        self.timeouts.append(request.timeout)
-        self.asked.set()
-        return (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])(request)
-
-
-def refused(request: Request) -> Reservation:
-    raise PlacementError("there is no place")
-
-
-def test_reserving_anew_is_tried_again(
-    pool: Pool, group: ColocatedGroup, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What an attempt has given back is reserved by the next one."""
-    engine = Engine(runtime, monkeypatch)
-    engine.answers = [refused, engine._reserve]
-    restarted(group)
-    assert len(engine.timeouts) == 2
-    assert pool._node.reservation is not None
-    assert group.role("lasting", Lasting).add() == [1, 1]
-
-
-def test_spawning_while_slots_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused until they have been reserved anew."""
-    engine, may = Engine(runtime, monkeypatch), threading.Event()
-
-    def late(request: Request) -> Reservation:
+    def refused_at_first(request: Request) -> Reservation:
+        attempts.append(request)
+        asked.set()
         assert may.wait(PATIENCE_S)
-        return engine._reserve(request)
+        if len(attempts) == 1:
+            raise PlacementError("there is no place")
+        return reserve(request)
 
-    engine.answers = [engine._reserve, late]
     with runtime.reserve(2) as pool:
         group = pool[:1].spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
-        engine.asked.clear()
+        monkeypatch.setattr(executor, "lost", lambda place: not attempts)  # what is reserved anew is there
+        monkeypatch.setattr(executor, "reserve", refused_at_first)
         fail(group)
-        assert engine.asked.wait(PATIENCE_S)
+        assert asked.wait(PATIENCE_S)
         try:
             with pytest.raises(ColocateError, match="has lost slots with their node"):
                 pool[1:].spawn({"rows": colocate.role(Rows)})
         finally:
             may.set()
         group.wait_ready(PATIENCE_S)
+        assert len(attempts) == 2
+        assert group.role("lasting", Lasting).add() == [1]
         assert len(pool[1:].spawn({"rows": colocate.role(Rows)}).role("rows", Rows).seen([1])) == 1
