@@ -46,8 +46,17 @@ writer = group.role("writer", Writer)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["threads", "processes"])
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, str]]:
+    """Ended when nothing was closed ("Restart" is what a user does then), it leaves no worker."""
+    workers: list[psutil.Process] = []
     with kernel(tmp_path_factory.mktemp("notebook")) as running:
-        yield running, CELL.format(processes=request.param)
+        cell = CELL.format(processes=request.param)
+        yield running, cell
+        if request.param:
+            running.run(cell)
+            workers += [psutil.Process(int(pid)) for pid in running.shows("print(*writer.pid())").split()]
+            assert len(workers) == 2
+    _, alive = psutil.wait_procs(workers, timeout=WITHIN_S)
+    assert not alive
 
 
 @pytest.fixture
@@ -152,14 +161,3 @@ def test_what_is_evaluated_is_shown_as_html(started: Kernel) -> None:
         (output,) = started.run(name).outputs
         assert 'class="colocate"' in html_of(output)
         assert output.data["text/plain"]
-
-
-def test_a_kernel_that_ends_leaves_no_worker(tmp_path: Path) -> None:
-    """Nothing was closed: "Restart" is what a user does then."""
-    with kernel(tmp_path) as running:
-        running.run(CELL.format(processes=True))
-        pids = [int(pid) for pid in running.shows("print(*writer.pid())").split()]
-        workers = [psutil.Process(pid) for pid in pids]
-        assert len(workers) == 2
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not alive

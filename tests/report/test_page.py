@@ -18,34 +18,29 @@ PARTS = ["curves", "answers", "times", "timeline", "memory", "ownership", "setup
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}
 
 
-def test_it_needs_nothing_but_itself(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """That of a run that learned."""
+    return Page(tmp_path_factory.mktemp("report"), record())
+
+
+def test_it_needs_nothing_but_itself(page: Page) -> None:
+    """It loads and runs nothing, and tells the browser so."""
     tags = {element.tag for element in page.root.iter()}
     assert not tags & {"script", "link", "img", "image", "iframe", "object", "embed", "base", "use", "audio", "video"}
     attributes = {name for element in page.root.iter() for name in element.attrib}
     assert not attributes & LOADING
     assert not [name for name in attributes if name.startswith("on")]
-    assert "http:" not in page.text
-    assert "https:" not in page.text
-    assert "url(" not in page.text
-    assert "@import" not in page.text
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-
-
-def test_a_browser_is_told_to_load_and_run_nothing(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
+    assert not [loads for loads in ("http:", "https:", "url(", "@import") if loads in page.text]
+    assert [path.name for path in page.path.parent.iterdir()] == ["report.html"]
     policies = [meta.get("content") for meta in page.root.iter("meta") if meta.get("http-equiv")]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_all_parts_are_there_in_their_order(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
+def test_all_parts_are_there_in_their_order(page: Page) -> None:
+    """And the figures that matter in its head."""
     assert [section.get("id") for section in page.root.iter("section")] == PARTS
     assert page.root.findtext("./head/title") == "demo \u2013 run report"
-
-
-def test_its_head_has_the_figures_that_matter(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
     assert page.head("h1") == ["demo"]
     assert page.head("p[@class='verdict']") == ["finished began 2023-11-14 22:13 UTC"]
     assert dict(zip(page.head("dl/div/dt"), page.head("dl/div/dd"), strict=True)) == {
@@ -58,16 +53,14 @@ def test_its_head_has_the_figures_that_matter(tmp_path: Path) -> None:
     }
 
 
-def test_every_picture_says_in_words_what_it_shows(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
+def test_every_picture_says_in_words_what_it_shows(page: Page) -> None:
     pictures = [element for element in page.root.iter() if element.get("role") == "img"]
     assert len(pictures) >= 5
     for picture in pictures:
         assert picture.get("aria-label") or picture.findtext("title")
 
 
-def test_answers_before_and_after(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
+def test_answers_before_and_after(page: Page) -> None:
     assert page.section("answers").findtext("h2") == "Answers to held-out problems"
     assert list(page.rows("answers")) == [
         ["spell 'sun' backward", "nus", "sun \u2717", "nus \u2713"],
@@ -75,8 +68,7 @@ def test_answers_before_and_after(tmp_path: Path) -> None:
     ]
 
 
-def test_time_per_phase_role_and_method(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
+def test_time_per_phase_role_and_method(page: Page) -> None:
     assert list(page.rows("times")) == [
         ["Warm up", "1 s", "5%"],
         ["Rollout", "9.5 s", "48%"],
@@ -92,15 +84,11 @@ def test_time_per_phase_role_and_method(tmp_path: Path) -> None:
     assert [re.findall(r"[\d.]+", part.get("style", "")) for part in bars[0]] == [["5.0"], ["47.5"], ["40.0"]]
 
 
-def test_the_config_and_what_it_ran_on(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
+def test_the_config_and_what_it_ran_on(page: Page) -> None:
+    """Hosts and folders stay at home."""
     assert (page.section("setup").findtext(".//pre") or "").startswith("name: demo\nseed: 7\n")
     facts = [(each.findtext("dt"), each.findtext("dd")) for each in page.section("setup").iterfind(".//dl/div")]
     assert facts == [("python", "3.13.1"), ("cpus", "2")]
-
-
-def test_hosts_and_folders_stay_at_home(tmp_path: Path) -> None:
-    page = Page(tmp_path, record())
     assert "somebody" not in page.text
     assert "example.org" not in page.text
     assert "demo.yaml:10" in page.text
@@ -122,12 +110,13 @@ HOSTILE = "</td><script>alert('x')</script>&amp;<!-- \"]]>{{ 7*7 }}{% raw %}"
 def test_hostile_text_is_text_wherever_it_comes_from(tmp_path: Path) -> None:
     span = Span(HOSTILE, 0, HOSTILE, HOSTILE, 1_700_000_001.0, 1_700_000_002.0)
     spans = [span, *(Span(HOSTILE, 1, HOSTILE, HOSTILE, 1_700_000_000.0 + n, 1_700_000_000.5 + n) for n in range(9))]
+    answer = "a\x00b\x1b[31mc\x7f\x85\ud800\ufffed\n\te"  # what no page can have becomes visible
     page = Page(
         tmp_path,
         record(
             name=HOSTILE,
             metrics=[{"step": step, HOSTILE: step / 3} for step in range(5)],
-            tables={HOSTILE: [{HOSTILE: HOSTILE, "right": HOSTILE, "after": HOSTILE}]},
+            tables={HOSTILE: [{HOSTILE: HOSTILE, "x": answer, "right": HOSTILE, "after": HOSTILE}]},
             spans=spans,
             totals=totals(spans),
             phases={HOSTILE: 1.0},
@@ -140,15 +129,10 @@ def test_hostile_text_is_text_wherever_it_comes_from(tmp_path: Path) -> None:
     assert not list(page.root.iter("script"))
     assert page.root.findtext("./body/header/h1") == HOSTILE
     assert page.root.findtext("./body/header/pre") == HOSTILE
-    assert list(page.rows("answers")) == [[HOSTILE, HOSTILE, f"{HOSTILE} \u2713"]]
+    shown = "a\u2400b\u241b[31mc\u2421\ufffd\ufffd\ufffdd\n\te"
+    assert list(page.rows("answers")) == [[HOSTILE, shown, HOSTILE, f"{HOSTILE} \u2713"]]
     assert page.words("setup").count(HOSTILE) == 2
     assert page.section("setup").findtext(".//pre") == f"name: {HOSTILE!r}"
-
-
-def test_characters_that_no_page_can_have_become_visible(tmp_path: Path) -> None:
-    answer = "a\x00b\x1b[31mc\x7f\x85\ud800\ufffed\n\te"
-    page = Page(tmp_path, record(tables={"t": [{"answer": answer}]}))
-    assert list(page.rows("answers")) == [["a\u2400b\u241b[31mc\u2421\ufffd\ufffd\ufffdd\n\te"]]
 
 
 NOTHING = {
@@ -178,16 +162,13 @@ def test_a_run_of_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_says_so_first(tmp_path: Path) -> None:
+    """The log and the start-up are there, too."""
     error = "actor.update raised ValueError on rank 1\n\nTraceback in the worker:\n  boom"
-    page = Page(tmp_path, record(), error)
+    page = Page(tmp_path, record(log="first\n<b>second</b>\n", start_up=3.0), error)
     assert page.root.findtext("./body/header/p/span[@class='state failed']") == "failed"
     assert page.root.findtext("./body/header/pre[@class='error']") == error
-
-
-def test_the_log_and_the_start_up(tmp_path: Path) -> None:
-    page = Page(tmp_path, attrs.evolve(record(), log="first\n<b>second</b>\n", start_up=3.0))
     assert page.root.findtext(".//pre[@class='log']") == "first\n<b>second</b>\n"
-    assert "(start-up)" in (tmp_path / "report.html").read_text()
+    assert "(start-up)" in page.text
 
 
 def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:
