@@ -56,29 +56,30 @@ def in_a_run(runtime: colocate.Runtime, folder: Path, *observe: object, fails: b
 
 
 def test_what_they_are_told(tmp_path: Path) -> None:
-    """In the order in which it happens, from before the block to after the report."""
+    """In the order in which it happens, from before the block to after the report, which is that of a job."""
     notes = Notes()
     with colocate.connect("local") as runtime:
         run = in_a_run(runtime, tmp_path, notes)
         assert notes.told == ["started", "noop", "logged 0", "logged 1", "finished"]
         runtime.groups[next(iter(runtime.groups))].role("echo", Echo).noop()
         runtime.audit()
-    assert notes.told[-1] == "finished"  # it is told of nothing that comes after
+        assert notes.told[-1] == "finished"  # it is told of nothing that comes after
+        second = in_a_run(runtime, tmp_path)
     assert notes.run is not None
     assert (notes.run.name, notes.run.directory, notes.run.resumed) == ("sums", tmp_path / "sums", None)
-    assert notes.ended is not None
     assert notes.ended == (run.record, None)
-
-
-def test_what_remains(tmp_path: Path) -> None:
-    """The same as of a job; a second one of that name has a folder of its own."""
-    with colocate.connect("local") as runtime:
-        first, second = in_a_run(runtime, tmp_path), in_a_run(runtime, tmp_path)
-    assert (first.directory.name, second.directory.name) == ("sums", "sums-2")
-    assert {path.name for path in first.directory.iterdir()} >= {"metrics.jsonl", "log.txt", "report.html"}
+    assert {path.name for path in run.directory.iterdir()} >= {"metrics.jsonl", "log.txt", "report.html"}
+    assert "step 1" in (run.directory / "log.txt").read_text()
+    assert second.directory.name == "sums-2"
     assert second.record is not None
     assert [(each.method, each.calls) for each in second.record.totals] == [("noop", 1)]
-    assert "step 1" in (first.directory / "log.txt").read_text()
+    for late in (
+        lambda: run.log(1, loss=1.0),
+        lambda: run.show("numbers", []),
+        lambda: run.checkpoint(1).__enter__(),
+    ):
+        with pytest.raises(colocate.ClosedError, match="this is after the block of run 'sums'"):
+            late()
 
 
 def test_a_block_that_raises(tmp_path: Path) -> None:
@@ -280,21 +281,6 @@ def test_a_fork_in_the_block(tmp_path: Path, way: str) -> None:
     assert sorted(path.name for path in run.directory.iterdir()) == ["log.txt", "report.html"]
 
 
-def test_after_the_end(tmp_path: Path) -> None:
-    """What is logged then would be in no report, and observers have gone."""
-    with colocate.connect("local") as runtime:
-        with colocate.record(runtime, tmp_path / "sums") as run:
-            run.log(0, loss=1.0)
-        for late in (
-            lambda: run.log(1, loss=1.0),
-            lambda: run.show("numbers", []),
-            lambda: run.checkpoint(1).__enter__(),
-        ):
-            with pytest.raises(colocate.ClosedError, match="this is after the block of run 'sums'"):
-                late()
-    assert len((run.directory / "metrics.jsonl").read_text().splitlines()) == 1
-
-
 def test_a_callback_that_does_not_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -379,17 +365,14 @@ def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert changed.observe[0].with_ == {"port": 0}
 
 
-def test_what_is_no_runtime_is_told_so(tmp_path: Path) -> None:
-    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
-        told = r"colocate.record\(runtime, directory\): a Pool is no runtime"
-        with pytest.raises(colocate.ConfigError, match=told), colocate.record(pool, tmp_path / "x"):  # type: ignore[arg-type]
-            raise AssertionError
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+def test_what_can_not_be_recorded(tmp_path: Path) -> None:
+    """What is no runtime, and where no folder can be made."""
     (tmp_path / "file").write_text("")
-    with colocate.connect() as runtime:
-        told = f"can't make the run's folder {tmp_path}/file: File exists"
-        with pytest.raises(colocate.ConfigError, match=told), colocate.record(runtime, tmp_path / "file" / "x"):
-            raise AssertionError
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        for what, folder, told in (
+            (pool, tmp_path / "x", r"colocate.record\(runtime, directory\): a Pool is no runtime"),
+            (runtime, tmp_path / "file" / "x", f"can't make the run's folder {tmp_path}/file: File exists"),
+        ):
+            with pytest.raises(colocate.ConfigError, match=told), colocate.record(what, folder):  # type: ignore[arg-type]
+                raise AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
