@@ -1,18 +1,16 @@
-"""Pipelines: what becomes of the calls when sending fails, a group is closed, or a signal comes."""
+"""Pipelines: what becomes of the calls when sending fails, or a group is closed."""
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.signals.program import Places
 
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError, Resident
@@ -20,7 +18,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import PATIENCE_S
 
 PROCESSES = pytest.mark.parametrize("groups", [True], indirect=True)
 
@@ -167,54 +165,6 @@ def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
             calls = [echo.first.submit(index) for index in range(5)]
         assert not any(call.done() for call in calls)
     assert [call.result(PATIENCE_S) for call in calls] == list(range(5))
-
-
-def test_interrupted_at_places_of_a_recording(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """Who catches that in the block goes on: a call is recorded or it isn't, as a whole, and nothing stays in use."""
-    lender, group = groups
-    lends, echo = lender.role("echo", Echo), group.role("echo", Echo)
-    places = Places(0, 16)
-    begun = [0]
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    def run() -> None:
-        theirs, own = lends.first.keep("theirs"), echo.first.keep("own")
-        found: list[Call[Any]] = []
-        with group.scope(), group.pipeline():
-            places.fired = ""
-            sys.settrace(places)
-            try:
-                kept = echo.first.keep([theirs.ref, own.ref])
-                found.append(echo.first.submit(kept.ref))
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
-            theirs.free()
-            own.free()
-            after = echo.first.submit("after")
-        assert after.result(PATIENCE_S) == "after"
-        assert [call.result(PATIENCE_S) for call in found] == [["theirs", "own"]] * len(found)
-        begun[0] += len(found)
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        places.fired = "not yet"
-        while places.fired:
-            run()
-            for each in groups:
-                wait_until(lambda each=each: not each._node.order.pending, "all calls are over")  # type: ignore[misc]
-                assert not each._node.residents._borrows
-                left = each._node.residents.kept.values()
-                assert all(kept.ending() is None for kept in left)
-                assert not each._node.residents.scopes
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert places.count > 10
-    assert begun[0] >= 1  # the last run, which was not interrupted
-    wait_until(lambda: not any(each._node.residents.kept for each in groups), "all of them are forgotten")
 
 
 Step = tuple[str, str, int]

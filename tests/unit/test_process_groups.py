@@ -234,23 +234,16 @@ def test_a_default_group_of_somebody_else() -> None:
             group.role("own", Own).make()
 
 
-class InBackward(torch.autograd.Function):
-    """Its gradient is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ValueError("no gradient")
-
-
 def test_what_was_raised_in_a_backward_pass() -> None:
     """Also where role code has made another error of it; what wasn't is told from it."""
-    found: Any = InBackward.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("no gradient")
+
+    value = torch.ones(1, requires_grad=True)
+    value.register_hook(fail)
     with pytest.raises(ValueError, match="no gradient") as caught:
-        found.backward()
+        (value * 2).backward()
     assert is_in_backward(caught.value)
     again = RuntimeError("the step failed")
     assert not is_in_backward(again)
