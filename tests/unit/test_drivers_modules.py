@@ -75,22 +75,17 @@ def test_path(driver: DriversModules, file: Path, there: str | None) -> None:
 
 
 @pytest.mark.parametrize("there", [None, "x = 1\n"])
-@pytest.mark.parametrize("way", range(3))
-def test_file_beside_it(driver: DriversModules, file: Path, there: str | None, way: int) -> None:
-    """A data file that didn't travel is told as that, however it is read."""
+def test_file_beside_it(driver: DriversModules, file: Path, there: str | None) -> None:
+    """A data file that didn't travel is told as that, however it is read; any other is an ordinary error."""
     if there is not None:
         file.write_text(there)
         file.with_name("data.txt").write_text("another package's")
+    for read in imported().READS:
+        with pytest.raises(FileNotFoundError) as caught:
+            read()
+        told = told_of(caught.value)
+        assert str(file.with_name("data.txt")) in told.text
+        assert "came here as source, without the files beside them: install the package where" in told.traceback
     with pytest.raises(FileNotFoundError) as caught:
-        imported().READS[way]()
-    told = told_of(caught.value)
-    assert str(file.with_name("data.txt")) in told.text
-    assert "came here as source, without the files beside them: install the package where" in told.traceback
-
-
-def test_another_file_that_is_missing(driver: DriversModules, tmp_path: Path) -> None:
-    """What never lay beside the driver's modules is an ordinary error."""
-    imported()
-    with pytest.raises(FileNotFoundError) as caught:
-        (tmp_path / "elsewhere.txt").read_text()
+        (file.parents[1] / "elsewhere.txt").read_text()
     assert "came here as source" not in told_of(caught.value).traceback

@@ -7,15 +7,13 @@ import fcntl
 import os
 import socket
 import struct
-import threading
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.wire import Packed, encode, framing, pack, unpack
+from colocate.wire import Packed, encode, framing
 from colocate.wire.framing import FILE_BYTES, Reader, Sending
 
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
@@ -74,17 +72,6 @@ def test_lengths_beyond_four_gigabytes() -> None:
     assert bytes(body.buffers[0][-3:]) == b"end"
 
 
-def test_memory_files_are_written_whole_however_little_a_write_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda file, views, at: write(file, [views[0][:1000]], at))
-    pieces = [bytes([i]) * (700 * i) for i in range(20)]
-    file = framing.memory_file(pieces)
-    monkeypatch.undo()
-    mapped = framing.map_private(file, sum(map(len, pieces)))
-    os.close(file)
-    assert bytes(mapped) == b"".join(pieces)
-
-
 @pytest.mark.parametrize("busy", [1, 3, 4])
 def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses to seal pages that it moves just then. What goes on for long is an error, and leaves no file."""
@@ -120,44 +107,3 @@ def test_memory_that_could_change_or_is_short_is_refused() -> None:
     with pytest.raises(PermissionError):
         os.pwrite(file, b"x", 0)
     os.close(file)
-
-
-def test_a_frame_keeps_its_memory_while_someone_holds_it() -> None:
-    body = pack(np.arange(LARGE))
-    frame = encode(("x",), body)
-    assert isinstance(frame, framing._OpenFrame)
-    file = frame._file
-    frame.hold()
-    frame.close()
-    assert os.fstat(file).st_size == frame.payload_bytes
-    frame.close()
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(file)
-    with pytest.raises(ValueError, match="send it before closing it"):
-        frame.hold()
-
-
-class Crowded(socket.socket):
-    """A socket when too many files are on their way already."""
-
-    def sendmsg(self, *_: Any) -> int:
-        raise OSError(errno.ETOOMANYREFS, "Too many references")
-
-
-def test_bytes_are_sent_when_no_more_files_can_be() -> None:
-    one, other = socket.socketpair()
-    array, reader, scratch = np.arange(LARGE), Reader(passes_files=True), memoryview(bytearray(1000))
-    got: list[Any] = []
-
-    def read() -> None:
-        while not got:
-            got.extend(reader.read(other, scratch))
-
-    thread = threading.Thread(target=read)
-    with Crowded(fileno=one.detach()) as crowded, other, encode(("x",), pack(array)) as frame:
-        thread.start()
-        sending = Sending(frame, passes_files=True)
-        while not sending.write(crowded):
-            pass
-        thread.join()
-    assert np.array_equal(unpack(got[0][1]), array)

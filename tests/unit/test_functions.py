@@ -1,4 +1,4 @@
-"""`group.run`: how functions travel."""
+"""`group.run`: how functions travel, and what observers are told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import colocate
-from colocate import Context, PipelineError, SerializationError
+from colocate import Context, SerializationError
 from colocate._views.functions import _ship
 from colocate.testing.probes.meshes import facts
 from colocate.testing.probes.plain import Echo
@@ -19,36 +19,25 @@ def rank(ctx: Context) -> int:
 
 
 def test_by_name() -> None:
-    """A function that a worker can import goes by its name, with the version of its distribution."""
+    """What a worker can import goes by its name, with its distribution's version or as a module whose source travels.
+
+    Anything else goes with the call.
+    """
     shipped = _ship(facts, "facts", in_process=False)
-    assert shipped.name == "colocate.testing.probes.meshes:facts"
-    assert (shipped.data, shipped.distribution) == (None, "colocate")
+    assert (shipped.name, shipped.data) == ("colocate.testing.probes.meshes:facts", None)
+    assert shipped.distribution == "colocate"
     assert shipped.load() is facts
-
-
-def test_beside() -> None:
-    """One of a module that isn't installed goes by its name, too: the module's source travels."""
     shipped = _ship(rank, "rank", in_process=False)
     assert (shipped.name, shipped.distribution, shipped.cls) == (f"{__name__}:rank", None, None)
     assert shipped.load() is rank
-
-
-def test_as_it_is() -> None:
-    """What a worker can't import, or isn't what its name leads to, goes with the call."""
     renamed = functools.partial(facts)
     functools.update_wrapper(renamed, facts)
-    for function in (lambda ctx: ctx.rank, functools.partial(facts, b=1), renamed):
-        assert _ship(function, "it", in_process=False).cls is function
+    assert _ship(renamed, "it", in_process=False).cls is renamed
+    assert _ship([1, 2].index, "index", in_process=False).load()(2) == 1  # its name alone is the bare function's
 
 
-def test_bound_method() -> None:
-    """A bound method takes its object along: its name alone leads to the bare function."""
-    shipped = _ship([1, 2].index, "index", in_process=False)
-    assert shipped.load()(2) == 1
-
-
-def test_in_process() -> None:
-    """Within one process it is handed over as it is; what holds something that can't be sent is refused elsewhere."""
+def test_what_holds_something_that_can_not_be_sent() -> None:
+    """Within one process it is handed over as it is; elsewhere it is refused."""
     lock = threading.Lock()
 
     def function(ctx: Context) -> bool:
@@ -61,17 +50,8 @@ def test_in_process() -> None:
             group.run(function)
 
 
-def test_refused_in_a_pipeline() -> None:
-    """It would wait for its results, which a pipeline keeps from coming."""
-    with colocate.connect() as runtime, runtime.reserve(1) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        with group.pipeline(), pytest.raises(PipelineError, match=r"group\.run\(rank\) would wait"):
-            group.run(rank)
-        assert group.run(rank) == [0]
-
-
-def test_a_failed_call_observed() -> None:
-    """How long it took is told of all ranks that had answered, and which of them have raised."""
+def test_observed() -> None:
+    """As a call of no role: how long it took is told of all ranks that had answered, and which of them have raised."""
     told: list[colocate.CallRecord] = []
 
     class Observer:
@@ -86,21 +66,8 @@ def test_a_failed_call_observed() -> None:
         runtime.observe(Observer())
         with pytest.raises(colocate.RoleError):
             pool.spawn({"echo": colocate.role(Echo)}).run(fail)
-    assert 1 in told[0].ranks
-    assert told[0].raised == (1,)
-    assert [rank for rank, _, _ in told[0].spans] == list(told[0].ranks)
-    assert all(end >= start > 0 for _, start, end in told[0].spans)
-
-
-def test_observed() -> None:
-    """Observers are told of it as of a call of no role."""
-    told: list[colocate.CallRecord] = []
-
-    class Observer:
-        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
-            told.append(record)
-
-    with colocate.connect() as runtime, runtime.reserve(1) as pool:
-        runtime._node.services.observers.add(Observer())
-        pool.spawn({"echo": colocate.role(Echo)}).run(rank)
-    assert [(record.role, record.method, record.ranks, record.error) for record in told] == [("", "rank", (0,), None)]
+    (record,) = told
+    assert (record.role, record.method, record.raised) == ("", "fail", (1,))
+    assert 1 in record.ranks
+    assert [each for each, _, _ in record.spans] == list(record.ranks)
+    assert all(end >= start > 0 for _, start, end in record.spans)

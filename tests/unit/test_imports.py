@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-import colocate
 
 HEAVY = ("torch", "numpy", "ray", "distributed", "transformers", "matplotlib", "jinja2")
 OF_COMMANDS = ("typer", "rich", "ruamel", "jinja2", "colocate_run", "colocate_report")
@@ -22,23 +19,37 @@ def run(python: str, code: str) -> str:
     return done.stdout
 
 
-def test_import_loads_nothing_heavy() -> None:
-    """`import colocate` loads neither torch nor an engine, nor any library of an extra."""
-    names = "[getattr(colocate, name) for name in colocate.__all__]"
-    code = f"import colocate, sys; {names}; print([name for name in {HEAVY!r} if name in sys.modules])"
-    assert run(sys.executable, code).strip() == "[]"
-
-
-def test_core_loads_nothing_of_commands() -> None:
-    """Nor does a worker: neither the packages that run and report jobs, nor a library that only these need."""
-    code = f"""
+ECHO = """
 import colocate, sys
 
 class Echo(colocate.Role):
     @colocate.method
     def echo(self, word: str) -> str:
         return word
+"""
 
+
+def test_import_loads_nothing_heavy() -> None:
+    """`import colocate` loads neither torch nor an engine, nor any library of an extra; on threads nothing needs them.
+
+    What messages name is there after it.
+    """
+    code = f"""
+{ECHO}
+[getattr(colocate, name) for name in colocate.__all__]
+print(colocate.config.load_config, colocate.errors.RoleError, colocate.executor.Executor)
+print([name for name in {HEAVY!r} if name in sys.modules])
+with colocate.connect() as runtime, runtime.reserve() as pool:
+    pool.spawn({{"echo": colocate.role(Echo)}}).role("echo", Echo).echo("a")
+print([name for name in ("torch", "asyncio") if name in sys.modules])
+"""
+    assert run(sys.executable, code).splitlines()[1:] == ["[]", "[]"]
+
+
+def test_core_loads_nothing_of_commands() -> None:
+    """Nor does a worker: neither the packages that run and report jobs, nor a library that only these need."""
+    code = f"""
+{ECHO}
 def loaded(ctx: object) -> list[str]:
     import sys
     return [name for name in {OF_COMMANDS!r} if name in sys.modules]
@@ -49,30 +60,6 @@ with colocate.connect(processes=True) as runtime, runtime.reserve() as pool:
     print(loaded(None), group.run(loaded))
 """
     assert run(sys.executable, code).strip() == "[] [[]]"
-
-
-@pytest.mark.parametrize("name", ["config.load_config", "errors.RoleError", "executor.Executor", "torch.renew"])
-def test_modules_that_messages_name(name: str) -> None:
-    """They are there after `import colocate`."""
-    assert run(sys.executable, f"import colocate; print(colocate.{name}.__name__)").strip() == name.partition(".")[2]
-
-
-def test_threads_load_only_what_is_needed() -> None:
-    """torch comes in when a tensor or a role needs it, a loop when there is something to await."""
-    code = """
-import sys
-import colocate
-
-class Echo(colocate.Role):
-    @colocate.method
-    def echo(self, word: str) -> str:
-        return word
-
-with colocate.connect() as runtime, runtime.reserve() as pool:
-    pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("a")
-print([name for name in ("torch", "asyncio") if name in sys.modules])
-"""
-    assert run(sys.executable, code).strip() == "[]"
 
 
 @pytest.fixture(scope="module")
@@ -136,38 +123,16 @@ def test_lists_work_without_torch(bare_python: str, tmp_path: Path) -> None:
         assert line.endswith("needs torch, which isn't installed: pip install '.[torch]' in a checkout of colocate")
 
 
-def test_ppo_says_the_pip_line_without_torch(bare_python: str) -> None:
-    """A plugin whose extra isn't installed is a PluginError that names the line that helps."""
-    code = (
-        "import colocate\n"
-        "try:\n"
-        "    with colocate.connect() as r, r.reserve() as p: p.spawn({'actor': colocate.role('ppo.actor')})\n"
-        "except colocate.PluginError as error: print(error)"
-    )
-    assert "pip install '.[ppo]' in a checkout of colocate" in run(bare_python, code)
-
-
-@pytest.mark.parametrize("engine", ["ray", "dask"])
-def test_engines_say_the_pip_line(bare_python: str, engine: str) -> None:
-    """So is an executor whose engine isn't installed."""
-    code = (
-        f"import colocate\ntry: colocate.connect({engine!r})\nexcept colocate.PluginError as error: print(error.hint)"
-    )
-    assert run(bare_python, code).strip() == f"pip install '.[{engine}]' in a checkout of colocate"
-
-
-def test_public_names_are_the_same_for_checkers_and_at_run_time() -> None:
-    """Each name is written twice in `colocate/__init__.py`: both say where it comes from, and it is there."""
-    tree = ast.parse(Path(colocate.__file__).read_text())
-    [block] = [node for node in tree.body if isinstance(node, ast.If)]
-    declared = {
-        alias.name: str(node.module).removeprefix("colocate.")
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert declared == colocate._HOME_OF | colocate._BESIDE
-    assert sorted(declared) == colocate.__all__
-    assert all(getattr(colocate, name) is not None for name in colocate.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        colocate.nothing  # type: ignore[attr-defined]  # noqa: B018
+def test_the_pip_line(bare_python: str) -> None:
+    """A plugin or an executor whose extra isn't installed is a PluginError that names the line that helps."""
+    code = """
+import colocate
+try:
+    with colocate.connect() as r, r.reserve() as p: p.spawn({'actor': colocate.role('ppo.actor')})
+except colocate.PluginError as error: print(error.hint)
+for engine in ("ray", "dask"):
+    try: colocate.connect(engine)
+    except colocate.PluginError as error: print(error.hint)
+"""
+    lines = [f"pip install '.[{extra}]' in a checkout of colocate" for extra in ("ppo", "ray", "dask")]
+    assert run(bare_python, code).splitlines() == lines

@@ -9,8 +9,7 @@ from types import FrameType
 
 import pytest
 
-from colocate._system.jobs import JobThread, error_text
-from colocate.testing.probes.starved import without_threads
+from colocate._system.jobs import JobThread
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -43,21 +42,6 @@ def test_a_job_that_raises(jobs: JobThread, faults: list[BaseException], error: 
     jobs.after(0.0, ran.set)
     assert ran.wait(PATIENCE_S)
     assert faults == [error]
-
-
-def test_cancelled_timers_do_not_pile_up(jobs: JobThread) -> None:
-    """They don't stay until they would have been due; the live ones do."""
-    for _ in range(10_000):
-        jobs.after(3600, lambda: None).cancel()
-    finish(jobs)
-    assert len(jobs._timers) + len(jobs._coming) <= 2000
-    live = [jobs.after(3600, lambda: None) for _ in range(3000)]
-    ran = threading.Event()
-    jobs.after(0.0, ran.set)
-    assert ran.wait(PATIENCE_S)
-    finish(jobs)
-    waiting = [timer for _, _, timer in (*jobs._timers, *jobs._coming)]
-    assert sum(timer.job is not None for timer in waiting) == len(live)
 
 
 def test_jobs_after_the_end(faults: list[BaseException]) -> None:
@@ -96,32 +80,3 @@ def test_a_handler_may_give_jobs(jobs: JobThread) -> None:
         signal.signal(signal.SIGUSR1, before)
     finish(jobs)
     assert len(ran) == 4000
-
-
-def test_text_of_errors() -> None:
-    """Whatever their `__str__` does."""
-
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise SystemExit
-
-    assert error_text(Mute()) == "Mute: <its __str__ raised SystemExit>"
-    assert error_text(ValueError("x")) == "ValueError: x"
-    assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
-
-
-def test_without_a_thread(jobs: JobThread, faults: list[BaseException]) -> None:
-    """Who gives the first job is told that no thread is to be had; the job isn't run, and the next one is."""
-    ran: list[str] = []
-    with without_threads():
-        for give in (
-            lambda: jobs.soon(lambda: ran.append("lost")),
-            lambda: jobs.after(0.0, lambda: ran.append("lost")),
-        ):
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                give()
-    jobs.run(lambda: ran.append("next"))
-    with without_threads():  # it has its thread
-        jobs.run(lambda: ran.append("last"))
-    assert ran == ["next", "last"]
-    assert faults == []

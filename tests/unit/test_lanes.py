@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
-import os
-import queue
 import resource
 import socket
 import threading
@@ -14,56 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, left_behind, raising, socket_pair
+from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, raising, socket_pair
 
 from colocate.testing.probes.starved import without_descriptors
-from colocate.wire import EventLoop, Packed, encode, framing, pack, unpack
-from colocate.wire.framing import FILE_BYTES, Posted
+from colocate.wire import EventLoop, encode, pack, unpack
+from colocate.wire.framing import FILE_BYTES
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def test_an_interrupted_send_ends_the_lane(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a message would garble everything after it."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Posted, "write", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            ends[0].lane.send(("x" * 20_000,))
-    assert ends[0].end() == "interrupted in the middle of sending a message"
-    assert ends[1].end() == "the other side closed"
-
-
-def test_one_whose_descriptor_somebody_has_closed(
-    half: tuple[End, socket.socket], event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found in receiving, it is told as that, once, and the number, which may be another's by now, is left alone."""
-    raised: queue.Queue[Any] = queue.Queue()
-    monkeypatch.setattr(threading, "excepthook", raised.put)
-    end, other = half
-    found: queue.Queue[bool] = queue.Queue()
-
-    def close_it() -> None:
-        number = end.lane._sock.fileno()
-        os.close(number)
-        end.lane.receive(event_loop.scratch)
-        kept = os.open(os.devnull, os.O_RDONLY)  # the lowest free number: that one, at the latest when it's closed
-        found.put(end.lane.finished and end.lane.taken)
-        os.close(kept)
-
-    event_loop.later(0, close_it)
-    assert found.get(timeout=WAIT_S)
-    assert "Bad file descriptor" in end.end()
-    assert End(event_loop, other).end() == "the other side closed"
-    assert end.ends.empty()
-    assert raised.empty()
-    assert not end.lane.send(("x",))
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, 5000, FILE_BYTES // 8 - 100, FILE_BYTES // 8 + 1, 1 << 20])
+@pytest.mark.parametrize("size", [0, 5000, FILE_BYTES // 8 + 1, 1 << 20])
 def test_messages_both_ways(ends: tuple[End, End], size: int) -> None:
     value = {"x": np.arange(size), "y": [np.ones(3), "text"]}
     for sender, receiver in (ends, ends[::-1]):
@@ -91,16 +48,12 @@ def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.s
         assert (got == i).all()
 
 
-@pytest.mark.parametrize("size", [10_000, 1 << 20], ids=["small", "large"])
-def test_a_receiver_that_does_not_read_blocks_no_sender(
-    half: tuple[End, socket.socket], event_loop: EventLoop, size: int
-) -> None:
+def test_a_receiver_that_does_not_read_blocks_no_sender(half: tuple[End, socket.socket], event_loop: EventLoop) -> None:
     end, other = half
-    sent = 400 if size < FILE_BYTES else 30
-    for i in range(sent):
-        assert end.lane.send((i,), pack(bytes(size)))
+    for i in range(400):
+        assert end.lane.send((i,), pack(bytes(10_000)))
     far = End(event_loop, other)
-    assert [far.get()[0][0] for _ in range(sent)] == list(range(sent))
+    assert [far.get()[0][0] for _ in range(400)] == list(range(400))
     assert end.lane.drain(WAIT_S)
 
 
@@ -116,21 +69,6 @@ def test_a_broadcast_is_one_copy_and_each_receiver_has_its_own(event_loop: Event
         got[:] = i + 1
     assert [got[0] for got in received] == [1, 2, 3]
     assert not array.any()
-
-
-def test_received_memory_keeps_no_descriptor_and_goes_with_its_last_array(event_loop: EventLoop) -> None:
-    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
-    files, mappings = left_behind()
-    one.lane.send(("x",), pack([np.arange(LARGE), np.arange(LARGE)]))
-    _, (first, second) = other.get()
-    assert left_behind() == (files, mappings + 1)
-    del first
-    gc.collect()
-    assert left_behind() == (files, mappings + 1)
-    assert second.sum() == np.arange(LARGE).sum()
-    del second
-    gc.collect()
-    assert left_behind() == (files, mappings)
 
 
 def test_closing_tells_both_sides_once(ends: tuple[End, End]) -> None:
@@ -160,17 +98,6 @@ def test_what_was_sent_before_closing_still_arrives(ends: tuple[End, End]) -> No
     assert other.end() == "the other side closed"
 
 
-def test_last_words_are_heard_although_sending_fails(half: tuple[End, socket.socket]) -> None:
-    end, other = half
-    with encode(("last words",)) as frame:
-        other.sendall(frame._inline)
-    other.close()
-    while end.lane.send(("hello?",)):
-        pass
-    assert end.get()[0] == ("last words",)
-    assert end.end() == "the other side closed"
-
-
 @pytest.mark.parametrize("where", [3, 25, 100_000])
 def test_the_other_side_ends_in_the_middle_of_a_message(half: tuple[End, socket.socket], where: int) -> None:
     end, other = half
@@ -191,15 +118,6 @@ def test_garbage_ends_the_lane(half: tuple[End, socket.socket]) -> None:
     finally:
         threading.excepthook = hook
     assert [report.exc_type for report in reported] == [ValueError]
-
-
-def test_a_message_whose_file_is_missing_ends_the_lane(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    one, other = socket.socketpair()
-    end = End(event_loop, one)
-    with other, encode(("x",), pack(np.arange(LARGE))) as frame:
-        other.sendall(frame._passed)
-        assert "came without its memory" in end.end()
 
 
 def test_a_callback_that_raises_ends_its_lane_only(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,29 +156,6 @@ def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(ki
         end.lane.finish("again")
         assert end.ends.empty()
     assert event_loop.close()
-
-
-def test_a_payload_for_which_there_is_no_memory(
-    half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who unpacks it is told; what follows it is read as ever."""
-
-    def scarce(*first: Any) -> bytearray:
-        if first == (LARGE,):
-            raise MemoryError
-        return bytearray(*first)
-
-    end, other = half
-    monkeypatch.setattr(framing, "bytearray", scarce, raising=False)
-    with encode(("large",), Packed(bytes(LARGE))) as large, encode(("small",), pack("fine")) as small:
-        other.sendall(large._inline)
-        other.sendall(small._inline)
-        head, body = end.messages.get(timeout=WAIT_S)
-        assert head == ("large",)
-        assert body is not None
-        with pytest.raises(OSError, match=f"no memory is free for a message of {LARGE} bytes"):
-            unpack(body)
-        assert end.get() == (("small",), "fine")
 
 
 def test_a_file_for_which_there_is_no_descriptor(ends: tuple[End, End]) -> None:

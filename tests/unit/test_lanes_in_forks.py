@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
-from tests.unit.lanes import KINDS, WAIT_S, End, socket_pair
+from tests.unit.lanes import WAIT_S, End
 
 from colocate.testing.forking import exit_code, fork
-from colocate.wire import EventLoop, Turns, pack, track
+from colocate.wire import EventLoop, pack
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_peer_ends_the_lane_and_frees_everything(event_loop: EventLoop, kind: str) -> None:
-    here, there = socket_pair(kind)
-    code = f"import socket, time; sock = socket.socket(fileno={there.fileno()}); print(flush=True); time.sleep(1000)"
-    with subprocess.Popen([sys.executable, "-c", code], pass_fds=[there.fileno()], stdout=subprocess.PIPE) as process:
-        there.close()
-        assert process.stdout is not None
-        process.stdout.readline()
-        end = End(event_loop, here)
-        for i in range(30):
-            assert end.lane.send((i,), pack(bytes(1 << 20)))
-        process.send_signal(signal.SIGKILL)
-        assert end.end() == "the other side closed"
 
 
 def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> bool:
@@ -82,29 +64,6 @@ def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, E
     assert in_fork(child, meanwhile)
 
 
-def test_a_forked_child_keeps_no_unsent_memory() -> None:
-    event_loop = EventLoop("test", own_thread=False)
-    one, other = socket_pair("unix")
-    with other:
-        end = End(event_loop, one)
-        while not end.lane._queue:
-            end.lane.send(("x",), pack(bytes(100_000)))
-        end.lane.send(("x",), pack(bytes(1 << 20)))
-        assert any("memfd" in name for name in open_files())
-        assert in_fork(lambda: not any("memfd" in name for name in open_files()))
-        assert event_loop.close()
-
-
-def open_files() -> list[str]:
-    names = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            pass  # The descriptor that listed the others.
-    return names
-
-
 def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], event_loop: EventLoop) -> None:
     one, _ = ends
 
@@ -114,41 +73,3 @@ def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], event_loop: Even
 
     with one.lane._lock, event_loop._lock:
         assert in_fork(child)
-
-
-def test_what_cannot_be_forgotten_keeps_nothing_else(ends: tuple[End, End], event_loop: EventLoop) -> None:
-    """Whatever goes wrong with one inherited thing, the others are closed in the child."""
-
-    class Stubborn:
-        def forget(self) -> None:
-            raise OSError("not this one")
-
-    stubborn = [Stubborn() for _ in range(20)]  # in a set of weak references nobody knows which comes first
-    for each in stubborn:
-        track(each)
-    inherited = {end.lane.fileno() for end in ends} | {
-        event_loop._woken.fileno(),
-        event_loop._waker.fileno(),
-        event_loop._epoll.fileno(),
-    }
-    said: list[str] = []
-
-    def child() -> bool:
-        gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
-        return (
-            gone and event_loop.close() and len(said) == 1 and said[0].count("OSError: not this one") == len(stubborn)
-        )
-
-    before, sys.unraisablehook = sys.unraisablehook, lambda what: said.append(getattr(what.exc_value, "message", ""))
-    try:
-        assert in_fork(child)
-    finally:
-        sys.unraisablehook = before
-        stubborn.clear()
-
-
-def test_a_turn_that_is_over_takes_nobodys_descriptor(ends: tuple[End, End]) -> None:
-    turns = Turns(ends[0].lane)
-    turns.close()
-    with open(os.devnull) as somebodys:  # has the number that was the turn's
-        assert in_fork(lambda: os.path.exists(f"/proc/self/fd/{somebodys.fileno()}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -11,9 +10,8 @@ import attrs
 import pytest
 
 from colocate import wire
-from colocate._protocol.commands import Detach, Retain
+from colocate._protocol.commands import Detach
 from colocate._system.deadline import Deadline
-from colocate._system.limits import LEAD_SLACK_S
 from colocate.errors import EngineError
 from colocate.keeper import (
     AdoptedSlot,
@@ -27,7 +25,6 @@ from colocate.keeper import (
     adopt_lead,
     listed,
 )
-from colocate.keeper.keeper import Leased
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 LEASE = Lease("name", 300.0, record=b"the record")
@@ -112,28 +109,6 @@ def test_not_retained_by_who_has_lost_it(side: Side) -> None:
     other.close()
 
 
-def test_a_name_that_is_about_to_be_free(side: Side) -> None:
-    """A pool that has ended has its name until the registry hears of that: the next one waits for it."""
-    answers = iter([False, False, True])
-    entered: list[Registration] = []
-
-    def register(registration: Registration) -> bool:
-        entered.append(registration)
-        return next(answers)
-
-    pool = PoolKeepers(side.key, side.owner, [side.owner])
-    pool.publish(LEASE, "facts", register, lambda: None, list)
-    assert [(each.name, each.facts) for each in entered] == [("name", "facts")] * 3
-    assert side.adoption("second").epoch  # it is detached
-
-
-def test_a_keeper_that_is_gone_confirms_nothing(side: Side) -> None:
-    """And nobody waits for it."""
-    side.keeper.close()
-    assert side.owner._gone.wait(PATIENCE_S)
-    assert not side.owner.confirm(Retain, within_s=math.inf)
-
-
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_adoption_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
     """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
@@ -172,13 +147,3 @@ def test_lower_epochs_are_refused(side: Side) -> None:
         with pytest.raises(EngineError, match=r"third has it \(epoch 4\)"):
             side.adoption("late", own=True, epoch=late)
     assert side.adoption("fourth", epoch=5).epoch == 5
-
-
-def test_the_clock() -> None:
-    """It runs while nobody has it, and the lead's time is the shortest."""
-    leased = Leased(lease=LEASE)
-    assert leased.vacate() == LEASE.ttl
-    assert leased.seen()["left_s"] == pytest.approx(LEASE.ttl, abs=PATIENCE_S)
-    leased.grant(0, "first", False)
-    assert leased.seen()["left_s"] is None
-    assert Leased(lease=attrs.evolve(LEASE, record=b"")).vacate() == LEASE.ttl + LEAD_SLACK_S

@@ -26,13 +26,10 @@ class Rollout:
     more: Any = attrs.field(default=None, init=False)
 
 
-KINDS = [lambda x: x, lambda x: [{"x": (x,)}], Batch, Rollout, lambda x: UserDict(x=x), lambda x: [Batch(Rollout(x))]]
-
-
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("make", [lambda x: [{"x": (x,)}], Batch, lambda x: UserDict(x=x), lambda x: [Rollout(x)]])
 def test_a_write(make: Any, strict: bool) -> None:
-    """It is noticed wherever in the value it is, and the bytes count."""
+    """It is noticed wherever in the value it is, and the bytes count; strictly one behind torch as well."""
     x = torch.ones(10)
     watch = Watch(make(x), strict)
     assert watch.nbytes == 40
@@ -40,19 +37,13 @@ def test_a_write(make: Any, strict: bool) -> None:
     x.add_(1)
     assert watch.written()
     assert not watch.written()
-
-
-def test_a_write_behind_torch_in_a_class_of_the_users() -> None:
-    x = torch.ones(10)
-    watch = Watch(Batch(x), True)
     x.numpy()[0] = 7
-    assert watch.written()
+    assert watch.written() == strict
 
 
 PLAIN: list[tuple[Any, Any]] = [
     (Batch([1]), lambda batch: batch.x.append(2)),
     ([Rollout(1)], lambda rollouts: setattr(rollouts[0], "x", 2)),
-    (UserDict(x=1), lambda values: values.update(x=2)),
     ({"seen": {1}}, lambda values: values["seen"].add(2)),
     (deque([1]), lambda values: values.append(2)),
     (bytearray(b"a"), lambda values: values.extend(b"b")),
