@@ -46,7 +46,8 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 	touch $@
 
 test: install $(BARE)/.installed
-	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" -rfE
+	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" -rfE \
+		--ignore tests/docs/test_site.py  # `make check` builds the site, and reads what it has
 
 suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; forty minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance
@@ -103,6 +104,7 @@ check: install $(SITE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.checkers
+	$(BIN)/python -m pytest -q tests/docs/test_site.py
 
 $(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a comparison in the bench only
 	$(PYTHON) -m venv $(VERL)

@@ -104,7 +104,7 @@ def said_beside(done: "subprocess.CompletedProcess[str]") -> str:
     """What is on standard error.
 
     Without what torch's C++ says: how much that is it decides as it is loaded, and these commands are forks of what may
-    have it. tests/ppo/test_plan.py has a command that begins by itself.
+    have it. tests/ppo/test_step_failures.py has a command that begins by itself.
     """
     return "".join(line for line in done.stderr.splitlines(keepends=True) if "ProcessGroup.hpp" not in line)
 

@@ -285,12 +285,8 @@ class TestErrors:
         assert error["type"] == "RoleError"
         assert "beside.py" in error["traceback"]
 
-    @pytest.mark.parametrize(
-        ("encoding", "seeds"), [("utf-8:strict", (7,)), ("latin-1", (1, 7)), ("ascii:surrogateescape", (1, 7))]
-    )
-    def test_any_text_can_be_shown_and_written(
-        self, colocate: CommandLine, encoding: str, seeds: tuple[int, ...]
-    ) -> None:
+    @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:surrogateescape"])
+    def test_any_text_can_be_shown_and_written(self, colocate: CommandLine, encoding: str) -> None:
         """Of a file's name, say, whose bytes are no UTF-8; the terminal may know fewer letters still."""
         job = """
             def job(run):
@@ -298,17 +294,13 @@ class TestErrors:
                 with run.timed("phase\\udcff"):
                     print("said \\udcff")
                 run.log(1, **{"x\\udcff": 1})
-                if run.runtime.seed == 7:
-                    raise ValueError("\\udcff x")
+                raise ValueError("\\udcff x")
             """
-        for seed in seeds:
-            ends = int(seed == 7)
-            set_seed = ("--set", f"+seed={seed}", "--set", f"+name=seed{seed}")
-            done = self.run(colocate, job, *set_seed, PYTHONIOENCODING=encoding)
-            assert (done.returncode, done.stderr.count("Traceback")) == (ends, ends), done.stderr
-            folder = colocate.folder / "runs" / f"seed{seed}"
-            assert "phase\\udcff" in (folder / "report.html").read_text()
-            assert "said \\udcff\n" in (folder / "log.txt").read_text()
+        done = self.run(colocate, job, PYTHONIOENCODING=encoding)
+        assert (done.returncode, done.stderr.count("Traceback")) == (1, 1), done.stderr
+        folder = colocate.folder / "runs" / "demo"
+        assert "phase\\udcff" in (folder / "report.html").read_text()
+        assert "said \\udcff\n" in (folder / "log.txt").read_text()
         for name, shown in (("report.html", "\ufffd"), ("log.txt", "\\udcff"), ("error.txt", "\\udcff")):
             assert f"ValueError: {shown} x" in (folder / name).read_text()
 
@@ -346,35 +338,35 @@ class TestErrors:
             "nobody reads its output any more: everything is closed, what came after the last checkpoint is lost\n",
         )
 
-    @pytest.mark.parametrize(
-        ("line", "told"),
-        [
-            ("run.log(1.0, x=1)", "TypeError: run.log: step=1.0 is not a whole number"),
-            ("run.log(None, x=1)", "TypeError: run.log: step=None is not a whole number"),
-            ("run.log(True, x=1)", "TypeError: run.log: step=True is not a whole number"),
-            ("run.log(2**63, x=1)", "ValueError: run.log: step=9223372036854775808 is too large for 64 bits"),
-            (
-                "run.checkpoint(2**63).__enter__()",
-                "ValueError: run.checkpoint: step=9223372036854775808 is too large for 64 bits",
-            ),
-            ("run.log(1, x=10**400)", f"ValueError: run.log: x=1{'0' * 39}... is too large for a float"),
-            (
-                "run.log(1, seconds=2.0)",
-                "ValueError: run.log: 'seconds' is where a line has those of run.timed; call the number otherwise",
-            ),
-            (
-                "run.log(1, time=2.0)",
-                "ValueError: run.log: 'time' is where a line has when it was logged; call the number otherwise",
-            ),
-            ("run.checkpoint('last').__enter__()", "TypeError: run.checkpoint: step='last' is not a whole number"),
-            ("run.checkpoint(-1).__enter__()", "ValueError: run.checkpoint: step=-1 is less than 0"),
-        ],
-    )
-    def test_a_step_or_a_number_that_none_can_keep(self, colocate: CommandLine, line: str, told: str) -> None:
+    def test_a_step_or_a_number_that_none_can_keep(self, colocate: CommandLine) -> None:
         """A line whose step is no whole number would be lost by a run that goes back to a checkpoint."""
-        done = self.run(colocate, f"def job(run):\n    {line}\n")
-        assert done.stderr.endswith(f"{told}\n")
-        assert "report could not be written" not in done.stderr
+        refused = {
+            "run.log(1.0, x=1)": "TypeError: run.log: step=1.0 is not a whole number",
+            "run.log(None, x=1)": "TypeError: run.log: step=None is not a whole number",
+            "run.log(True, x=1)": "TypeError: run.log: step=True is not a whole number",
+            "run.log(2**63, x=1)": "ValueError: run.log: step=9223372036854775808 is too large for 64 bits",
+            "run.log(1, x=10**400)": f"ValueError: run.log: x=1{'0' * 39}... is too large for a float",
+            "run.log(1, seconds=2.0)": "ValueError: run.log: 'seconds' is where a line has those of run.timed; call "
+            "the number otherwise",
+            "run.log(1, time=2.0)": "ValueError: run.log: 'time' is where a line has when it was logged; call the "
+            "number otherwise",
+            "run.checkpoint(2**63).__enter__()": "ValueError: run.checkpoint: step=9223372036854775808 is too large "
+            "for 64 bits",
+            "run.checkpoint('last').__enter__()": "TypeError: run.checkpoint: step='last' is not a whole number",
+            "run.checkpoint(-1).__enter__()": "ValueError: run.checkpoint: step=-1 is less than 0",
+        }
+        job = f"""
+            def job(run):
+                for line in {list(refused)}:
+                    try:
+                        exec(line)
+                    except (TypeError, ValueError) as error:
+                        print(f"refused: {{type(error).__name__}}: {{error}}")
+            """
+        done = self.run(colocate, job)
+        assert (done.returncode, done.stderr) == (0, "")
+        told = [line.removeprefix("refused: ") for line in done.stdout.splitlines() if line.startswith("refused: ")]
+        assert told == [*refused.values()]
 
     def test_a_checkpoint_before_the_last_one(self, colocate: CommandLine) -> None:
         """A run that is resumed goes on from the one of the highest step: an earlier one would be lost at once."""
@@ -444,8 +436,7 @@ HANGING = """
 """
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_what_hangs(colocate: CommandLine, second: signal.Signals) -> None:
+def test_a_second_signal_ends_what_hangs(colocate: CommandLine) -> None:
     colocate.write("beside.py", HANGING)
     colocate.write(
         "demo.yaml",
@@ -462,9 +453,9 @@ def test_a_second_signal_ends_what_hangs(colocate: CommandLine, second: signal.S
         next(line for line in running.stdout if line.startswith("step 1"))
         running.send_signal(signal.SIGINT)
         assert running.stderr.readline().startswith("SIGINT: stopping after a checkpoint")
-        running.send_signal(second)
+        running.send_signal(signal.SIGTERM)
         _, err = running.communicate()
-    assert running.returncode == 128 + second, err
+    assert running.returncode == 128 + signal.SIGTERM, err
     assert err.startswith("interrupted: ")
     with pytest.raises(ProcessLookupError):  # nobody of its session is left
         os.killpg(running.pid, 0)

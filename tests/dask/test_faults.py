@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from distributed import Client
 from tests.closing import ended
 from tests.dask.conftest import running, script
 
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
-from colocate.errors import ColocateError, WorkerDied
+from colocate.errors import ColocateError
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
@@ -29,7 +25,7 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], id
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[str, psutil.Process]]:
+def cluster() -> Iterator[tuple[str, psutil.Process]]:
     """Two workers with their nannies; the address, and the process of the scheduler and the nannies."""
     with leaks.shared(), running([{"host": "127.0.0.1", "nthreads": 1}] * 2) as address:
         port = int(address.rpartition(":")[2])
@@ -125,34 +121,3 @@ def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signa
         workers.wait()
         workers.close()
         other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
-
-
-def test_nanny(cluster: tuple[str, psutil.Process], tmp_path: Path) -> None:
-    """What started a Dask worker, as `dask worker` does on a machine: that worker goes with it, and what was there."""
-    address, _ = cluster
-    options = ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1", "--local-directory", str(tmp_path)]
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, *options]
-    made: Any = Client
-    with (
-        subprocess.Popen(command, stderr=subprocess.DEVNULL) as nanny,
-        made(address, set_as_default=False) as client,
-        colocate.connect("dask", address=address) as runtime,
-    ):
-        try:
-            client.wait_for_workers(3, timeout=PATIENCE_S)
-            pool = runtime.reserve(3, cpus=1)
-            group = pool.spawn({"echo": colocate.role(Echo)})
-            pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
-            workers = Processes(pids)
-            (there,) = (
-                rank for rank, pid in enumerate(pids) if nanny.pid in (p.pid for p in psutil.Process(pid).parents())
-            )
-        finally:
-            nanny.kill()
-        wait_until(lambda: group._node.failure is not None, "the group fails")
-        assert isinstance(group._node.failure, WorkerDied)
-        assert group._node.failure.rank == there
-        ended(pool.close, grace=0.0)
-        workers.wait()
-        workers.close()
-        runtime.reserve(2, cpus=1, timeout=PATIENCE_S).close()

@@ -6,17 +6,22 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from distributed import Client, Status
+from tests.closing import ended
 from tests.dask.conftest import planted, script
 
 import colocate
 from colocate import Pool, Runtime
-from colocate.errors import PlacementError, PlacementTimeout
+from colocate.errors import PlacementError, PlacementTimeout, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
@@ -90,6 +95,13 @@ def test_nodes(runtime: Runtime) -> None:
     """A node for each address, with what its workers have."""
     nodes = [(node.name, node.cpus, node.gpus) for node in runtime._node.services.executor.nodes()]
     assert nodes == [("127.0.0.1", 4, 0), ("127.0.0.2", 6, 4)]
+
+
+def test_sockets(cluster: str, other: Any) -> None:
+    """Where a client of Dask keeps its connections to the scheduler, which its documentation doesn't promise."""
+    sockets = undocumented.sockets_of(other)
+    assert {"tcp://{}:{}".format(*sock.getpeername()) for sock in sockets} == {cluster}
+    assert len(sockets) >= 2  # its stream, and what it has asked by
 
 
 def test_pack_and_spread(runtime: Runtime) -> None:
@@ -314,5 +326,28 @@ def test_hold_of_a_client_that_is_gone(
         assert data["looked_at"] == ["this machine", f"dask at {cluster}"]
         assert "elsewhere-7-1/lost" in {each["id"] for each in data["leaked"]}
     assert not runtime.audit()
-    find_strays(Cluster(executor="dask", address=cluster), json=True)
-    assert "elsewhere-7-1/lost" not in capsys.readouterr().out
+
+
+def test_nanny(cluster: str, runtime: Runtime, other: Any, tmp_path: Path) -> None:
+    """What started a Dask worker, as `dask worker` does on a machine: that worker goes with it, and what was there."""
+    options = ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1", "--local-directory", str(tmp_path)]
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", cluster, *options]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as nanny:
+        try:
+            other.wait_for_workers(6, timeout=PATIENCE_S)
+            pool = runtime.reserve(6, cpus=0)
+            group = pool.spawn({"echo": colocate.role(Echo)})
+            pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
+            workers = Processes(pids)
+            (there,) = (
+                rank for rank, pid in enumerate(pids) if nanny.pid in (p.pid for p in psutil.Process(pid).parents())
+            )
+        finally:
+            nanny.kill()
+        wait_until(lambda: group._node.failure is not None, "the group fails")
+        assert isinstance(group._node.failure, WorkerDied)
+        assert group._node.failure.rank == there
+        ended(pool.close, grace=0.0)
+        workers.wait()
+        workers.close()
+        everything_is_free(runtime, timeout=PATIENCE_S)

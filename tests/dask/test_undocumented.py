@@ -1,4 +1,7 @@
-"""The parts of `distributed` that its documentation doesn't promise are as `colocate_dask` needs them."""
+"""The parts of `distributed` that its documentation doesn't promise are as `colocate_dask` needs them.
+
+Its sockets are in test_joined.py, which has a cluster.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize, s
 from tornado.ioloop import PeriodicCallback
 
 from colocate_dask.reservations import Reservations
-from colocate_dask.undocumented import sockets_of
 
 
 def parameters(function: Any) -> set[str]:
@@ -36,16 +38,6 @@ def test_client() -> None:
     """It asks for news of the workers by itself, which can be stopped."""
     assert 'self._periodic_callbacks["scheduler-info"]' in inspect.getsource(Client.__init__)
     assert hasattr(PeriodicCallback, "stop")
-
-
-def test_sockets(cluster: str) -> None:
-    """Where it keeps its connections to the scheduler."""
-    made: Any = Client
-    with made(cluster, set_as_default=False) as client:
-        client.run_on_scheduler(lambda: None)
-        sockets = sockets_of(client)
-        assert {"tcp://{}:{}".format(*sock.getpeername()) for sock in sockets} == {cluster}
-        assert len(sockets) >= 2  # its stream, and what it has asked by
 
 
 def test_plugin_hooks() -> None:

@@ -14,7 +14,7 @@ from tests.ppo.test_step_failures import AT, failing, train
 import colocate
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo.yaml"
-FEW = {"warm_up_steps": 4, "steps": 4, "batch": 32, "minibatch": 16, "eval_problems": 16, "eval_every": 3}
+FEW = {"warm_up_steps": 2, "steps": 2, "batch": 16, "minibatch": 8, "eval_problems": 8, "eval_every": 1}
 BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=7.2MiB"]
 HELD_MIB = 12.0  # by all roles after the first step
 NUMBERS = ("policy_loss", "value_loss", "policy_grad_norm", "value_grad_norm", "reward", "kl", "entropy")

@@ -84,7 +84,7 @@ def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: Pr
 
 def test_samples_follow_the_distribution(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems[:1])
-    many = Padded(batch.tokens.expand(20_000, -1), batch.mask.expand(20_000, -1))
+    many = Padded(batch.tokens.expand(4_000, -1), batch.mask.expand(4_000, -1))
     generator = torch.Generator().manual_seed(0)
     pad, end = actor.tokenizer.pad, actor.tokenizer.end
     sampled = generate(
@@ -93,7 +93,7 @@ def test_samples_follow_the_distribution(actor: Actor, problems: Problems) -> No
     with torch.no_grad():
         expected = (actor.model(input_ids=batch.tokens).logits[0, -1] / 0.5).softmax(dim=-1)
     found = sampled.flatten().bincount(minlength=len(expected)) / len(sampled)
-    assert (found - expected).abs().max().item() < 0.01
+    assert (found - expected).abs().max().item() < 0.02
     assert expected.max().item() > 0.1
 
 

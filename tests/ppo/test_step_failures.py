@@ -1,8 +1,13 @@
-"""A step in which one rank raises costs a step and not the run: what follows is as if nothing had happened."""
+"""A step in which one rank raises costs a step and not the run: what follows is as if nothing had happened.
+
+The run in which nothing fails is also what `colocate plan` is compared with.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,7 @@ import pytest
 from tests.conformance.shared import cluster
 
 import colocate
-from colocate import RoleError
+from colocate import GroupMemory, RoleError
 from colocate_ppo.recovery import OnStepFailure
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-fsdp2.yaml"
@@ -29,10 +34,11 @@ SMALL = [
 
 @attrs.frozen
 class Trained:
-    """What a run logs, without its times, and the generation in which it ends."""
+    """What a run logs, without its times; the generation in which it ends, and what its roles hold then."""
 
     rows: list[dict[str, Any]]
     generation: int
+    memory: GroupMemory
 
     @property
     def undisturbed(self) -> list[dict[str, Any]]:
@@ -53,7 +59,8 @@ def train(folder: Path, *changes: str, whole: bool = False) -> Trained:
         with colocate.launch(colocate.load_config(EXAMPLE, set=[*(() if whole else SMALL), *changes])) as job:
             record = job.run(quiet=True)
             rows = [{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in record.metrics]
-            return Trained(rows, job.groups["policy"].generation)
+            (memory,) = record.memory
+            return Trained(rows, job.groups["policy"].generation, memory)
 
 
 def failing(folder: Path, where: str, minibatch: int = 1, step: int = AT) -> list[str]:
@@ -74,6 +81,20 @@ def test_nothing_fails(expected: Trained) -> None:
     assert expected.rows[3]["policy_grad_norm"] > 0
     assert not expected.failed
     assert expected.generation == 0
+
+
+def test_what_is_planned_is_what_they_hold(expected: Trained) -> None:
+    """Shards of an actor with its optimizer, beside whole models; tests/cli/test_plan.py has the other layouts."""
+    command = [sys.executable, "-W", "error", "-m", "colocate", "plan", str(EXAMPLE), "--json"]
+    command += [part for change in SMALL for part in ("--set", change)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    (group,) = json.loads(done.stdout)
+    plan = {role["role"]: role["kinds"] for role in group["roles"]}
+    for role in expected.memory.slots[0].roles:
+        if role.role:
+            held = {kind: size for kind, size in role.device.items() if kind not in ("tensors", "residents")}
+            assert {kind: size for kind, size in plan[role.role].items() if kind != "tensors"} == held, role.role
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from colocate import Runtime
 from colocate.errors import ColocateError, EngineError
 from colocate.keeper import janitor
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
+from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate.worker.birth import supervisor
 
 DRIVER = """
@@ -167,21 +167,6 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
             runtime.reserve(1)
         with joined.reserve(2, cpus=1):
             assert other.echo(1) == [1]
-
-
-@pytest.mark.parametrize("detachable", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_head_that_is_stopped(cluster: Any, joined: Runtime, detachable: bool) -> None:
-    """A request ends when its time is up, and names it; when it goes on, nothing is held for that request."""
-    (head,) = (
-        each for each in psutil.Process(cluster.process.pid).children(recursive=True) if each.name() == "gcs_server"
-    )
-    send(head.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(EngineError, match=rf"the head .* at {cluster.address} doesn't answer .*still runs"):
-            joined.reserve(3, cpus=1, timeout=0, detachable=detachable)
-    finally:
-        send(head.pid, signal.SIGCONT)
-    joined.reserve(3, cpus=1, timeout=PATIENCE_S).close()
 
 
 @pytest.mark.long

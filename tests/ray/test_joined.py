@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.ray.conftest import tls
 from tests.ray.deaths import death_of
@@ -24,7 +25,7 @@ from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 SCRIPT = """
 import json, os, sys
@@ -242,10 +243,17 @@ def test_a_setup_hook_that_fails(cluster: Any) -> None:
         runtime.reserve(1)
 
 
-def test_an_environment_that_ray_does_not_know(cluster: Any) -> None:
-    """A key that Ray would ignore is refused."""
-    with pytest.raises(ConfigError, match=r"Ray knows no 'env_var'; it knows .*env_vars"):
-        colocate.connect("ray", **cluster.options, runtime_env={"env_var": {"A": "1"}})
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"env_var": {"A": "1"}}, r"Ray knows no 'env_var'; it knows .*env_vars"),
+        ({"working_dir": "/nowhere/at_all"}, r"runtime_env=\.\.\.\): directory /nowhere/at_all must be"),
+    ],
+)
+def test_an_environment_that_ray_does_not_take(cluster: Any, env: dict[str, Any], words: str) -> None:
+    """A key that Ray would ignore is refused, and so is what it would refuse itself."""
+    with pytest.raises(ConfigError, match=words):
+        colocate.connect("ray", **cluster.options, runtime_env=env)
 
 
 def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
@@ -285,6 +293,21 @@ def test_unreachable() -> None:
 def test_refused_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         colocate.connect("ray", **options)
+
+
+@pytest.mark.parametrize("detachable", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool) -> None:
+    """A request ends when its time is up, and names it; when it goes on, nothing is held for that request."""
+    (head,) = (
+        each for each in psutil.Process(cluster.process.pid).children(recursive=True) if each.name() == "gcs_server"
+    )
+    send(head.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineError, match=rf"the head .* at {cluster.address} doesn't answer .*still runs"):
+            runtime.reserve(3, cpus=1, timeout=0, detachable=detachable)
+    finally:
+        send(head.pid, signal.SIGCONT)
+    runtime.reserve(3, cpus=1, timeout=PATIENCE_S).close()
 
 
 def test_lost_node(cluster: Any, runtime: Runtime) -> None:

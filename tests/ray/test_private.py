@@ -21,7 +21,7 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import ColocatedGroup, Runtime, gpus
-from colocate.errors import ColocateError, ConfigError, EngineError
+from colocate.errors import ColocateError, EngineError
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, wait_until
 from colocate_ray.leftovers import left_here
@@ -43,19 +43,8 @@ say(runtime._node.services.executor._envoy.folder)
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
-    """One of a job that was given two of a machine's GPUs, where Ray is told to leave them to others."""
-    with pytest.MonkeyPatch.context() as patch:
-        given(patch, "1")
-        with colocate.connect("ray", cpus=2, gpus=2) as runtime:
-            with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
-                pool.spawn({"echo": colocate.role(Echo)})
-            yield runtime
-
-
-def given(patch: pytest.MonkeyPatch, told: str) -> None:
-    patch.setattr(gpus, "machine_gpus", lambda: ())
-    patch.setenv(gpus.VARIABLE, "5, 3,-1,7")
-    patch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", told)
+    with colocate.connect("ray", cpus=2) as runtime:
+        yield runtime
 
 
 def driver(text: str, **options: Any) -> subprocess.Popen[str]:
@@ -83,13 +72,29 @@ def envoy(runtime: Runtime) -> Any:
 
 
 def test_clean_end(tmp_path: Path) -> None:
-    """It leaves no process, no file and no word, and doesn't care for what the shell says of other clusters."""
+    """It leaves no process, no file and no word, and doesn't care for what the shell says of other clusters.
+
+    While it runs nothing of it is taken for a leftover, and each rank has a GPU of its own, of those that the job was
+    given, also where Ray is told to leave them to others.
+    """
     home = tmp_path / "home"
     home.mkdir()
     env = {**os.environ, "HOME": str(home), "RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "disabled"}
+    env |= {gpus.VARIABLE: "5, 3,-1,7", f"RAY_EXPERIMENTAL_NOSET_{gpus.VARIABLE}": "1"}
     process = driver(
-        CONNECTED + "assert not [name for name in sys.modules if name.partition('.')[0] == 'ray']\n"
-        "assert group.role('echo', Echo).echo(1) == [1, 1]\nsys.stdin.readline()\nruntime.close()",
+        """
+        from colocate import gpus
+        gpus.machine_gpus = lambda: ()
+        runtime = colocate.connect("ray", cpus=2, gpus=2)
+        assert not [name for name in sys.modules if name.partition(".")[0] == "ray"]
+        pool = runtime.reserve(2, gpus=1)
+        echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        assert echo.echo(1) == [1, 1]
+        say(runtime._node.services.executor._envoy.folder)
+        say([[slot.devices for slot in pool.slots], echo.env(gpus.VARIABLE)])
+        sys.stdin.readline()
+        runtime.close()
+        """,
         env=env,
         stderr=subprocess.PIPE,
     )
@@ -97,6 +102,9 @@ def test_clean_end(tmp_path: Path) -> None:
         folder = Path(hear(process))
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+        assert hear(process) == [[[0], [1]], ["5", "3"]]
+        ours = {str(folder), *(str(each.pid) for each in psutil.Process(process.pid).children(recursive=True))}
+        assert not ours & {text for each in left_here() for text in (each.id, str(each.pid))}
         processes = below(process)
         printed = process.communicate("\n", timeout=60)
         assert not [line for text in printed for line in text.splitlines() if not line.startswith("[colocate] ")]
@@ -174,11 +182,6 @@ def _lose_the_envoy(runtime: Runtime, group: ColocatedGroup) -> None:
     assert not Path(envoy(runtime).folder).exists()
 
 
-def test_an_environment_that_ray_does_not_take() -> None:
-    with pytest.raises(ConfigError, match=r"runtime_env=\.\.\.\): directory /nowhere/at_all must be"):
-        colocate.connect("ray", cpus=1, runtime_env={"working_dir": "/nowhere/at_all"})
-
-
 @pytest.mark.long
 def test_one_that_does_not_start(tmp_path: Path) -> None:
     """The error has the last lines of Ray's own logs, and they are kept with the run; here its store finds no place."""
@@ -230,25 +233,6 @@ def test_not_installed() -> None:
     """
     with driver(text) as process:
         assert hear(process) == "pip install '.[ray]' in a checkout of colocate"
-
-
-def each_its_own(runtime: Runtime) -> None:
-    with runtime.reserve(2, gpus=1) as pool:
-        assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
-        said: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
-        assert said == ["5", "3"]
-
-
-def test_gpus_when_ray_leaves_them_to_others(runtime: Runtime) -> None:
-    """Each rank has a GPU of its own, of those that the job was given, also where Ray is told not to show it."""
-    each_its_own(runtime)
-
-
-def test_nothing_of_it_is_taken_for_a_leftover(runtime: Runtime) -> None:
-    """While it runs; tests/ray/test_leftovers.py has what is."""
-    ours = {str(each.pid) for each in psutil.Process(envoy(runtime)._process.pid).children(recursive=True)}
-    ours |= {str(envoy(runtime)._process.pid), envoy(runtime).folder}
-    assert not ours & {text for each in left_here() for text in (each.id, str(each.pid))}
 
 
 @pytest.mark.long

@@ -35,16 +35,14 @@ def refused(options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_right_certificates(cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tls(monkeypatch, certificates)
-    with colocate.connect("ray", **cluster) as runtime, runtime.reserve(1, cpus=0) as pool:
-        assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
-
-
-def test_window(cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Who looks at a job from another machine does so by TLS."""
+def test_right_certificates(
+    cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who looks at a job from another machine does so by TLS, too."""
     tls(monkeypatch, certificates)
     with colocate.connect("ray", **cluster) as runtime, colocate.record(runtime, tmp_path / "demo"):
+        with runtime.reserve(1, cpus=0) as pool:
+            assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
         executor: Any = runtime._node.services.executor
         (window,) = executor.windows()
         here, there = window.address.split(",")
