@@ -22,7 +22,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions trainers docs check bench bench-before chaos gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions trainers docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -129,6 +129,9 @@ MINUTES ?= 60
 chaos: install  ## random programs under random faults, until there are COUNT of each kind; continues docs/chaos.json; then each fault by itself, timed
 	$(BIN)/python -m tests.chaos --count $(COUNT) --minutes $(MINUTES)
 	$(BIN)/python -m tests.bench faults
+
+mutants: install  ## slips in a copy of core, each of which its test has to find; a quarter of an hour
+	$(BIN)/python -m tests.mutants
 
 gpu-wheels: install  ## what a machine with a GPU and without a network lacks, for Python 3.12 there: a folder to carry along
 	$(BIN)/python -m tests.gpu.wheels gpu-wheels

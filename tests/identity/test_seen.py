@@ -142,10 +142,42 @@ class Actor(Role):
 with CONNECT as runtime, runtime.reserve(1) as pool:
     group = pool.spawn({"actor": colocate.role(Actor)})
     assert group["actor"].step() == [(1, 1)]
-    FOLLOWED = 2
-    assert group.run(lambda ctx: FOLLOWED) == [2]
+    FOLLOWED, COUNT = 2, 10
+    assert group.run(lambda ctx: (FOLLOWED, COUNT)) == [(2, 1)]
     assert group["actor"].step() == [(2, 2)]
 """
+    )
+
+
+def test_class_whose_name_is_anothers(program: Program) -> None:
+    """What a module has called so before stays what it is, beside the one that it calls so now."""
+    program(
+        """
+import shapes
+
+class Actor(Role):
+    @method
+    def sides(self, *things):
+        return [thing.sides() for thing in things], things
+
+Former = shapes.Box
+shapes.change()
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    ((sides, things),) = pool.spawn({"actor": colocate.role(Actor)})["actor"].sides(Former())
+    assert sides == [4] and type(things[0]) is Former is not shapes.Box
+""",
+        shapes="""
+class Box:
+    def sides(self):
+        return 4
+
+def change():
+    global Box
+    class Box:
+        def sides(self):
+            return 6
+    Box.__qualname__ = "Box"
+""",
     )
 
 

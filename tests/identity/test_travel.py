@@ -299,14 +299,22 @@ with {EXECUTORS["processes"]} as runtime, runtime.reserve(1) as pool:
     "processes", ["processes", *(pytest.param(each, marks=pytest.mark.long) for each in ("ray", "dask"))]
 )
 def test_definition_that_cannot_be_made_there(program: Program, processes: str) -> None:
-    """What was to be made is told, at a start and at a call; not as if the constructor or the method had raised it."""
+    """What was to be made is told, at a start and at a call; not as if the constructor or the method had raised it.
+
+    It is sent again when it is needed again.
+    """
     program(
         """
+import pathlib
+
+READY = pathlib.Path(__file__).with_name("ready")
+
 class Part:
     def __getstate__(self):
         return {"x": 1}
     def __setstate__(self, state):
-        raise ValueError("no parts here")
+        if not READY.exists():
+            raise ValueError("no parts here")
 
 class Whole:
     part = Part()
@@ -338,6 +346,8 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
         assert "the class Whole of __main__ can't be rebuilt there: ValueError: no parts here" in told, told
         assert isinstance(error.__cause__, ValueError)
     assert takes.take(1) == [1]
+    READY.touch()
+    assert takes.take(Whole) == [Whole]
 print("told")
 """,
         processes,

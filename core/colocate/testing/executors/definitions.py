@@ -165,6 +165,9 @@ class Definitions(ExecutorCase):
             assert dict(vars(script.Batch)) == before
             kept = first.make.keep(4)
             assert second.took(kept.ref) == [[True]]
+            (one,), (other,) = first.make_class(), second.make_class()
+            assert type(one) is not type(other)  # each is one of its own
+            assert [*first.made_it(one), *first.made_it(other), *second.made_it(other)] == [True, False, True]
             with pytest.raises(RoleError) as caught:
                 first.fail(script.Batch(5))
             cause: Any = caught.value.__cause__

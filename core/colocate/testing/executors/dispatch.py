@@ -308,7 +308,10 @@ class Mixing(ExecutorCase):
     """`submit` and `keep` never wait, whatever their arguments are; order and the workers do the rest."""
 
     def test_rows_that_turn_out_to_be_too_few(self, pair: ColocatedGroup) -> None:
-        """Parts of unequal length are a DispatchError of that call, in the words of one that is known at once."""
+        """Parts of unequal length are a DispatchError of that call, in the words of one that is known at once.
+
+        Of those that fit each rank gets the rows that lie beside its own.
+        """
         rows, left = pair.role("rows"), pair.role("left", Rows)
         with busy(pair):
             own = rows.produce_each.keep([1, 4])
@@ -318,6 +321,7 @@ class Mixing(ExecutorCase):
                 rows.zipped.submit([1, 2, 3], elsewhere.ref),
                 rows.padded.submit({"y": [1, 2], "x": own.ref}),
             ]
+            fits = rows.zipped.submit([1, 2, 3, 4, 5], own.ref)
             after = rows.double.submit([1, 2])
             with pytest.raises(DispatchError, match="1 row for 2 ranks"):
                 rows.zipped.submit([1], own.ref)
@@ -334,6 +338,7 @@ class Mixing(ExecutorCase):
             assert isinstance(error, DispatchError)
             assert words in str(error)
             assert error.method in ("zipped", "padded")
+        assert fits.result(PATIENCE_S) == [(1, 0), (2, 100), (3, 101), (4, 102), (5, 103)]
         assert after.result(PATIENCE_S) == [2, 4]
         with pytest.raises(DispatchError, match="the parameter 'right' has 5 rows but 'left' has 2") as caught:
             rows.zipped([1, 2], own.ref)

@@ -49,7 +49,7 @@ class Residents(ExecutorCase):
             failed.wait(PATIENCE_S)
 
     def test_every_collect(self, pair: ColocatedGroup) -> None:
-        """Whatever the collect, the fetched value is the called one."""
+        """Whatever the collect, the fetched value is the called one, and so is what another call gets of it."""
         rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (echo.echo, ("gathered",)),
@@ -64,7 +64,7 @@ class Residents(ExecutorCase):
         ]
         for call, args in calls:
             with call.keep(*args) as kept:
-                assert kept.fetch() == call(*args), call
+                assert kept.fetch() == echo.first(kept.ref) == call(*args), call
 
     def test_own_partition(self, pair: ColocatedGroup) -> None:
         """Scatter keeps the producer's partition where the ranks match, however uneven."""
@@ -265,12 +265,22 @@ class KeptFailures(ExecutorCase):
         assert echo.first(1) == 1
 
     def test_unused_poison(self, pair: ColocatedGroup) -> None:
-        """A kept call that failed and was never used raises at the end of its scope."""
+        """A kept call that failed and was never used raises at the end of its scope, and of no other one before."""
+        left: list[str] = []
+
+        def have_a_scope() -> None:
+            with pair.scope():
+                pair.role("echo", Echo).noop()
+            left.append("nothing was raised")
 
         def keep() -> None:
             with pair.scope():
                 pair.role("faulty", Faulty).fail.keep()
                 pair.role("echo", Echo).noop()
+                thread = threading.Thread(target=have_a_scope)
+                thread.start()
+                thread.join()
+                assert left
 
         with pytest.raises(RoleError, match="a plain one"):
             keep()

@@ -26,6 +26,7 @@ from colocate.testing.probes.lasting import (
     Passing,
     Resizable,
 )
+from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -74,12 +75,15 @@ class Restarting(ExecutorCase):
         group.close()
 
     @needs(OwnProcess)
-    def test_what_was_pending_is_told_once(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """Calls and residents of the old generation fail with one GroupRestarted, whose cause is what happened."""
+    def test_what_was_pending_is_told_once(self, lasting: Callable[..., ColocatedGroup], spawn: Spawn) -> None:
+        """Calls and residents of the old generation fail with one GroupRestarted, whose cause is what happened.
+
+        Those of the new one are there for other groups, too, which have used others before.
+        """
         group = lasting()
-        role = group.role("lasting", Lasting)
+        role, other = group.role("lasting", Lasting), spawn({"rows": colocate.role(Rows)}, slots=1).role("rows", Rows)
         kept = role.counted.keep([1, 2])
-        kept.fetch()
+        assert other.double(kept.ref) == [2, 4]
         with Gate() as gate:
             calls = [role.wait.submit(gate.address), role.kill.submit(), role.add.submit()]
             queued = role.counted.keep([3, 4])
@@ -95,7 +99,8 @@ class Restarting(ExecutorCase):
                 with pytest.raises(GroupRestarted):
                     use()
         del kept, queued, lost, use
-        assert role.counted([1, 2]) == [1, 2]
+        with role.counted.keep([1, 2]) as kept:
+            assert other.double(kept.ref) == [2, 4]
         group.close()  # everything has been told
 
     @needs(OwnProcess)

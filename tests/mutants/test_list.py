@@ -1,0 +1,37 @@
+"""The list of mutants is about the tree as it is: their texts stand there, and so do their tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.mutants.mutants import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+SUITE = "core/colocate/testing/executors"
+ENOUGH = 8  # of each area
+
+
+ALL = [each for some in MUTANTS.values() for each in some]
+
+
+def test_the_list_is_of_this_tree() -> None:
+    """Each text stands in its file once, what that becomes is Python, and each test is there."""
+    suite = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / SUITE).glob("*.py")))
+    for mutant in ALL:
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        assert text.count(mutant.old) == 1, mutant.name
+        ast.parse(text.replace(mutant.old, mutant.new))
+        file, *of_class, name = mutant.test.partition("[")[0].split("::")
+        tests = (ROOT / file).read_text(encoding="utf-8")
+        if of_class:  # the suite's, which that runs
+            assert f"class {of_class[0]}(ExecutorSuite):" in tests, mutant.name
+            tests = suite
+        assert re.search(rf"^ *def {name}\(", tests, re.MULTILINE), mutant.name
+
+
+def test_all_areas_have_some() -> None:
+    """Each has enough, and each mutant a name of its own."""
+    assert min(map(len, MUTANTS.values())) >= ENOUGH
+    assert len({each.name for each in ALL}) == len(ALL) >= 40
