@@ -50,7 +50,6 @@ class PlayedVmm:
         self.driver: Any = ctypes.CDLL(str(path))
         for name in ("in_use", "mappings", "ranges"):
             getattr(self.driver, f"played_{name}").restype = ctypes.c_size_t
-        self.driver.played_calls.restype = ctypes.c_long
         self.driver.played_begin(ctypes.c_size_t(ROOM), ctypes.c_size_t(GRAIN))
         self.vmm = Vmm(folder / "vmm.so", str(path))
         self._alloc, self._free = self.vmm._library.colocate_vmm_alloc, self.vmm._library.colocate_vmm_free
@@ -76,10 +75,6 @@ class PlayedVmm:
     def fail_at(self, call: int) -> None:
         """Which of the next calls of the driver fails; 0 for none."""
         self.driver.played_fail_at(ctypes.c_long(call))
-
-    def calls(self) -> int:
-        """How many there have been since."""
-        return int(self.driver.played_calls())
 
     def state(self) -> tuple[int, int, int]:
         """Bytes that the driver has given, mappings, and ranges of addresses; it was asked for nothing impossible."""

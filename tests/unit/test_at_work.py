@@ -13,7 +13,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Resident, Role, method
 from colocate._signals.at_work import at_work
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import PATIENCE_S
 
 
 class Notes(Role):
@@ -67,31 +67,24 @@ def collected(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> Callabl
         gc.enable()
 
 
-def test_a_result_that_is_kept_there_is_there_later(group: ColocatedGroup, collected: Any) -> None:
-    """As that of any call, which doesn't overtake the one of which a part has been sent."""
+def test_what_is_kept_there_is_sent_later(group: ColocatedGroup, collected: Any) -> None:
+    """It doesn't overtake, on any slot, the call of which a part has been sent. Nor may a call that uses the resident
+    overtake that: it would wait in the worker for what is queued behind it."""
     notes = group.role("notes", Notes)
     kept: list[Resident[Any]] = []
-    collected(lambda: kept.append(notes.note.keep("from __del__")))
-    notes.note("first")
-    wait_until(lambda: bool(kept), "the __del__ has run")
-    assert kept[0].fetch(PATIENCE_S) == [["first", "from __del__"]] * 2
-    kept[0].free()
-
-
-def test_what_is_kept_there_can_not_be_overtaken(group: ColocatedGroup, collected: Any) -> None:
-    """A call that uses the resident before that was sent would wait in the worker for what is queued behind it."""
-    notes = group.role("notes", Notes)
     refused: list[str] = []
 
     def end() -> None:
-        kept = notes.note.keep("from __del__")
+        kept.append(notes.note.keep("from __del__"))
         try:
-            notes.note.submit(kept.ref)
+            notes.note.submit(kept[0].ref)
         except colocate.PipelineError as error:
             refused.append(str(error))
 
     collected(end)
-    notes.note("first")
+    assert notes.note("first") == [["first"], ["first"]]
+    assert kept[0].fetch(PATIENCE_S) == [["first", "from __del__"]] * 2
+    kept[0].free()
     assert len(refused) == 1
     assert "would be sent before notes.note" in refused[0]
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -79,16 +75,3 @@ def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.Mon
         written(final, "new")
     interrupting.join()
     assert found(final) == {"final": "new"}
-
-
-def test_what_a_killed_writer_left(final: Path) -> None:
-    """It goes with the next one that is written; that of a process that runs stays, and of who knows which machine."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    here, pid = socket.gethostname(), os.getppid()
-    stay = [f".part-final-{pid}-1", f".part-final-{pid}-2@{here}", f".part-final-{ended.pid}-3@another-{here}"]
-    go = [f".part-final-{ended.pid}-1", f".part-final-{ended.pid}-2@{here}", f".part-final-{ended.pid}-3x@{here}"]
-    for name in (*stay, *go):
-        (final.parent / name).mkdir(parents=True)
-    written(final, "new")
-    assert sorted(path.name for path in final.parent.iterdir()) == sorted([*stay, "final"])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from colocate._definitions import codec as codec_module
 from colocate.wire import pack, unpack
 
 LARGE = 1 << 14  # elements: always out of band
@@ -84,19 +83,6 @@ def test_tensors_inside_objects_are_not_copied(make: Callable[[Any], Any], reach
     packed = pack(make(tensor))
     assert tensor.data_ptr() in [address(b) for b in packed.buffers]
     assert torch.equal(reach(unpack(packed.copy())), tensor)
-
-
-def test_marked_tensors_go_to_the_receivers_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for a device: `meta` is one that every machine has."""
-    here, there = torch.ones(LARGE), torch.ones(LARGE, 2)
-    monkeypatch.setattr(codec_module, "_on_device", lambda tensor: tensor.ndim == 2)
-    packed = pack({"here": here, "there": there}).copy()
-    assert unpack(packed)["there"].is_cpu
-    placed = unpack(packed, "meta")
-    assert placed["here"].is_cpu
-    assert placed["there"].is_meta
-    assert unpack(packed, torch.device("meta"))["there"].is_meta
-    assert unpack(packed)["there"].is_cpu  # The device of one unpacking isn't that of the next.
 
 
 @pytest.mark.parametrize("size", [0, 10, 100_000])

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from tests.unit.played import Cuda  # noqa: E402
 
 from colocate._devices import copies as device_copies  # noqa: E402
-from colocate._devices.copies import WORTH_BYTES, HostCopies, Ring  # noqa: E402
+from colocate._devices.copies import WORTH_BYTES, Ring  # noqa: E402
 from colocate.wire import pack, unpack  # noqa: E402
 
 LARGE = WORTH_BYTES // 4 * 3
@@ -116,29 +116,6 @@ def test_values_there_and_back(cuda: Cuda, dtype: Any) -> None:
 
 ROW = WORTH_BYTES // 4  # elements: each row is worth it
 BYTES = WORTH_BYTES
-
-
-def read(copies: HostCopies, value: Any) -> Any:
-    """A value as somebody else gets it."""
-    with copies.shared():
-        return unpack(pack(value).copy())
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=8))
-def test_ranges(ranges: list[tuple[int, int]]) -> None:
-    """Each gets its own; what lies in one that is there isn't copied, and never more than was asked for."""
-    with pytest.MonkeyPatch.context() as patch:
-        cuda = Cuda(patch)
-        x = cuda.ones(8, ROW)
-        copies, there, wanted = HostCopies([x]), [], []
-        for start, stop in ranges:
-            assert torch.equal(read(copies, x[start:stop]), x[start:stop])
-            if start < stop and not any(low <= start and stop <= high for low, high in there):
-                there.append((start, stop))
-                wanted.append((stop - start) * BYTES)
-        assert cuda.copied == wanted
-        assert copies.nbytes == sum(wanted)
 
 
 PLAYED: list[Cuda] = []

@@ -58,11 +58,16 @@ class Strange(Role):
         pass_gate(gate)
 
 
+def spawned(runtime: colocate.Runtime) -> Strange:
+    """A role on one slot."""
+    return runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
+
+
 def test_on_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """SystemExit in a task, which ends an event loop, is its call's error only. An argument may ask the driver for a
     module at its end. A worker that is killed while the kernel lacks memory: the error says that."""
     with colocate.connect("local", processes=True) as runtime:
-        strange = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
+        strange = spawned(runtime)
         with pytest.raises(RoleError, match="SystemExit"):
             strange.leave_in_task.submit().result(PATIENCE_S)
         for _ in range(2):
@@ -90,7 +95,7 @@ def test_arguments_and_results_are_let_go() -> None:
 
     with colocate.connect("local") as runtime:
         runtime.observe(Observer())
-        strange = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
+        strange = spawned(runtime)
         (made,) = strange.make()
         gone = weakref.ref(made)
         del made
@@ -115,7 +120,7 @@ def test_callback_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SystemExit(1)
 
     with colocate.connect("local") as runtime:
-        call = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange).pid.submit()
+        call = spawned(runtime).pid.submit()
         call.add_done_callback(fail)
         call.add_done_callback(lambda call: ran.set())
         assert ran.wait(PATIENCE_S)
@@ -127,7 +132,7 @@ def test_close_in_callback() -> None:
     told: list[Any] = []
     with Gate() as gate:
         runtime = colocate.connect("local")
-        strange = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
+        strange = spawned(runtime)
         first, second = strange.wait.submit(gate.address), strange.wait.submit(gate.address)
 
         def close(call: Any) -> None:
@@ -152,7 +157,7 @@ def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
         over.wait()
 
     runtime = colocate.connect("local")
-    call = runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange).pid.submit()
+    call = spawned(runtime).pid.submit()
     call.add_done_callback(never_return)
     try:
         assert begun.wait(PATIENCE_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,26 +81,6 @@ def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup
         new = role.add.submit()
     assert isinstance(call.exception(PATIENCE_S), GroupRestarted)
     assert new.result(PATIENCE_S) == [1, 1]
-
-
-def test_a_resident_that_is_lost_as_it_is_used(
-    runtime: Runtime, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its group is restarted when it has been looked at, and just before it is lent."""
-    other = runtime.reserve(2).spawn({"rows": colocate.role(Rows)})
-    old = group.role("lasting", Lasting).counted.keep([1, 2])
-    old.fetch()
-    pin = group._node.residents.pin
-
-    def late(kept: Any) -> Any:
-        monkeypatch.undo()
-        restarted(group)
-        return pin(kept)
-
-    monkeypatch.setattr(group._node.residents, "pin", late)
-    with pytest.raises(GroupRestarted):
-        other.role("rows", Rows).seen(old.ref)
-    assert len(other.role("rows", Rows).seen([1, 2])) == 2
 
 
 def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

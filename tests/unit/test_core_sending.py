@@ -12,9 +12,8 @@ import pytest
 from tests.unit.counted import functions_called
 
 import colocate
-from colocate import CallTimeout, ClosedError, ColocatedGroup, Concat, PerRank, Role, method
+from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, method
 from colocate._calls.pending import PendingCall
-from colocate._protocol.from_worker import Done
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
@@ -74,32 +73,6 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
         kept.free()
         assert echo.make(1) == [0, 1]
         wait_until(lambda: not group._node.residents.kept, "what was freed is forgotten")
-
-
-def test_use_of_what_was_given_up_when_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call whose resident's call has failed fails of that, though all ranks had the value already."""
-    with colocate.connect("local") as runtime, Gate() as gate:
-        group = runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
-        echo, order = group.role("echo", Echo), group._node.order
-        done = order.done
-
-        def just_before(slot: int, message: Done, body: Any) -> None:
-            call = order.pending.get(message.seq)
-            if call is not None and call.method == "make" and call.keep is not None and call.remaining == 1:
-                order.break_off(call, CallTimeout("too late"))
-            done(slot, message, body)
-
-        monkeypatch.setattr(order, "done", just_before)
-        waiting = echo.wait.submit(gate.address)
-        kept = echo.make.keep(2)
-        used = echo.each.submit([kept.ref] * 2)
-        again = echo.each.keep([kept.ref] * 2)
-        gate.open()
-        for call in (used.result, again.fetch):
-            with pytest.raises(CallTimeout, match="too late"):
-                call(PATIENCE_S)
-        waiting.result(PATIENCE_S)
-        assert echo.make(1) == [0, 1]
 
 
 def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ class Gpu(Stream):
         self.is_capturing = False
         self.current: Any = "usual"
         self.device: Any = None
-        self.allocated = self.peak = 0
         self.segments: list[dict[str, Any]] = []
         self.looks = 0
 
@@ -68,16 +67,8 @@ class Gpu(Stream):
     def is_current_stream_capturing(self) -> bool:
         return self.is_capturing
 
-    def reset_peak_memory_stats(self, device: str) -> None:
-        self.peak = self.allocated
-
-    def take(self, nbytes: int) -> None:
-        self.allocated += nbytes
-        self.peak = max(self.peak, self.allocated)
-
     def memory_stats_as_nested_dict(self, device: str) -> dict[str, Any]:
         return {
-            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak}},
             "reserved_bytes": {"all": {"allocated": sum(each["total_size"] for each in self.segments), "freed": 0}},
             "segment": {"all": {"allocated": 0, "freed": 0}},  # as with expandable_segments:True
         }
@@ -153,25 +144,6 @@ def test_a_context_that_is_lost(group: ColocatedGroup, gpu: Gpu, raises: bool) -
     assert "fault of colocate" not in text
 
 
-def test_peaks(gpu: Gpu) -> None:
-    """Of each method the most that it has had beyond what was there, where nothing else came meanwhile."""
-    device = Device("cuda:0", in_process=False)
-    gpu.take(100)
-    for amount in (30, 50, 20):
-        before = device.begin()
-        gpu.take(amount)
-        gpu.take(-amount)
-        device.end("actor.step", before)
-    device.end("actor.soon", None)  # others ran beside it
-    before = device.begin()
-    gpu.take(1000)
-    device.forget()
-    device.end("actor.step", before)
-    assert device.peaks == {"actor.step": 50}
-    assert Device("cuda:0", in_process=True).peaks is None
-    assert Device("cpu", in_process=False).peaks is None
-
-
 def test_outputs_of_graphs(gpu: Gpu) -> None:
     """What lies in a pool of a graph's own is told from what doesn't; the allocator is asked when it has changed."""
     device = Device("cuda:0", in_process=False)
@@ -199,17 +171,13 @@ def test_outputs_of_graphs(gpu: Gpu) -> None:
 
 
 def test_an_allocator_in_the_place_of_torch_s(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps no books: no call fails of that, and any result may be a graph's output. In torch's words."""
+    """It keeps no books, as torch says then: any result may be a graph's output."""
 
     def refuse(*_: object) -> Any:
-        raise RuntimeError("CUDAPluggableAllocator does not yet support resetPeakStats.")
+        raise RuntimeError("CUDAPluggableAllocator does not yet support snapshot.")
 
-    for name in ("reset_peak_memory_stats", "memory_stats_as_nested_dict", "memory_snapshot"):
-        monkeypatch.setattr(gpu, name, refuse)
-    device = Device("cuda:0", in_process=False)
-    device.end("actor.step", device.begin())
-    assert device.peaks is None
-    assert device.is_private(1 << 45)
+    monkeypatch.setattr(gpu, "memory_snapshot", refuse)
+    assert Device("cuda:0", in_process=False).is_private(1 << 45)
 
 
 def test_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
