@@ -33,6 +33,14 @@ class Taking(Role):
     def make(self) -> list[int]:
         return [1, 2]
 
+    @method(dispatch=colocate.PerRank("count"), collect=colocate.Concat())
+    def produce(self, count: int) -> list[int]:
+        return [0] * count
+
+    @method(dispatch=Scatter("x", "y"))
+    def both(self, x: list[int], y: list[int]) -> tuple[list[int], list[int]]:
+        return x, y
+
     @method(dispatch=NOTING, collect=colocate.First())
     def take(self, x: list[int], y: list[list[int]]) -> list[int]:
         return [*x, *y[0]]
@@ -44,6 +52,20 @@ def test_a_users_dispatch_never_sees_a_resident() -> None:
         kept = taking.make.keep()
         assert taking.take(kept.ref, [kept.ref]) == [1, 2, 1, 2]
     assert NOTING.seen == {"x": [1, 2], "y": [[1, 2]]}
+
+
+def test_where_a_resident_lies_governs() -> None:
+    """What is scattered beside it is split as it lies, however uneven that is."""
+    with colocate.connect() as runtime, runtime.reserve(2) as pool:
+        taking = pool.spawn({"taking": colocate.role(Taking)}).role("taking", Taking)
+        for counts in ([1, 3], [4, 0]):
+            kept = taking.produce.keep(counts)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            kept.fetch()
+            if all(counts):
+                assert taking.both([1, 2, 3, 4], kept.ref) == [([1], [0]), ([2, 3, 4], [0, 0, 0])]
+            else:
+                with pytest.raises(DispatchError, match="some of the 2 ranks along 'dp' have none"):
+                    taking.both([1, 2, 3, 4], kept.ref)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import threading
 
 import pytest
 
 import colocate
-from colocate import Context, SerializationError
+from colocate import Context
 from colocate._views.functions import _ship
 from colocate.testing.probes.meshes import facts
 from colocate.testing.probes.plain import Echo
@@ -34,20 +33,6 @@ def test_by_name() -> None:
     functools.update_wrapper(renamed, facts)
     assert _ship(renamed, "it", in_process=False).cls is renamed
     assert _ship([1, 2].index, "index", in_process=False).load()(2) == 1  # its name alone is the bare function's
-
-
-def test_what_holds_something_that_can_not_be_sent() -> None:
-    """Within one process it is handed over as it is; elsewhere it is refused."""
-    lock = threading.Lock()
-
-    def function(ctx: Context) -> bool:
-        return lock.locked()
-
-    assert _ship(function, "function", in_process=True).load() is function
-    with colocate.connect(strict=True) as runtime, runtime.reserve(1) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        with pytest.raises(SerializationError, match="function function: the variable lock of function"):
-            group.run(function)
 
 
 def test_observed() -> None:

@@ -24,9 +24,9 @@ from colocate.worker.memory.ledger import _shares
 FLOAT = 4
 
 
-def counted(instance: object, apart: tuple[object, ...] = ()) -> dict[str, int]:
+def counted(instance: object, declared: tuple[Any, ...] = (), apart: tuple[object, ...] = ()) -> dict[str, int]:
     """Bytes by kind, each storage once."""
-    found, complete = held_by(instance, (), apart)
+    found, complete = held_by(instance, declared, apart)
     assert complete
     owned, shared = _shares({"it": found}, ())
     assert shared == {"it": 0}
@@ -143,6 +143,12 @@ def test_what_is_not_looked_into() -> None:
     assert counted(asked, apart=(other,)) == {}
     assert holdings.search(asked, apart=[other]).met
     assert not holdings.search(asked, apart=[Holder()]).met
+
+
+def test_declared() -> None:
+    """What a role says that it holds besides is that, though it is found as well."""
+    cache = torch.zeros(10)
+    assert counted(Holder(seen=cache), declared=([{"cache": cache}],)) == {"declared": 10 * FLOAT}
 
 
 def test_tensors_without_a_storage() -> None:

@@ -92,7 +92,7 @@ def test_a_group_shows_its_roles_and_what_it_owns(group: ColocatedGroup) -> None
     kept = group["writer"].write.keep(["a", "b", "c"])
     kept.fetch()
     shown = page(group)
-    assert shown.text.startswith("group <b>demo</b> & 'co' ready 0 s, test_html.py:")
+    assert re.match(r"group <b>demo</b> & 'co' ready \d+ s, test_html\.py:", shown.text)
     assert "role class ranks mesh methods writer Writer 2 dp=2 write, hold, fail critic Critic 1 dp=1 score" in (
         shown.text
     )
@@ -101,30 +101,24 @@ def test_a_group_shows_its_roles_and_what_it_owns(group: ColocatedGroup) -> None
     assert "resident writer.write kept test_html.py:" in shown.text
     assert set(shown.looks) == {"good"}
     for thing in (group.owner.owner, group.owner.owner.graph, group.owner):
-        text = page(thing).text
-        assert "pool main ready" in text
-        assert "group <b>demo</b> & 'co' ready" in text
+        assert re.search("pool main ready .* group <b>demo</b> & 'co' ready", page(thing).text)
 
 
-def test_users_text_is_text(group: ColocatedGroup) -> None:
-    """A group's name above, and here what a role raises."""
-    kept = group["writer"].fail.keep("<script>alert('x')</script>")
-    with pytest.raises(RoleError):
-        kept.fetch()
-    assert "<script>" not in kept._repr_html_()
-    assert "ValueError: <script>alert('x')</script>" in page(kept).text
-
-
-def test_a_resident_shows_rows_and_bytes_of_each_rank(group: ColocatedGroup) -> None:
+def test_a_resident(group: ColocatedGroup) -> None:
+    """It shows rows and bytes of each rank, and in the end what it was freed by; what a role raises is text."""
     kept = group["writer"].write.keep(["a", "b", "c"])
     kept.fetch()
-    text = page(kept).text
     assert re.fullmatch(
         r"resident of writer\.write kept group <b>demo</b> & 'co', \S+:\d+ rank rows bytes 0 2 0 B 1 1 0 B",
-        text,
+        page(kept).text,
     )
     kept.free()
     assert page(kept).text.endswith("freed by free()")
+    failed = group["writer"].fail.keep("<script>alert('x')</script>")
+    with pytest.raises(RoleError):
+        failed.fetch()
+    assert "<script>" not in failed._repr_html_()
+    assert "ValueError: <script>alert('x')</script>" in page(failed).text
 
 
 def test_nobody_is_asked_and_nothing_is_waited_for(runtime: Runtime, group: ColocatedGroup) -> None:

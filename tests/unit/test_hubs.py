@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any
 
 import pytest
 from tests.unit.lanes import WAIT_S, End, socket_pair
 
 from colocate.testing.probes.starved import without_threads
-from colocate.wire import EventLoop, Packed
+from colocate.wire import EventLoop
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-
-def test_a_hub_can_run_on_the_calling_thread() -> None:
-    event_loop = EventLoop("test", own_thread=False)
-    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
-    seen: list[Any] = []
-
-    def on_message(head: tuple[Any, ...], body: Packed | None) -> None:
-        seen.append((head, threading.current_thread()))
-        assert event_loop.close() is False  # On its own thread it only asks for it.
-
-    other.lane._on_message = on_message
-    one.lane.send(("stop",))
-    event_loop.run()
-    assert seen == [(("stop",), threading.current_thread())]
-    assert (one.end(), other.end()) == ("the event loop was closed",) * 2
-    assert event_loop.close()
 
 
 def test_a_hub_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
 
 import pytest
 
@@ -23,11 +21,6 @@ def jobs(faults: list[BaseException]) -> Iterator[JobThread]:
     made = JobThread("test-jobs", faults.append)
     yield made
     assert made.close()
-
-
-def finish(jobs: JobThread) -> None:
-    """Wait until what was given so far has run."""
-    jobs.run(lambda: None)
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("on purpose")])
@@ -60,23 +53,3 @@ def test_jobs_after_the_end(faults: list[BaseException]) -> None:
     assert unused.close()
     unused.soon(lambda: ran.append("unused"))
     assert ran[-1] == "unused"
-
-
-def test_a_handler_may_give_jobs(jobs: JobThread) -> None:
-    """One that has interrupted another that was being given: nothing waits for a lock of the interrupted frame."""
-    ran: list[int] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        jobs.soon(lambda: ran.append(number))
-        jobs.after(3600.0, lambda: None)
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        for _ in range(2000):
-            signal.raise_signal(signal.SIGUSR1)
-            jobs.soon(lambda: ran.append(0))
-            jobs.after(3600.0, lambda: None)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    finish(jobs)
-    assert len(ran) == 4000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import attrs
@@ -20,6 +21,7 @@ from colocate.keeper import (
     Keepers,
     KeptSlot,
     Lease,
+    Patience,
     PoolKeepers,
     Registration,
     adopt_lead,
@@ -70,17 +72,6 @@ def test_not_detached(side: Side) -> None:
     assert side.ended.wait(PATIENCE_S)
 
 
-def test_plain_keepers_know_no_newcomers() -> None:
-    """A keeper of any other pool turns them away, whatever they say."""
-    key = wire.new_key()
-    keeper, keepers = Keeper(key), Keepers("test")
-    assert keepers.slot(keeper.address, key=key).wait_connected() is None
-    with pytest.raises(EngineError):
-        adopt_lead(keepers, Registration("name", keeper.address, key), Adoption("second", True, lambda by: None))
-    keepers.close()
-    keeper.close()
-
-
 def test_a_stranger_is_turned_away(side: Side) -> None:
     """Who doesn't know the pool's key is nobody, though it knows that of the driver's other keepers."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
@@ -88,6 +79,19 @@ def test_a_stranger_is_turned_away(side: Side) -> None:
         adopt_lead(
             side.keepers, attrs.evolve(side.registration, key=side.keepers.key), Adoption("x", True, lambda by: None)
         )
+
+
+def test_what_is_detached_is_listed(side: Side) -> None:
+    """Whoever answers, as he says; who doesn't, as known; who is gone, not at all."""
+    side.keepers.patience = Patience(dial_s=0.2)
+    lease = attrs.evolve(LEASE, about={"slots": 1})
+    assert side.owner.confirm(partial(Detach, lease=lease), within_s=PATIENCE_S)
+    with closing(wire.listen()) as silent:
+        there = {"one": side.keeper.address, "two": silent.address, "three": "unix:@nobody"}
+        found = listed(
+            side.keepers, [Registration(name, at, side.key, about=lease.about) for name, at in there.items()]
+        )
+    assert [(each["name"], each["answers"], each["slots"]) for each in found] == [("name", True, 1), ("two", False, 1)]
 
 
 def test_not_retained_by_who_has_lost_it(side: Side) -> None:
