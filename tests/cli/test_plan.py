@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -87,16 +88,8 @@ ROLES = """
         @method
         def use(self) -> None: ...
 """
-CONFIG = """
-    executor: {use: local, with: {processes: true}}
-    pools: {main: {slots: 4}}
-    groups:
-      all:
-        pool: main
-        roles:
-          first: {use: beside:Net, with: {mib: 8}}
-          second: {use: beside:Net, with: {mib: 4, trains: false}, slots: [1, 3]}
-"""
+FIRST: dict[str, Any] = {"use": "beside:Net", "with": {"mib": 8}}
+SECOND: dict[str, Any] = {"use": "beside:Net", "with": {"mib": 4, "trains": False}, "slots": [1, 3]}
 MIB = 1 << 20
 
 
@@ -109,17 +102,30 @@ def said_beside(done: "subprocess.CompletedProcess[str]") -> str:
     return "".join(line for line in done.stderr.splitlines(keepends=True) if "ProcessGroup.hpp" not in line)
 
 
-def write(colocate: CommandLine, config: str = CONFIG) -> None:
+def write(colocate: CommandLine, **groups: Mapping[str, Any]) -> None:
+    """Write a config of these groups, each in a pool of its own with four slots, and the module of their roles.
+
+    Roles are those above, but for what is said of them.
+    """
+    made = {
+        name: {"pool": name, **said, "roles": {"first": FIRST, "second": SECOND, **said.get("roles", {})}}
+        for name, said in groups.items()
+    }
+    config = {
+        "executor": {"use": "local", "with": {"processes": True}},
+        "pools": {name: {"slots": 4, "gpus": int(name == "on_gpus")} for name in groups},
+        "groups": made,
+    }
     colocate.write("beside.py", ROLES)
-    colocate.write("demo.yaml", config)
+    colocate.write("demo.yaml", json.dumps(config))
 
 
-def planned(colocate: CommandLine, config: str = CONFIG, *changes: str, status: int = 0) -> dict[str, Any]:
-    write(colocate, config)
-    done = colocate("plan", "demo.yaml", "--json", *(part for each in changes for part in ("--set", each)))
+def planned(colocate: CommandLine, status: int = 0, **groups: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is told of each group."""
+    write(colocate, **groups)
+    done = colocate("plan", "demo.yaml", "--json")
     assert (done.returncode, said_beside(done)) == (status, "")
-    (group,) = json.loads(done.stdout)
-    return dict(group)
+    return {group["group"]: group for group in json.loads(done.stdout)}
 
 
 def kinds(group: dict[str, Any], role: str) -> dict[str, int]:
@@ -127,66 +133,69 @@ def kinds(group: dict[str, Any], role: str) -> dict[str, int]:
     return {kind: round(size / MIB) for kind, size in found["kinds"].items()}
 
 
+def first(**options: Any) -> dict[str, Any]:
+    """The first role with other options."""
+    return {"first": {**FIRST, "with": {**FIRST["with"], **options}}}
+
+
+def second(use: str) -> dict[str, Any]:
+    """Another second role."""
+    return {"second": {"use": f"beside:{use}", "slots": [1, 3]}}
+
+
 def test_what_they_hold(colocate: CommandLine) -> None:
-    """Adam has two moments, and what isn't trained has neither gradients nor any."""
-    group = planned(colocate)
-    assert kinds(group, "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
-    assert kinds(group, "second") == {"parameters": 4}
-    assert [role["alone"] for role in group["roles"]] == [role["total"] for role in group["roles"]]
-
-
-def test_shards_of_a_mesh(colocate: CommandLine) -> None:
-    """A role on a mesh of two axes holds its part; collectives meet nobody."""
-    mesh = ("groups.all.roles.first.with.grid=true", "groups.all.roles.first.mesh={dp: 2, tp: 2}")
-    assert kinds(planned(colocate, CONFIG, *mesh), "first") == {"parameters": 4, "gradients": 4, "optimizer": 8}
-
-
-def test_copies_on_each_rank(colocate: CommandLine) -> None:
-    """`DistributedDataParallel` meets nobody, and reads no numbers."""
-    group = planned(colocate, CONFIG, "groups.all.roles.first.with.copies=true")
-    assert kinds(group, "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
-
-
-def test_what_two_roles_share_counts_once(colocate: CommandLine) -> None:
-    group = planned(
-        colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Tied, slots")
+    wide = {
+        name: {"use": "beside:Net", "with": {"mib": mib, "trains": False}}
+        for name, mib in (("first", 30), ("second", 21), ("third", 10))
+    }
+    found = planned(
+        colocate,
+        plain={},
+        shards={"roles": {"first": {**first(grid=True)["first"], "mesh": {"dp": 2, "tp": 2}}}},
+        copies={"roles": first(copies=True)},
+        tied={"roles": second("Tied")},
+        later={"roles": second("Later")},
+        some={"roles": wide, "device_memory": "45MiB"},
+        most={"roles": wide, "device_memory": "35MiB"},
     )
-    assert kinds(group, "second") == {}
-    first, second = group["roles"]
-    assert (second["total"], second["alone"]) == (0, 16 * MIB)  # each process would have its own
-    assert first["alone"] == first["total"]
-
-
-def test_what_a_role_gets_later(colocate: CommandLine) -> None:
-    """By its `plan`, which is given the other roles."""
-    group = planned(
-        colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Later, slots")
-    )
-    assert kinds(group, "second") == {"tensors": 8}
+    # Adam has two moments, and what isn't trained has neither gradients nor any.
+    assert kinds(found["plain"], "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
+    assert kinds(found["plain"], "second") == {"parameters": 4}
+    assert [role["alone"] for role in found["plain"]["roles"]] == [role["total"] for role in found["plain"]["roles"]]
+    # A role on a mesh of two axes holds its part; collectives meet nobody.
+    assert kinds(found["shards"], "first") == {"parameters": 4, "gradients": 4, "optimizer": 8}
+    # `DistributedDataParallel` meets nobody, and reads no numbers.
+    assert kinds(found["copies"], "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
+    # What two roles share counts once.
+    assert kinds(found["tied"], "second") == {}
+    one, other = found["tied"]["roles"]
+    assert (other["total"], other["alone"]) == (0, 16 * MIB)  # each process would have its own
+    assert one["alone"] == one["total"]
+    # What a role gets later: by its `plan`, which is given the other roles.
+    assert kinds(found["later"], "second") == {"tensors": 8}
+    # Only roles that don't fit beside each of the others take turns: the smallest stay.
+    for name, takers in (("some", ["first", "second"]), ("most", ["first", "second", "third"])):
+        (fit,) = found[name]["budgets"]
+        assert (fit["takers"], fit["misfits"], fit["needs"]) == (takers, [], 61 * MIB)
 
 
 def test_models_of_a_hub(colocate: CommandLine) -> None:
     """A constructor that has one by its name, as most have: its config is wanted, and no weights."""
     pytest.importorskip("transformers")
-    sizes = (
-        "hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2, vocab_size: 4096, tie_word_embeddings: true"
-    )
-    options = f"config: {{{sizes}, num_attention_heads: 4}}"
-    group = planned(
-        colocate, CONFIG.replace("use: beside:Net, with: {mib: 8}", f"use: beside:Pretrained, with: {{{options}}}")
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
+    sizes |= {"tie_word_embeddings": True, "num_attention_heads": 4}
+    role = {"use": "beside:Pretrained", "with": {"config": sizes}}
+    (found, _) = planned(colocate, hub={"roles": {"first": role}})["hub"]["roles"]
     layer = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
-    (first,) = [each for each in group["roles"] if each["role"] == "first"]
-    assert first["kinds"]["parameters"] == 4 * (4096 * 256 + 2 * layer + 256)
+    assert found["kinds"]["parameters"] == 4 * (4096 * 256 + 2 * layer + 256)
 
 
 def test_what_is_not_known(colocate: CommandLine) -> None:
     """A constructor that wants to know numbers: the rest is told, and why it isn't."""
-    config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Looks, slots")
-    group = planned(colocate, config, status=1)
+    group = planned(colocate, status=1, all={"roles": second("Looks")})["all"]
     assert kinds(group, "first")["parameters"] == 8
-    (second,) = [each for each in group["roles"] if each["role"] == "second"]
-    assert second["unknown"].startswith("its constructor raised on the meta device: ")
+    (_, other) = group["roles"]
+    assert other["unknown"].startswith("its constructor raised on the meta device: ")
     done = colocate("plan", "demo.yaml")
     assert done.returncode == 1
     assert "second isn't known: its constructor raised on the meta device: " in done.stdout
@@ -197,57 +206,47 @@ def test_what_is_not_known(colocate: CommandLine) -> None:
 
 
 def test_budgets(colocate: CommandLine) -> None:
-    """Whether all fit, who must take turns, and who doesn't fit alone."""
-    write(colocate)
+    """Whether all fit, who must take turns, and who doesn't fit alone.
 
-    def said(*changes: str, status: int = 0) -> str:
-        done = colocate("plan", "demo.yaml", *(part for each in changes for part in ("--set", each)))
-        assert (done.returncode, said_beside(done)) == (status, "")
-        return str(done.stdout)
+    What sleeps counts in a host's memory, so turns are of no use there; and beside a GPU none of this is the host's.
+    """
 
-    assert "device_memory, on slot 1, 3: all roles fit together (36 MiB)" in said("groups.all.device_memory=37MiB")
-    few = "groups.all.device_memory=33MiB"
-    text = "33 MiB of device_memory, on slot 1, 3, and they need 36 MiB: first and second must take turns"
-    assert f"{text}; say residency: swap" in said(few)
-    assert "33 MiB of device_memory, on slot 0, 2: all roles fit together (32 MiB)" in said(few)
-    assert f"{text}\n" in said(few, "groups.all.residency=swap")
-    assert "slot 1, 3: first can't fit (they need 36 MiB)" in said("groups.all.device_memory=30MiB", status=1)
-    own = "groups.all.roles.first.device_memory=20MiB"
-    assert "role 'first' may have 20 MiB of device_memory, on slot 0, 2: first can't fit" in said(own, status=1)
-    tight = ("groups.all.roles.first.device_memory=34MiB", "groups.all.roles.first.reserve_activations=6MiB")
-    assert "first can't fit (they need 38 MiB, with 6 MiB to stay free)" in said(*tight, status=1)
-    free = ("groups.all.device_memory=40MiB", "groups.all.roles.first.reserve_activations=6MiB")
-    assert "they need 42 MiB, with 6 MiB to stay free: first and second must take turns" in said(*free)
-
-
-def test_the_smallest_stay(colocate: CommandLine) -> None:
-    """Only roles that don't fit beside each of the others take turns."""
-    config = CONFIG.replace("mib: 8}", "mib: 30, trains: false}").replace(
-        "mib: 4, trains: false}, slots: [1, 3]", "mib: 21, trains: false}"
+    spare = {"reserve_activations": "6MiB"}
+    write(
+        colocate,
+        fits={"device_memory": "37MiB"},
+        few={"device_memory": "33MiB"},
+        swaps={"device_memory": "33MiB", "residency": "swap"},
+        fewer={"device_memory": "30MiB"},
+        own={"roles": {"first": {**FIRST, "device_memory": "20MiB"}}},
+        tight={"roles": {"first": {**FIRST, "device_memory": "34MiB", **spare}}},
+        free={"device_memory": "40MiB", "roles": {"first": {**FIRST, **spare}}},
+        host={"host_memory": "33MiB"},
+        on_gpus={"host_memory": "1MiB"},
     )
-    config += "          third: {use: beside:Net, with: {mib: 10, trains: false}}\n"
-    for mib, takers in ((45, ["first", "second"]), (35, ["first", "second", "third"])):
-        (fit,) = planned(colocate, config, f"groups.all.device_memory={mib}MiB")["budgets"]
-        assert (fit["takers"], fit["misfits"], fit["needs"]) == (takers, [], 61 * MIB)
-
-
-def test_the_hosts_memory(colocate: CommandLine) -> None:
-    """What sleeps counts in it, so turns are of no use; and beside a GPU none of this is the host's."""
-    write(colocate)
-    done = colocate("plan", "demo.yaml", "--set", "groups.all.host_memory=33MiB")
-    assert done.returncode == 1
-    assert (
-        "33 MiB of host_memory, on slot 1, 3, also for what sleeps: first and second can't fit (they need 36 MiB)"
-        in done.stdout
-    )
-    options = ("--set", "groups.all.host_memory=1MiB", "--set", "pools.main.gpus=1")
-    done = colocate("plan", "demo.yaml", *options)
-    assert (done.returncode, "host_memory" in done.stdout) == (0, False)
+    done = colocate("plan", "demo.yaml")
+    assert (done.returncode, said_beside(done)) == (1, "")
+    _, *told = done.stdout.split("\ngroup ")
+    said = {text.partition(":")[0]: text for text in told}
+    turns = "33 MiB of device_memory, on slot 1, 3, and they need 36 MiB: first and second must take turns"
+    for name, words in (
+        ("fits", "device_memory, on slot 1, 3: all roles fit together (36 MiB)"),
+        ("few", f"{turns}; say residency: swap"),
+        ("few", "33 MiB of device_memory, on slot 0, 2: all roles fit together (32 MiB)"),
+        ("swaps", f"{turns}\n"),
+        ("fewer", "slot 1, 3: first can't fit (they need 36 MiB)"),
+        ("own", "role 'first' may have 20 MiB of device_memory, on slot 0, 2: first can't fit"),
+        ("tight", "first can't fit (they need 38 MiB, with 6 MiB to stay free)"),
+        ("free", "they need 42 MiB, with 6 MiB to stay free: first and second must take turns"),
+        ("host", "33 MiB of host_memory, on slot 1, 3, also for what sleeps: first and second can't fit (they need 36"),
+    ):
+        assert words in said[name], name
+    assert "host_memory" not in said["on_gpus"]
 
 
 def test_what_is_called(colocate: CommandLine) -> None:
     """A role method called `plan` isn't; what a constructor prints is no JSON; and a `device_state` may raise."""
-    write(colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Own, slots"))
+    write(colocate, all={"roles": second("Own")})
     done = colocate("plan", "demo.yaml", "--json")
     (group,) = json.loads(done.stdout)
     assert said_beside(done) == "constructed on slot 1\n"

@@ -46,20 +46,6 @@ def record(**changes: object) -> RunRecord:
     return RunRecord(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
-    console, out = plain()
-    screen = Screen(console)
-    with screen.running("demo", Path("/elsewhere/demo"), None):
-        screen.total(80)
-        screen.logged({"step": 1, "reward": 0.123456, "kl": 1e-5, "seconds": {"rollout": 0.5}})
-        screen.logged({"step": 2, "reward": 1})
-    assert out.getvalue().splitlines() == [
-        "demo: running in /elsewhere/demo",
-        "step 1/80  reward 0.1235  kl 1e-05  rollout 0.50s",
-        "step 2/80  reward 1",
-    ]
-
-
 def test_starting_says_what_it_does_on_a_terminal_and_off_it() -> None:
     for make in (terminal, plain):
         console, out = make()
@@ -138,12 +124,6 @@ def test_a_quiet_screen_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_noted_signal_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    console, _ = plain()
-    Screen(console).stopping("SIGTERM")
-    assert capfd.readouterr().err == "SIGTERM: stopping after a checkpoint (a second one ends it at once)\n"
-
-
 def test_the_end_shows_tables_times_and_owners() -> None:
     console, out = plain()
     Screen(console).finished(record())
@@ -160,21 +140,6 @@ def test_the_end_says_what_fusing_saved() -> None:
     console, out = plain()
     Screen(console).finished(record(handed_over=[HandedOver("policy", "actor", "critic", 1 << 20)]))
     assert "would have copied them: actor to critic 1 MiB.\n" in out.getvalue()
-
-
-def test_what_fusing_saved_on_a_terminal() -> None:
-    """It is longer than a line, which ends between words."""
-    console, out = terminal()
-    Screen(console).finished(
-        record(handed_over=[HandedOver("policy", "actor", f"user-{n}", 1 << 20) for n in range(9)])
-    )
-    shown = [line.rstrip() for line in out.getvalue().splitlines()]
-    begin = next(n for n, line in enumerate(shown) if line.startswith("Of kept results"))
-    lines = shown[begin : shown.index("", begin)]
-    assert len(lines) > 1
-    assert max(map(len, lines)) <= 100
-    whole = "".join(f"actor to user-{n} 1 MiB{', ' if n < 8 else '.'}" for n in range(9))
-    assert whole in " ".join(lines)
 
 
 def call(role: str, method: str, spans: Sequence[tuple[int, float, float]], group: str = "policy") -> CallRecord:

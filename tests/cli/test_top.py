@@ -18,8 +18,8 @@ from colocate._api import glance
 from colocate._system.recent import RECENT_S
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate_report.window import Job, _listed, jobs
-from colocate_run.cli.top import _page, rows
+from colocate_report.window import Job, jobs
+from colocate_run.cli.top import _page
 
 JOB = """
 import sys
@@ -130,24 +130,6 @@ def test_an_executor_that_there_is_not(colocate: CommandLine) -> None:
     assert done.returncode == 1
     assert "no executor is called 'rya'" in done.stderr
     assert "did you mean 'ray'?" in done.stderr
-
-
-def test_what_is_listed() -> None:
-    """Sockets that listen, by their names."""
-    head = "Num       RefCount Protocol Flags    Type St Inode Path\n"
-    listed = "0000000000000000: 00000002 00000000 00010000 0001 01 11 @colocate-job/7/2/a.b-c\n"
-    listed += "0000000000000000: 00000002 00000000 00010000 0001 01 11 @colocate-job/7/3/my run@lr=0.1,x\n"
-    connected = "0000000000000000: 00000003 00000000 00000000 0001 03 12 @colocate-job/7/2/a.b-c\n"
-    other = "0000000000000000: 00000002 00000000 00010000 0001 01 13 @colocate-other/7/1/a\n"
-    assert list(_listed(head + listed + connected + other)) == [Job("a.b-c", 7, 2), Job("my run@lr=0.1,x", 7, 3)]
-
-
-def test_what_is_not_known_is_not_shown() -> None:
-    """A group that is just starting, and a slot that idles."""
-    role = {"role": "actor", "rank": 0, "busy": 0.256, "bytes": None, "asleep": None}
-    slot = {"slot": 0, "node": "n", "device": "cpu", "pid": 1, "queue": 0, "call": None, "age": None, "roles": [role]}
-    (row,) = rows({"groups": [{"group": "policy", "state": "starting", "slots": [slot]}]})
-    assert list(row.values()) == ["policy (starting)", "0", "n", "cpu", "actor", "", "", "26%", "0", "", ""]
 
 
 def test_a_rank_that_is_ahead() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import queue
 import threading
@@ -60,19 +59,6 @@ def waiter(loop: LoopThread, what: Callable[[], Coroutine[None, None, None]]) ->
     return told
 
 
-async def forever() -> None:
-    await asyncio.Event().wait()
-
-
-def test_who_waits_as_it_ends() -> None:
-    """Whoever waits for something is told that it won't come."""
-    loop = LoopThread()
-    waiting = waiter(loop, forever)
-    wait_until(lambda: loop._asked, "it is waited for")
-    loop.close()
-    assert waiting.get(timeout=PATIENCE_S) == "it was cancelled"
-
-
 def test_a_fork_in_which_something_is_closed_already() -> None:
     """Whatever else the child has forgotten before: what the loop watches leads nowhere there."""
     loop = LoopThread()
@@ -115,20 +101,3 @@ def test_a_worker_that_starts_as_its_cluster_is_closed(no_leaks: None, monkeypat
         assert len(started.result(PATIENCE_S)) == 1
         closed.result(PATIENCE_S)
     loop.close()
-
-
-@pytest.mark.parametrize(("error", "reported"), [(TimeoutError("Timeout"), []), (ValueError("lost"), ["lost"])])
-def test_what_nobody_looks_at_as_it_ends(
-    error: Exception, reported: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A wait of Dask's whose time is up in the last turns of its loop is told to nobody; a fault is."""
-
-    async def wait() -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
-
-    loop = LoopThread()
-    waits = [loop.run(wait())]
-    loop.close()
-    waits.pop().set_exception(error)
-    gc.collect()
-    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == reported
