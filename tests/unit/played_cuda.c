@@ -29,7 +29,6 @@ void played_begin(size_t bytes, size_t least) {
 }
 void played_limit(size_t bytes) { limit = bytes; }
 void played_fail_at(long call) { calls = 0, fails_at = call; } /* counted from 1; 0 for never */
-void played_supported(int value) { supported = value; }
 int played_misuses(void) { return misuses; }
 int played_synchronized(void) { return synchronized; }
 size_t played_in_use(void) { return in_use; }

@@ -36,8 +36,8 @@ def test_import_loads_nothing_heavy() -> None:
     """
     code = f"""
 {ECHO}
-[getattr(colocate, name) for name in colocate.__all__]
 print(colocate.config.load_config, colocate.errors.RoleError, colocate.executor.Executor)
+[getattr(colocate, name) for name in colocate.__all__]
 print([name for name in {HEAVY!r} if name in sys.modules])
 with colocate.connect() as runtime, runtime.reserve() as pool:
     pool.spawn({{"echo": colocate.role(Echo)}}).role("echo", Echo).echo("a")

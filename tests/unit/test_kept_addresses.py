@@ -1,27 +1,18 @@
-"""What `sleep="vmm"` needs of a machine and of torch, and what it does beside a role's constructor."""
+"""What `sleep="vmm"` needs of a machine; what it does beside a role's constructor is in tests/gpu."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.played_vmm import PlayedVmm
 
 import colocate
 from colocate import Role, gpus, method
 from colocate._plugins import needs
 from colocate.errors import CapabilityError
 from colocate.worker.memory.vmm import Vmm, compiled
-
-
-@pytest.fixture
-def gpu(tmp_path: Path) -> Iterator[PlayedVmm]:
-    played = PlayedVmm(tmp_path)
-    yield played
-    played.end()
 
 
 class Plain(Role):
@@ -32,32 +23,32 @@ class Plain(Role):
         return 1
 
 
-class TestHadHere:
-    """What it needs of a machine."""
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(CapabilityError, match=r"needs a C compiler .* install one"):
+        compiled(tmp_path)
 
-    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-        with pytest.raises(CapabilityError, match=r"needs a C compiler .* install one"):
-            compiled(tmp_path)
 
-    def test_a_machine_without_a_gpu(self, gpu: PlayedVmm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """It says so, and leaves nothing behind."""
-        folder = tmp_path / "temporary"
-        folder.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        load = Vmm.__init__
-        monkeypatch.setattr(Vmm, "__init__", lambda self, path: load(self, path, "libnone.so"))
-        with pytest.raises(CapabilityError, match=r'sleep="vmm" can\'t be had here: libnone\.so'):
-            Vmm.made()
-        assert list(folder.iterdir()) == []
-        assert Vmm.in_use() is None
+def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It says so, and leaves nothing behind."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(Vmm, "_made", None)
+    load = Vmm.__init__
+    monkeypatch.setattr(Vmm, "__init__", lambda self, path: load(self, path, "libnone.so"))
+    with pytest.raises(CapabilityError, match=r'sleep="vmm" can\'t be had here: libnone\.so'):
+        Vmm.made()
+    assert list(folder.iterdir()) == []
+    assert Vmm.in_use() is None
 
-    @pytest.mark.parametrize("maker", ["AMD", "Intel"])
-    def test_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
-        """They are refused before anything starts; slots without one take it."""
-        monkeypatch.setattr(needs, "KIND", gpus.KINDS[maker])
-        with colocate.connect("local", gpus=1) as runtime:
-            with runtime.reserve(gpus=1) as pool, pytest.raises(CapabilityError, match=f"those of {maker} .* Leave it"):
-                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
-            with runtime.reserve() as pool:
-                assert pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")}).role("one", Plain).look() == [1]
+
+@pytest.mark.parametrize("maker", ["AMD", "Intel"])
+def test_gpus_of_others(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """They are refused before anything starts; slots without one take it."""
+    monkeypatch.setattr(needs, "KIND", gpus.KINDS[maker])
+    with colocate.connect("local", gpus=1) as runtime:
+        with runtime.reserve(gpus=1) as pool, pytest.raises(CapabilityError, match=f"those of {maker} .* Leave it"):
+            pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
+        with runtime.reserve() as pool:
+            assert pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")}).role("one", Plain).look() == [1]

@@ -1,19 +1,26 @@
-"""Messages between two ends: whole, in order, in memory of the receiver's own, and without ever blocking a sender."""
+"""Messages between two ends: whole, in order, in memory of the receiver's own, and without ever blocking a sender.
+
+Also how their event loop ends, and what a forked child has of it all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import queue
 import resource
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, raising, socket_pair
 
-from colocate.testing.probes.starved import without_descriptors
+from colocate.testing.forking import exit_code, fork
+from colocate.testing.probes.starved import without_descriptors, without_threads
 from colocate.wire import EventLoop, encode, pack, unpack
 from colocate.wire.framing import FILE_BYTES
 
@@ -165,3 +172,102 @@ def test_a_file_for_which_there_is_no_descriptor(ends: tuple[End, End]) -> None:
             unpack(body)
         far.lane.send(large)
         assert near.get()[0] == ("large",)
+
+
+def test_an_event_loop_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lanes end with that as their reason, its owner is told, and it closes as any other."""
+    reported: list[type] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: reported.append(told.exc_type))
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def leave() -> None:
+        raise SystemExit("on purpose")
+
+    event_loop = EventLoop("test", on_death=told.put)
+    one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
+    event_loop.later(0.0, leave)
+    reason = "thread 'colocate-test' was ended by SystemExit: on purpose"
+    assert told.get(timeout=WAIT_S) == reason
+    assert (one.end(), other.end()) == (reason, reason)
+    assert event_loop.close(WAIT_S)
+    assert reported == [SystemExit]
+
+
+def test_without_a_thread() -> None:
+    """What needs its thread first is told that none is to be had, and leaves nothing; the next is served."""
+    event_loop = EventLoop("test")
+    one, other = socket_pair("unix")
+    with other:
+        with without_threads():
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                event_loop.attach(one, lambda head, body: None, lambda reason: None)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                event_loop.later(0.0, lambda: None)
+        ran = threading.Event()
+        event_loop.later(0.0, ran.set)
+        assert ran.wait(WAIT_S)
+        near, far = End(event_loop, one), End(event_loop, other)
+        far.lane.send(("heard",))
+        assert near.get() == (("heard",), None)
+        assert event_loop.close()
+
+
+def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> bool:
+    """Whether the action is true in a forked child; it ends after what the parent does meanwhile."""
+    read, write = os.pipe()
+    child = fork()
+    if child == 0:
+        try:
+            fine = action()
+            os.close(write)
+            os.read(read, 1)  # Until the parent has closed its end.
+            os._exit(0 if fine else 1)
+        finally:
+            os._exit(2)
+    try:
+        os.close(read)
+        meanwhile()
+    finally:
+        os.close(write)
+        code = exit_code(child, WAIT_S)
+    return code == 0
+
+
+def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, End], event_loop: EventLoop) -> None:
+    one, other = ends
+    for i in range(40):  # Some of it is still queued in the parent when it forks.
+        one.lane.send((i,), pack(bytes(1 << 20)))
+    inherited = {
+        one.lane.fileno(),
+        other.lane.fileno(),
+        event_loop._woken.fileno(),
+        event_loop._waker.fileno(),
+        event_loop._epoll.fileno(),
+    }
+
+    def child() -> bool:
+        gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
+        refuses = not one.lane.send(("from the child",)) and not other.lane.drain()
+        one.lane.close()
+        return gone and refuses and event_loop.close()
+
+    def meanwhile() -> None:
+        assert [other.get()[0][0] for _ in range(40)] == list(range(40))
+        other.lane.send(("alive",))
+        assert one.get() == (("alive",), None)
+        one.lane.close()
+        assert one.end() == "closed on this side"
+        assert other.end() == "the other side closed"  # While the child still lives.
+
+    assert in_fork(child, meanwhile)
+
+
+def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], event_loop: EventLoop) -> None:
+    one, _ = ends
+
+    def child() -> bool:
+        one.lane.close()
+        return event_loop.close() and not one.lane.send(("x",))
+
+    with one.lane._lock, event_loop._lock:
+        assert in_fork(child)

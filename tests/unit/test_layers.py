@@ -35,7 +35,6 @@ def test_no_import_goes_down() -> None:
     ("line", "imported"),
     [
         ("from colocate._api.runtime import Runtime", "_api.runtime"),
-        ("from colocate import connect", "_api.connecting"),
         ("import colocate\ndef f():\n    colocate.connect()", "_api.connecting"),
         ("import colocate\ncolocate.testing.leaks", "testing"),
         ("from importlib import import_module\nimport_module('.._api.runtime', __package__)", "_api.runtime"),
