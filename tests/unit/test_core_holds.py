@@ -1,8 +1,8 @@
-"""Holds: which of several failures is told."""
+"""Holds: whose they are, and which of several failures is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from colocate._owned.dispatcher import Dispatcher
 from colocate._protocol.consequence import Unmade
 from colocate._protocol.from_worker import Failed, Failure, Held
 from colocate._protocol.to_worker import Hold, Resume
-from colocate.errors import RoleError
+from colocate.errors import ColocateError, RoleError
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -40,15 +40,39 @@ class Sent:
         return f"node{slot}"
 
 
-@pytest.mark.parametrize("kinds", [(Unmade, RuntimeError), (RuntimeError, Unmade)])
-def test_what_says_more_is_told(kinds: tuple[type[BaseException], ...]) -> None:
-    """Of ranks that have failed since a connection was lost, it is one whose role has raised, whoever was first."""
+@pytest.fixture
+def link() -> Iterator[Any]:
     dispatcher = Dispatcher("test")
-    link: Any = Sent(dispatcher)
-    order = CallOrder(link)
+    yield Sent(dispatcher)
+    assert dispatcher.close()
+
+
+def entered(order: CallOrder) -> PendingCall:
+    """A call that both workers have been sent."""
     call = PendingCall("role.method", "role", "method", [0, 1])
     with order.lock:
         order.enter(call)
+    return call
+
+
+def test_a_hold_of_the_generation_before(link: Any) -> None:
+    """The new generation's workers are told of their own first failure: nothing was begun with them."""
+    order = CallOrder(link)
+    order.begin_anew()  # as a rank does that fails when all has been failed
+    with order.lock:
+        order.renew()
+    call = entered(order)
+    del link.seen[:]
+    order.break_off(call, ColocateError("on purpose"))
+    assert link.seen == [([0, 1], Hold(1, call.seq, True))]
+    assert isinstance(call.exception(PATIENCE_S), ColocateError)
+
+
+@pytest.mark.parametrize("kinds", [(Unmade, RuntimeError), (RuntimeError, Unmade)])
+def test_what_says_more_is_told(link: Any, kinds: tuple[type[BaseException], ...]) -> None:
+    """Of ranks that have failed since a connection was lost, it is one whose role has raised, whoever was first."""
+    order = CallOrder(link)
+    call = entered(order)
     for slot, kind in enumerate(kinds):
         failure = Failure(f"{kind.__module__}.{kind.__qualname__}", f"of {slot}", "", False, True, "role", None)
         order.failed(slot, Failed(call.seq, failure, {}, 0, False, 0.0, 1.0), None)
@@ -61,4 +85,3 @@ def test_what_says_more_is_told(kinds: tuple[type[BaseException], ...]) -> None:
     assert isinstance(error, RoleError)
     slot = kinds.index(RuntimeError)
     assert (error.rank, error.node) == (slot, f"node{slot}")
-    assert dispatcher.close()

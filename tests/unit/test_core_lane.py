@@ -50,6 +50,11 @@ class Strange(Role):
         return
 
     @method
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    @method
     def make(self) -> Value:
         return Value()
 
@@ -79,6 +84,20 @@ def test_on_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
             strange.pid()
         assert caught.value.signal == "SIGKILL"
         assert caught.value.detail == "the kernel has killed a process for lack of memory"
+
+
+def test_a_line_without_end() -> None:
+    """What a worker writes without ending its line doesn't fill the driver's memory."""
+    with colocate.connect("local", processes=True) as runtime:
+        strange = spawned(runtime)
+        (group,) = runtime.groups.values()
+        worker: Any = group._node.workforce.workers[0]
+        process = worker.host._process
+        for _ in range(30):
+            strange.write("#" * 1000)
+        strange.write("last")
+        wait_until(lambda: process._partial.endswith(b"last"), "all of it has come")
+        assert len(process._partial) <= 8192
 
 
 def test_arguments_and_results_are_let_go() -> None:
