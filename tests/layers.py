@@ -10,6 +10,7 @@ packages no other but core.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
@@ -121,6 +122,7 @@ def layer_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+@functools.cache
 def arrows(core: Path = CORE) -> list[Arrow]:
     """Every import of one module of core in another one."""
     known = modules(core)
@@ -216,6 +218,7 @@ def modules_around(folder: Path) -> dict[str, Path]:
     return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in paths}
 
 
+@functools.cache
 def arrows_around(folder: Path) -> list[Arrow]:
     """Every import of one module of a package around core in another one; of another such package by its whole name."""
     packages = {Path(each).name for each in AROUND} | {folder.name}
@@ -241,7 +244,7 @@ def against_around(folder: Path, layers: list[str]) -> list[Arrow]:
 def circles(around: Path | None = None) -> list[set[str]]:
     """Modules of core, or of a package around it, that import each other, directly or not (Tarjan)."""
     ways: dict[str, list[str]] = {name: [] for name in (modules_around(around) if around else modules())}
-    for arrow in arrows_around(around) if around else arrows():
+    for arrow in arrows_around(around) if around else arrows(CORE):
         assert arrow.imported in ways, arrow
         ways[arrow.importer].append(arrow.imported)
     number: dict[str, int] = {}
@@ -276,7 +279,7 @@ def main() -> None:
     places = {name: layer_of(name) for name in modules()}
     count = Counter(places.values())
     upwards = Counter(
-        places[arrow.importer] for arrow in arrows() if places[arrow.importer] != layer_of(arrow.imported)
+        places[arrow.importer] for arrow in arrows(CORE) if places[arrow.importer] != layer_of(arrow.imported)
     )
     wrong = Counter(places[arrow.importer] for arrow in against())
     print(f"{'layer':12} {'modules':>7} {'arrows up':>9} {'against':>7}  what it is")
