@@ -107,7 +107,7 @@ def plain_values() -> st.SearchStrategy[Any]:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15)
 @given(options=st.dictionaries(st.text("abcxyz_", min_size=1).filter(str.isidentifier), plain_values(), max_size=4))
 def test_a_dump_loads_as_the_same(write: Write, options: dict[str, Any]) -> None:
     roles = {"role": {"use": "config_roles:Open", "with": options, "slots": [0], "mesh": {"dp": 1}}}

@@ -13,7 +13,6 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
@@ -135,6 +134,8 @@ def test_an_entropy_bonus_raises_entropy(case: Case) -> None:
 
 def passes_of_layers(model: torch.nn.Module, update: Callable[[], object]) -> list[int]:
     """How often an update computes each layer: which is seen inside, as a layer that is computed anew isn't called."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # here: all tests are collected by all workers
+
     counts: collections.Counter[int] = collections.Counter()
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     handles = [

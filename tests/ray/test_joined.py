@@ -67,7 +67,8 @@ def test_nodes(runtime: Runtime) -> None:
     assert len({node.name for node in nodes}) == 2
 
 
-@pytest.mark.parametrize("ids", [pytest.param(("0", "1"), marks=pytest.mark.long), ("5", "3")])
+@pytest.mark.long  # what ranks of a private Ray see, test_private.py has
+@pytest.mark.parametrize("ids", [("0", "1"), ("5", "3")])
 def test_gpus_when_ray_does_not_show_them(cluster: Any, ids: tuple[str, str]) -> None:
     """Each rank sees the one that Ray has given its actor, by the name that it has there."""
     variables = {f"RAY_EXPERIMENTAL_NOSET_{VARIABLE}": "1"}
@@ -221,7 +222,7 @@ def test_colocate_is_missing(cluster: Any) -> None:
             runtime.reserve(2, gpus=1, timeout=0)
 
 
-@pytest.mark.parametrize("detachable", [False, True])
+@pytest.mark.parametrize("detachable", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_environment_that_fails(cluster: Any, detachable: bool) -> None:
     """Said as such, in Ray's last words: what can't be set up isn't taken for a colocate that isn't installed."""
     env = {"working_dir": "file:///nowhere/at_all.zip"}
