@@ -143,7 +143,7 @@ def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_ends_with_the_driver(toy: Toy, tmp_path: Path, stopped: bool) -> None:
     """Though that is killed, and it is stopped: then its janitor ends it."""
     script = f"""
-        from colocate.keeper import DriverProxy, proxy
+        from colocate.keeper import DriverProxy
         proxy = DriverProxy("toy_side", engine="Toy")
         assert proxy.open({str(tmp_path / "other")!r}, within_s={WAIT_S})
         print(proxy.pid, flush=True)
