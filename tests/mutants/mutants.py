@@ -108,6 +108,14 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "if seq in failed or generator is None:",
             _on_threads("test_generator_after_a_failure"),
         ),
+        Mutant(
+            "consequence-first",
+            "The caller is told the first failure, and not what has followed from it on another rank.",
+            _ORDER,
+            "if failure.secondary and hold.root is None and poison is None:",
+            "if failure.secondary and hold.root is not None and poison is None:",
+            _on_processes("test_death_in_a_collective"),
+        ),
     ),
     "residents": (
         Mutant(
@@ -173,6 +181,14 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "if kept.freed_by and kept not in elsewhere]",
             "if kept.freed_by]",
             _on_threads("test_unused_poison"),
+        ),
+        Mutant(
+            "nobody-borrows",
+            "Closing is refused while another group uses a resident.",
+            _KEPT,
+            "if closing is None or not each.borrower.link.lies_in(closing)",
+            "if closing is None or each.borrower.link.lies_in(closing)",
+            _on_threads("test_broken_borrow"),
         ),
     ),
     "renewal": (

@@ -12,7 +12,7 @@ import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._api.pool import Slots
 from colocate._values.leaving import Watch
-from colocate.errors import ClosedError, ColocateError, ConfigError, RoleError
+from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -121,13 +121,18 @@ class Borrows(ExecutorCase):
 
     @of_executor
     def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """`force=True` breaks borrows: each borrower gets a clear error, and its group goes on."""
+        """A close that breaks one is refused; with `force=True` the borrower gets an error, and its group goes on."""
         owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
         kept = owner.role("rows", Rows).produce.keep(2)
         kept.fetch()
         with Gate() as gate:
             waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
             use = pair.role("echo", Echo).first.submit(kept.ref)
+            for close in (owner.close, owner.owner.close):
+                with pytest.raises(
+                    BorrowedError, match=rf"echo\.first of group '{pair.name}' uses the resident of rows"
+                ):
+                    close()
             owner.close(force=True)
         waiting.result(PATIENCE_S)
         error = use.exception(PATIENCE_S)
