@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from colocate._protocol.consequence import Consequence
 from colocate.worker.torch_groups import waits as collective_waits
 
 SLICE = collective_waits._SLICE
@@ -78,6 +79,13 @@ def test_its_own_error(looks: Looks, reason: str | None) -> None:
     with pytest.raises(ConnectionError, match="closed by peer") as caught:
         wait(work)
     assert caught.value.__context__ is None
+
+
+def test_hopeless(looks: Looks) -> None:
+    """It ends with the reason, which is a consequence of something else."""
+    looks.reason = "a call failed on another rank"
+    with pytest.raises(Consequence, match="on another rank"):
+        wait(Work())
 
 
 def test_the_callers_timeout(looks: Looks) -> None:

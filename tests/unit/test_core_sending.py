@@ -113,6 +113,48 @@ def test_release_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [pool.state, runtime.state] == ["closed"] * 2
 
 
+def test_closed_while_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that come when the runtime has been closed are given back."""
+    runtime = colocate.connect("local", cpus=1)
+    executor = runtime._node.services.executor
+    reserve, release = executor.reserve, executor.release
+    released: list[Any] = []
+
+    def late(request: Any) -> Any:
+        reservation = reserve(request)
+        runtime._node.close_here("the test", 10.0, False)
+        return reservation
+
+    def noted(reservation: Any) -> None:
+        released.append(reservation)
+        release(reservation)
+
+    monkeypatch.setattr(executor, "reserve", late)
+    monkeypatch.setattr(executor, "release", noted)
+    with pytest.raises(ClosedError):
+        runtime.reserve(1)
+    assert len(released) == 1
+
+
+def test_closed_while_spawning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that another thread closes while a group starts on it leaves no worker behind."""
+    with colocate.connect("local") as runtime:
+        pool, executor = runtime.reserve(2), runtime._node.services.executor
+        launch = executor.launch
+        launched: list[Any] = []
+
+        def closing(*args: Any) -> Any:
+            launched.append(args)
+            if len(launched) == 2:
+                pool._node.close_here("the test", 10.0, False)
+            return launch(*args)
+
+        monkeypatch.setattr(executor, "launch", closing)
+        with pytest.raises(ClosedError):
+            pool.spawn({"echo": colocate.role(Echo)})
+        wait_until(lambda: not executor.running(), "all workers have gone")
+
+
 def _given_modules(group: ColocatedGroup, count: int) -> None:
     """Its workers have got so many of the driver's modules, and it has imported none since a call has looked."""
     group._node.published.given.add({name: (name, "as it is") for name in list(sys.modules)[:count]})
