@@ -36,12 +36,6 @@ class TestWhichAreLarge:
         assert [label for _, label in found.large[0].y_ticks] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
         assert [line.strong for line in found.large[0].lines] == [True, False]
 
-    def test_what_finds_no_room_is_in_a_table(self) -> None:
-        found = drawn(*({"step": n, "reward": 1} | {f"m{k}": k + n for k in range(30)} for n in range(3)))
-        assert len(found.small) == 24
-        assert found.rest[0] == ("M24", "24", "26", "24", "26")
-        assert len(found.rest) == 6
-
 
 class TestLines:
     def test_a_line_goes_through_its_points(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -93,20 +92,6 @@ class TestOwnership:
             ("actor", ("Actor", "rank 1/2"), 0),
             ("critic", ("Critic", "rank 1/2"), 1),
         ]
-
-    def test_of_many_workers_the_first_are_open(self, tmp_path: Path) -> None:
-        page = Page(tmp_path, record(graph=graph(40)))
-        folds = [each.get("open") for each in page.section("ownership").iter("details")]
-        assert folds == ["open"] * (3 + 4) + [None] * 20
-        assert "and 16 more workers" in page.words("ownership")
-
-    def test_hidden_ones_are_counted_by_kind(self) -> None:
-        kinds = ["worker"] * 30 + ["resident"] * 25 + ["call"] * 3
-        data = {"kind": "group", "name": "g", "children": [{"kind": kind, "name": "x"} for kind in kinds]}
-        root = ownership(json.dumps(data), {})
-        assert root is not None
-        assert len(root.children) == 24 + 24 + 3
-        assert root.hidden == "6 more workers, 1 more resident"
 
 
 class TestColours:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +61,19 @@ def test_each_arrives_as_it_was_sent(kind: type[Message]) -> None:
     assert arrived == sent
 
 
-def by_places(tree: ast.AST) -> Iterator[int]:
-    """The lines in which what is called a head is taken apart: by a number, a star, or as several names."""
-    for node in ast.walk(tree):
-        apart = isinstance(node, ast.Assign) and any(isinstance(each, ast.Tuple | ast.List) for each in node.targets)
-        if isinstance(node, ast.Subscript | ast.Starred) or (isinstance(node, ast.Assign) and apart):
-            taken = node.value
-            if isinstance(taken, ast.Name) and taken.id in ("head", "message"):
-                yield taken.lineno
+# What takes a head apart: a number, a star, several names.
+BY_PLACES = re.compile(r"\b(head|head\(\)|message)\[|\*(head|message)\b(?!\.)|^[^\"]*, .* = (head|message)$")
 
 
 @pytest.mark.parametrize("folder", [CORE, EXECUTORS], ids=lambda folder: folder.name)
 def test_nobody_else_reads_a_head_by_its_places(folder: Path) -> None:
     """Outside the package a head is handed on whole, or read."""
-    assert {*by_places(ast.parse("head[0]\nwhat, number = head\nf(*message)\nread(head)"))} == {1, 2, 3}
+    assert all(map(BY_PLACES.search, ["head[0]", "x.head()[1:]", "what, number = head", "f(*message)"]))
     found = [
-        f"{path.relative_to(folder)}:{line}"
+        f"{path.relative_to(folder)}:{number}"
         for path in sorted(folder.rglob("*.py"))
         if "_protocol" not in path.parts and "wire" not in path.parts
-        for line in by_places(ast.parse(path.read_text(encoding="utf-8")))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if BY_PLACES.search(line)
     ]
     assert found == []

@@ -9,11 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import colocate
-from colocate import Call, ColocatedGroup, ColocateError, Resident
+from colocate import Call, ColocatedGroup, ColocateError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -165,37 +163,6 @@ def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
             calls = [echo.first.submit(index) for index in range(5)]
         assert not any(call.done() for call in calls)
     assert [call.result(PATIENCE_S) for call in calls] == list(range(5))
-
-
-Step = tuple[str, str, int]
-names = st.sampled_from(["double", "padded", "keep_rows", "first"])
-programs: st.SearchStrategy[list[Step]] = st.lists(
-    st.tuples(names, st.sampled_from("ab"), st.integers(0, 9)), min_size=1, max_size=8
-)
-
-
-def run(groups: tuple[ColocatedGroup, ColocatedGroup], program: list[Step], batch: list[int]) -> list[Resident[Any]]:
-    """What each step keeps, given the result of an earlier one or the batch."""
-    kept: list[Resident[Any]] = []
-    for name, where, back in program:
-        group = groups["ab".index(where)]
-        role: Any = group.role("echo", Echo) if name == "first" else group.role("rows", Rows)
-        kept.append(getattr(role, name).keep(kept[-1 - back].ref if back < len(kept) else batch))
-    return kept
-
-
-@PROCESSES
-def test_as_without(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """Random programs over two groups give in pipelines what they give call by call."""
-
-    @given(programs, st.lists(st.integers(), min_size=2, max_size=5))
-    @settings(max_examples=30, deadline=None)
-    def holds(program: list[Step], batch: list[int]) -> None:
-        with groups[0].pipeline(), groups[1].pipeline():
-            together = run(groups, program, batch)
-        assert [kept.fetch() for kept in together] == [kept.fetch() for kept in run(groups, program, batch)]
-
-    holds()
 
 
 def test_while_another_thread_imports_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_what_was_raised_in_a_backward_pass() -> None:
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("no gradient")
 
-    value = torch.ones(1, requires_grad=True)
+    value: Any = torch.ones(1, requires_grad=True)
     value.register_hook(fail)
     with pytest.raises(ValueError, match="no gradient") as caught:
         (value * 2).backward()

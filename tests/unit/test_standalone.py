@@ -10,7 +10,6 @@ import pytest
 import colocate
 from colocate import First, Role, method
 from colocate.errors import ConfigError
-from colocate.testing.probes.rows import Own
 
 
 class Waiting(Role):
@@ -67,14 +66,6 @@ def test_classes_with_type_arguments() -> None:
         assert group.role("box", Box[int]).get() == group[Box[int]].get() == group[Box].beside() == 3
         with pytest.raises(ConfigError, match="is a Box, not a Waiting"):
             group.role("box", Waiting)
-
-
-def test_groups_without_a_name_are_numbered_by_themselves() -> None:
-    """What pools there are has no say in a group's name, which its random numbers depend on."""
-    with colocate.connect() as runtime:
-        runtime.reserve()
-        group = runtime.reserve().spawn({"own": colocate.role(Own)})
-        assert group.name == "group-1"
 
 
 def test_the_other_ways_to_call() -> None:

@@ -53,10 +53,6 @@ def test_surface(things: dict[str, Any], kind: str) -> None:
         assert inspect.getdoc(inspect.getattr_static(type(things[kind]), name)), name
 
 
-def test_a_view_shows_the_methods_of_its_role(things: dict[str, Any]) -> None:
-    assert dir(things["group"]["echo"]) == sorted(colocate.inspect(things["group"]["echo"]).methods)
-
-
 def test_they_are_the_same_as_long_as_they_live(things: dict[str, Any]) -> None:
     runtime, pool, group = things["runtime"], things["pool"], things["group"]
     assert pool.groups[group.name] is group is runtime.groups[group.name]
