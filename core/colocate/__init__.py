@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, method
     from colocate._role.role import Role, RoleSpec, role
+    from colocate._role.weights import Weights, WeightSync
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
     from colocate._values.leaves import register_batch
     from colocate._values.mesh import Mesh, Ranks
     from colocate._views.view import Inspection, RoleView, inspect
+    from colocate._views.weights import sync_weights
     from colocate.errors import (
         BorrowedError,
         CallCancelled,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         RoleStartError,
         SerializationError,
         SleepingError,
+        StaleWeightsError,
         WorkerDied,
     )
     from colocate_report.record import LogRecord, RunInfo, RunRecord
@@ -76,11 +79,14 @@ _HOMES = {
     "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
     "_role.role": "Role RoleSpec role",
     "_api.runtime": "Runtime",
+    "_role.weights": "WeightSync Weights",
     "_views.view": "Inspection RoleView inspect",
+    "_views.weights": "sync_weights",
     "errors": (
         "BorrowedError CallCancelled CallTimeout CapabilityError ClosedError ColocateError ConfigError DispatchError "
         "EngineError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError PlacementTimeout "
-        "PluginError RenewalError RoleError RoleStartError SerializationError SleepingError WorkerDied"
+        "PluginError RenewalError RoleError RoleStartError SerializationError SleepingError StaleWeightsError "
+        "WorkerDied"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -155,8 +161,11 @@ __all__ = [
     "SleepingError",
     "Slot",
     "SlotMemory",
+    "StaleWeightsError",
     "Trace",
     "TransferRecord",
+    "WeightSync",
+    "Weights",
     "WorkerDied",
     "as_completed",
     "connect",
@@ -171,6 +180,7 @@ __all__ = [
     "register_batch",
     "role",
     "spawn",
+    "sync_weights",
     "wait",
 ]
 

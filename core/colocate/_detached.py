@@ -79,6 +79,7 @@ class GroupRecord:
     script: int
     modules: dict[str, tuple[str, str]]
     until_woken: dict[str, list[str]]
+    synced: dict[str, tuple[int, float]]
 
     def declared(self) -> Declared:
         """Return its roles, or raise ColocateError where they can't be imported."""
@@ -136,6 +137,7 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
                 group.published.script,
                 dict(group.published.given.contents),
                 group.sleepers.until_woken,
+                dict(group.synced),
             )
         )
     found = PoolRecord(pool.name, pool.request, pool.budget, float(ttl), tuple(records))
@@ -316,6 +318,7 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
     group.published.follows(record.script, record.modules)
     for role, tags in record.until_woken.items():
         group.sleepers.mark(role, tags, until_woken=True)
+    group.synced.update(record.synced)
     executor = cast("Detachable", pool.connection.services.executor)
     group.workforce.take(executor, record.tokens)
     return group

@@ -274,6 +274,10 @@ class SleepingError(ColocateError, RuntimeError):
     """What was asked for is memory of a role that sleeps: `group.wake` brings it back."""
 
 
+class StaleWeightsError(ColocateError, RuntimeError):
+    """A role's weights aren't those of its source any more, or only some of them: `sync_weights` brings them."""
+
+
 class PipelineError(ColocateError, RuntimeError):
     """A call inside `group.pipeline()` that needs an answer before the pipeline has been sent."""
 

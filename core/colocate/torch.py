@@ -19,9 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colocate._role.context import Context, context
 from colocate._role.rebuilt import rebuilt
+from colocate._role.weights import Weights, WeightSpec
 from colocate.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What modules that wrap others put before the names of these."""
 _KNOWN = ("2.11", "2.12", "2.13", "2.14")
 """Versions of torch in which models are renewed in place: `make versions` runs the suite's renewals there."""
 
@@ -76,6 +79,82 @@ def renew(
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     return module
+
+
+class NamedWeights:
+    """A module's weights by name, whole, one at a time: what a role's `named_weights` returns."""
+
+    def __init__(self, module: nn.Module, names: Callable[[str], str | None] | None = None) -> None:
+        """Made by `named_weights`."""
+        while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or isinstance(
+            module, DistributedDataParallel
+        ):
+            module = inner if isinstance(inner, nn.Module) else module.module  # of torch.compile, or DDP
+        if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+            raise ConfigError(
+                f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
+                "shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            called = name if names is None else names(name)
+            if called is not None and isinstance(tensor, torch.Tensor):
+                self._tensors[called] = tensor
+
+    @property
+    def specs(self) -> dict[str, WeightSpec]:
+        """Shape and dtype of each, in order."""
+        return {name: WeightSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            yield name, tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def named_weights(module: nn.Module, names: Callable[[str], str | None] | None = None) -> NamedWeights:
+    """Return the weights of a module for `colocate.sync_weights`: what a source's `named_weights(self)` returns.
+
+    They are the module's parameters and the buffers that it saves, under the names of its `state_dict()`, without what
+    DDP, `torch.compile` and activation checkpointing put before these. A weight that is there under several names comes
+    under each. Of a model that is sharded by FSDP2 or tensor parallelism each is gathered as it comes, on the mesh that
+    it lies on: all ranks go through them together, and whole is one weight at a time.
+
+    Args:
+        module: The module.
+        names: Gives the name that the target has for each, or None for a weight that isn't to come.
+
+    Raises:
+        ConfigError: It is sharded by FSDP1.
+    """
+    return NamedWeights(module, names)
+
+
+def load_weights(module: nn.Module, weights: Weights) -> None:
+    """Load the weights of another role into a module: for a target's `load_weights(self, weights, version)`.
+
+    All names, shapes and dtypes are compared before anything is written. Floating-point weights are converted to the
+    dtype that the module has. Where the method is declared with `@method(shares=True)`, parameters and buffers become
+    the source's tensors, and the memory that they had is free.
+
+    Args:
+        module: The module, on whichever device; not sharded.
+        weights: What the method was given.
+
+    Raises:
+        ConfigError: They don't fit; nothing was written.
+    """
+    own = {
+        name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
+    }
+    weights.check(own, type(module).__name__)
+    with torch.no_grad():
+        for name, tensor in weights:
+            if weights.shared:
+                own[name].data = tensor
+            else:
+                own[name].copy_(tensor)
 
 
 class _CannotGoOn(Exception):

@@ -121,4 +121,5 @@ def _role(entry: RoleConfig) -> RoleSpec[Any]:
         host_memory=entry.host_memory,
         reserve_activations=entry.reserve_activations,
         sleep=entry.sleep,
+        weights=entry.weights,
     )

@@ -25,6 +25,7 @@ from colocate.errors import (
     RoleError,
     SerializationError,
     SleepingError,
+    StaleWeightsError,
     WorkerDied,
 )
 from colocate.executor import Exit
@@ -37,7 +38,14 @@ def _names(*kinds: type[ColocateError]) -> set[str]:
 
 _CONSEQUENCES = _names(Consequence, Poisoned, Unmade)
 _OWN_WORDS = _names(
-    CapabilityError, ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError
+    CapabilityError,
+    ConfigError,
+    DispatchError,
+    MemoryBudgetError,
+    RoleError,
+    SerializationError,
+    SleepingError,
+    StaleWeightsError,
 )
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 

@@ -85,6 +85,7 @@ class Context:
         seed: A number derived from runtime seed, group, role and rank.
         meshes: This rank's place in each named mesh; an unnamed one has the key "".
         slots: Indices of the slots that have the role, by its ranks: those are its ranks in torch's default group.
+        weights_version: How often the role has got weights by `colocate.sync_weights`; 0 for those of its constructor.
     """
 
     rank: int
@@ -101,6 +102,7 @@ class Context:
     _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
     _reach: Callable[[str], None] | None = attrs.field(default=None, alias="reach")
     slots: Sequence[int] = (0,)
+    weights_version: int = 0
     # What makes the process groups of a worker's roles, as the worker's `ProcessGroups` does; None outside any.
     _groups: Any = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")

@@ -160,6 +160,7 @@ class _Options(TypedDict, total=False):
     readonly: Sequence[str]
     host: Sequence[str]
     awake: Sequence[Tag] | None
+    shares: bool
 
 
 @overload
@@ -188,6 +189,7 @@ def method(
     readonly: Sequence[str] = (),
     host: Sequence[str] = (),
     awake: Sequence[Tag] | None = None,
+    shares: bool = False,
 ) -> Any:
     """Make a function of a class a method of the role.
 
@@ -201,13 +203,15 @@ def method(
         host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
         awake: What of the role's memory it uses: of "weights", "grads", "optimizer", "cache". A call wakes that, if it
             sleeps (`group.sleep`), and leaves the rest; () for none of it. None for all.
+        shares: For `load_weights` (`colocate.sync_weights`): the role is to have the very tensors of its source, and
+            only reads them.
 
     Raises:
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
     if f is None:
-        return partial(_declared, dispatch, collect, concurrency, readonly, host, awake)
-    return _declared(dispatch, collect, concurrency, readonly, host, awake, f)
+        return partial(_declared, dispatch, collect, concurrency, readonly, host, awake, shares)
+    return _declared(dispatch, collect, concurrency, readonly, host, awake, shares, f)
 
 
 def _declared(
@@ -217,6 +221,7 @@ def _declared(
     readonly: Sequence[str],
     host: Sequence[str],
     awake: Sequence[str] | None,
+    shares: bool,
     function: Callable[..., Any],
 ) -> RoleMethod[..., Any, Any]:
     wrong = isinstance(function, RoleMethod | staticmethod | classmethod | property)
@@ -249,6 +254,8 @@ def _declared(
     if awake is not None and (isinstance(awake, str) or (unknown := [tag for tag in awake if tag not in TAGS])):
         what = f"is a string; write awake=({awake!r},)" if isinstance(awake, str) else f"names {unknown[0]!r}"
         raise DispatchError(f"{where}: awake {what}; a role's memory is of {', '.join(TAGS)}")
+    if shares and function.__name__ != "load_weights":
+        raise DispatchError(f"{where}: shares=True is for load_weights, which takes another role's weights")
     is_async = inspect.iscoroutinefunction(function)
     if not isinstance(concurrency, int) or concurrency < 1 or (concurrency > 1 and not is_async):
         raise DispatchError(
@@ -265,5 +272,6 @@ def _declared(
         readonly=tuple(readonly),
         host=tuple(host),
         awake=None if awake is None else tuple(awake),
+        shares=shares,
     )
     return RoleMethod(spec)

@@ -66,6 +66,7 @@ class RoleSpec(Generic[R]):
         budget: How much memory it may have on each slot.
         activations: How many bytes of that stay free for what its methods compute with.
         sleep: "vmm": what its constructor makes on a GPU keeps its addresses when it sleeps.
+        weights: "from sync": it can't be called before it has got weights from another role.
     """
 
     target: type[R] | str
@@ -78,6 +79,7 @@ class RoleSpec(Generic[R]):
     budget: Budget = NO_BUDGET
     activations: int = 0
     sleep: Literal["vmm"] | None = None
+    weights: Literal["from sync"] | None = None
 
     def on(
         self,
@@ -90,6 +92,7 @@ class RoleSpec(Generic[R]):
         host_memory: str | int | None = None,
         reserve_activations: str | int | None = None,
         sleep: Literal["vmm"] | None = None,
+        weights: Literal["from sync"] | None = None,
     ) -> RoleSpec[R]:
         """Return the same role, placed, and how much memory it may have on each of its slots.
 
@@ -111,6 +114,8 @@ class RoleSpec(Generic[R]):
             sleep: "vmm": what its constructor makes on a GPU of NVIDIA's keeps its addresses when it sleeps
                 (`group.sleep`), for CUDA graphs that were captured before. Workers compile what they need for it with
                 `cc`. What is made later has other addresses afterwards, as everything has without.
+            weights: "from sync": the weights that its constructor makes are of no use. Until `colocate.sync_weights`
+                has brought it those of another role, its calls are refused (`StaleWeightsError`).
         """
         changes: dict[str, Any] = {}
         if slots is not None:
@@ -137,6 +142,10 @@ class RoleSpec(Generic[R]):
             if sleep != "vmm":
                 raise ConfigError(f'sleep={sleep!r}: it is "vmm", or None for other addresses after a sleep')
             changes["sleep"] = sleep
+        if weights is not None:
+            if weights != "from sync":
+                raise ConfigError(f'weights={weights!r}: it is "from sync", or None for those of the constructor')
+            changes["weights"] = weights
         return attrs.evolve(self, **changes)
 
     @property

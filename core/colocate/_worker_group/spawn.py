@@ -136,7 +136,15 @@ def _distribution(package: str) -> tuple[str | None, str | None]:
     return (names[0], version_of(names[0])) if names[0] else (None, None)
 
 
-def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: int, in_process: bool) -> Any:
+def builds(
+    declared: Declared,
+    codec: Codec,
+    group: str,
+    seed: int,
+    generation: int,
+    in_process: bool,
+    stale: Mapping[str, tuple[int, str]],
+) -> Any:
     """Return what the workers need to construct the roles, as one message body for all of them.
 
     Raises:
@@ -160,8 +168,10 @@ def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: 
         distribution, version = declared.distributions[name]
         name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
         shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
-        kept = spec.sleep == "vmm"
-        made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, kept))
+        kept, weights = spec.sleep == "vmm", stale.get(name)
+        made.append(
+            RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, kept, weights)
+        )
     try:
         body = codec.pack(made)
     except Exception:

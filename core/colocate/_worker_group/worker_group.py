@@ -350,6 +350,8 @@ class WorkerGroup(Link):
         self.restarts = Restarts(self, restarts)
         # Which roles may have memory that sleeps
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
+        # How often roles have got weights from others, and when they last did
+        self.synced: dict[str, tuple[int, float]] = {}
         self._begin(places)
         self.residents = Residents(self, self.order)
         self._tell_state(State.STARTING)  # before `join`: from there on something else may be told
@@ -557,7 +559,13 @@ class WorkerGroup(Link):
             self.restarts.began_from(checkpoint())
             return self.restarts.checkpoint
 
-        self.workforce.start(self.declared, self.seed, self._start_timeout, found)
+        stale = {
+            name: (0, "it was declared to have none before the first sync (weights='from sync')")
+            for name, spec in self.declared.specs.items()
+            if spec.weights is not None
+        }
+        stale |= {name: (version, "the group was restarted since") for name, (version, _) in self.synced.items()}
+        self.workforce.start(self.declared, self.seed, self._start_timeout, found, stale)
         self.workforce.ready()
         self.home.changed()
 

@@ -261,9 +261,16 @@ class Workforce:
     # -- start
 
     def start(
-        self, declared: Declared, seed: int, timeout: float | None, checkpoint: Callable[[], Checkpoint | None]
+        self,
+        declared: Declared,
+        seed: int,
+        timeout: float | None,
+        checkpoint: Callable[[], Checkpoint | None],
+        stale: Mapping[str, tuple[int, str]],
     ) -> None:
         """Start the workers and construct the roles, which then go on from what `checkpoint` finds.
+
+        `stale`: the roles that need weights of others, with how often these have got some, and why.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
@@ -271,7 +278,7 @@ class Workforce:
         link = self.link
         deadline = Deadline(timeout)
         executor = link.services.executor
-        body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process)
+        body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process, stale)
         imports = () if executor.in_process else imports_of(info.cls for info in declared.infos.values())
         for worker, place in zip(self.workers, self._places, strict=True):
             worker.boot = attrs.evolve(worker.boot, imports=imports)

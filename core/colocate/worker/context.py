@@ -32,6 +32,7 @@ from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.scope import Scope
 from colocate.worker.torch_groups.groups import ProcessGroups
 from colocate.worker.torch_groups.settings import Setting
+from colocate.worker.weights import WeightSyncs
 
 Send: TypeAlias = Callable[[Any, Any], None]
 """Of a head, or within one process of the message itself, and the body."""
@@ -55,6 +56,7 @@ class WorkerContext:
         sleeper: What of its roles' memory sleeps.
         accounts: What they have, and may have.
         residency: Who is awake, where they take turns.
+        weights: Brings weights of roles to others.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
         lane: Where role code runs.
@@ -84,6 +86,7 @@ class WorkerContext:
         self.sleeper = Sleeper(self)
         self.accounts = Accounts(self, self.sleeper)
         self.residency = Residency(self, self.sleeper, self.accounts)
+        self.weights = WeightSyncs(self)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()
         self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))

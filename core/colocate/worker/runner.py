@@ -126,6 +126,8 @@ class Runner:
                 work.allocated = worker_context.device.begin()
             if worker_context.sleeper.asleep.roles:
                 worker_context.sleeper.check(role, spec)
+            if role.received is not None:
+                role.received.check(str(role.name), work.label)
             if work.lots:
                 worker_context.definitions.load(work.lots)
             resolver = self._resolver(call, work) if call.uses else None

@@ -73,6 +73,7 @@ class RoleConfig:
         reserve_activations: How much of `device_memory` stays free for what its methods compute with.
         sleep: `vmm` for a role of which the constructor's memory on a GPU keeps its addresses when it sleeps, for CUDA
             graphs.
+        weights: `from sync` for a role that can't be called before `sync_weights` has brought it another one's weights.
     """
 
     use: str
@@ -85,6 +86,7 @@ class RoleConfig:
     host_memory: int | str | None = None
     reserve_activations: int | str | None = None
     sleep: Literal["vmm"] | None = None
+    weights: Literal["from sync"] | None = None
 
 
 @attrs.frozen

@@ -471,9 +471,9 @@ class Sleeper:
                     f"group.wake({name!r}), or keep none, and ask for it in the methods that use it"
                 )
 
-    def refuse(self, role: str) -> None:
-        """Raise when somebody wants a role's object while memory of it sleeps."""
-        if asleep := self.asleep.tags(role):
+    def refuse(self, role: str, tags: Collection[str] = _ALL) -> None:
+        """Raise when somebody wants a role's object while such memory of it sleeps."""
+        if asleep := [tag for tag in self.asleep.tags(role) if tag in tags]:
             raise SleepingError(
                 f"memory of role {role!r} sleeps ({', '.join(asleep)}): wake it with group.wake({role!r}), or call one "
                 "of its methods, before something in its workers uses it"

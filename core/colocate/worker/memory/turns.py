@@ -241,10 +241,10 @@ class Residency:
         """A call has ended."""
         self._uses.pop(seq, None)
 
-    def reach(self, name: str) -> None:
-        """A role's object is wanted, in whatever runs."""
+    def reach(self, name: str, tags: Sequence[str] = _ALL) -> None:
+        """A role's object is wanted, in whatever runs, with that of its memory."""
         if not self.takes_turns:
-            self._sleeper.refuse(name)
+            self._sleeper.refuse(name, tags)
             return
         for use in list(self._uses.values()):
             use.awake |= {name}
@@ -255,7 +255,7 @@ class Residency:
                 self._worker_context.device.forget()
             call = running_call.get()
             work = None if call is None else self._worker_context.lane.running.get(call.seq)
-            self._awaken(name, _ALL, f"needed by {'another role' if work is None else work.label}")
+            self._awaken(name, tags, f"needed by {'another role' if work is None else work.label}")
 
     @contextlib.contextmanager
     def awake(self, role: RoleInstance, why: str) -> Iterator[None]:

@@ -15,6 +15,7 @@ from colocate import wire
 from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
+from colocate._role.weights import Received
 from colocate._system.installed import version_line
 from colocate._system.numbers import size_text
 from colocate._system.tracebacks import rebuilding
@@ -82,6 +83,8 @@ class RoleBuild:
     seed: int
     generation: int
     keeps_addresses: bool  # whether what it makes on a GPU as it is constructed keeps its addresses when it sleeps
+    # How often it has got weights from another role, and why it needs them again; None where it may be called
+    weights: tuple[int, str] | None = None
 
 
 def context_in(
@@ -141,7 +144,12 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     finally:
         reset_current(token)
         worker_context.setting.have(worker_context.setting.base)
-    return RoleInstance(build.name, instance, methods, ctx, worker_context.setting, settings, build.keeps_addresses)
+    role = RoleInstance(build.name, instance, methods, ctx, worker_context.setting, settings, build.keeps_addresses)
+    if build.weights is not None:
+        role.received = Received(build.weights[0])
+        role.received.fail(build.weights[1])
+        ctx.weights_version = role.received.version
+    return role
 
 
 def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere: Elsewhere) -> None:

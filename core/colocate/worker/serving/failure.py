@@ -29,6 +29,7 @@ from colocate.errors import (
     RoleError,
     SerializationError,
     SleepingError,
+    StaleWeightsError,
 )
 from colocate.worker.birth import imports
 from colocate.worker.serving.definitions import Definitions
@@ -41,7 +42,15 @@ _ON_THREADS = (
     "signals, or make its event loop by itself; in a worker process that is the thread of role code: use "
     "connect('local', processes=True), in a config executor.with.processes=true"
 )
-_HOST_ERRORS = (ConfigError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
+_HOST_ERRORS = (
+    ConfigError,
+    DispatchError,
+    MemoryBudgetError,
+    RoleError,
+    SerializationError,
+    SleepingError,
+    StaleWeightsError,
+)
 _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 

@@ -11,17 +11,31 @@ from typing import Any
 
 from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
+from colocate._protocol.weights import Synced, SyncPlan
 from colocate._role.context import current
 from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
-from colocate._values.mesh import Mesh
+from colocate._role.weights import WeightSync
+from colocate._values.collect import Collect
+from colocate._values.mesh import Mesh, Ranks
 from colocate.worker.context import WorkerContext
 from colocate.worker.memory.sleep import Outcome
 from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
+
+
+class _JoinSynced(Collect):
+    """Makes what a sync has done of what it has done on each rank of the target."""
+
+    def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync:
+        """Return what it has done."""
+        found = [each for each in results if each is not None]
+        ways = {each.by for each in found}
+        by = tuple(way for way in ("shared", "reference", "peers") if way in ways)
+        return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by)
 
 
 class Functions:
@@ -47,6 +61,8 @@ class Functions:
         """Have the roles go on from a checkpoint."""
         for role in self._roles():
             restore(self._worker_context, role, directory, identity)
+            if role.received is not None:
+                role.received.fail("the group was restored since")
 
     def _roles(self) -> list[RoleInstance]:
         return [role for role in self._worker_context.roles.values() if role.name is not None]
@@ -73,6 +89,11 @@ class Functions:
         if self._worker_context.sleeper.asleep.tags(role) != before:
             self._tell(role, False, outcome.nbytes, start, why)
         return outcome
+
+    @method(collect=_JoinSynced())
+    def sync(self, plan: SyncPlan) -> Synced | None:
+        """Bring weights of a role to another one."""
+        return self._worker_context.weights.run(plan)
 
     def _asleep(self, role: str) -> int:
         """The bytes of a role that sleep."""
@@ -112,8 +133,14 @@ def current_slots() -> int:
 
 
 # What calls say: no name of a function can be the same.
-CHECKPOINT, RESTORE, SLEEP, WAKE = OF_WORKERS = "the checkpoint", "the restore", "the sleep", "the wake"
-_METHODS = {"run": "run", CHECKPOINT: "save", RESTORE: "restore", SLEEP: "sleep", WAKE: "wake"}
+CHECKPOINT, RESTORE, SLEEP, WAKE, SYNC = OF_WORKERS = (
+    "the checkpoint",
+    "the restore",
+    "the sleep",
+    "the wake",
+    "the sync of weights",
+)
+_METHODS = {"run": "run", CHECKPOINT: "save", RESTORE: "restore", SLEEP: "sleep", WAKE: "wake", SYNC: "sync"}
 SPECS: dict[str, MethodSpec] = {said: Functions.__dict__[name].spec for said, name in _METHODS.items()}
 """By what calls say."""
 RUN = SPECS["run"]

@@ -11,6 +11,7 @@ import attrs
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
+from colocate._role.weights import Received
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.torch_groups.settings import Setting, Settings
 
@@ -28,6 +29,7 @@ class RoleInstance:
     setting: Setting  # what makes torch's settings
     settings: Settings | None = None  # which the role has of its own; None for those of all
     keeps_addresses: bool = False  # whether what its constructor has made on a GPU keeps its addresses when it sleeps
+    received: Received | None = None  # the weights that it has from another role; None where it has its own
     # how many operations of process groups it has begun in the calls that have ended
     operations: int = attrs.field(default=0, init=False)
     # its methods by name, each with what errors and stacks call it

@@ -1,0 +1,198 @@
+"""Weights on their way from one role to another: what the target's `load_weights` gets, and what it says to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import attrs
+
+from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import size_text
+from colocate.errors import ConfigError, StaleWeightsError
+
+if TYPE_CHECKING:
+    import torch
+
+_TOLD = 8
+"""Mistakes of one kind that an error names."""
+
+
+class WeightSpec(NamedTuple):
+    """What is known of a weight before it comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Weights(Iterator[tuple[str, "torch.Tensor"]]):
+    """The weights of a source, by name, one at a time: what a target's `load_weights` gets.
+
+    Each tensor is the source's or one of transport's: the target copies what it needs before it asks for the next one,
+    and keeps none, unless they are `shared`.
+
+    Attributes:
+        specs: All names that will come, in order, with shape and dtype.
+        shared: Whether the target is to have these very tensors.
+        loaded: How many have come.
+        mismatch: What `check` has found.
+    """
+
+    def __init__(
+        self, source: str, given: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], shared: bool
+    ) -> None:
+        """Made by `colocate.sync_weights`. `source`: whose they are, as errors say it."""
+        self.source = source
+        self.specs = specs
+        self.shared = shared
+        self.loaded = 0
+        self.mismatch: ConfigError | None = None
+        self._given = given
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        found = next(self._given)
+        self.loaded += 1
+        return found
+
+    def check(self, wanted: Mapping[str, torch.Tensor], whose: str = "the target") -> None:
+        """Compare what will come with what there is, before anything is written.
+
+        Args:
+            wanted: The target's tensors by name. Of several names of one tensor it is enough that one comes.
+            whose: What has them, as the error says it.
+
+        Raises:
+            ConfigError: All names, shapes and dtypes that don't match, with the nearest names.
+        """
+        given = self.specs
+        unknown = [name for name in given if name not in wanted]
+        comes = {id(wanted[name]) for name in given if name in wanted}
+        missing = [name for name, tensor in wanted.items() if id(tensor) not in comes]
+        odd = [
+            f"{name} is {spec} there and {_spec(wanted[name])} here"
+            for name, spec in given.items()
+            if name in wanted and not _fits(spec, wanted[name])
+        ]
+        said = [
+            *_few(f"{whose} has no {name}{did_you_mean(name, missing or wanted)}" for name in unknown),
+            *_few(f"{name} doesn't come{did_you_mean(name, unknown)}" for name in missing),
+            *_few(odd),
+        ]
+        if said:
+            self.mismatch = ConfigError(
+                f"the weights of {self.source} don't fit {whose}, and nothing was written: {'; '.join(said)}. "
+                "Map names by sync_weights(names=...)"
+            )
+            raise self.mismatch
+
+
+def _few(said: Iterable[str]) -> list[str]:
+    found = [*said]
+    return found if len(found) <= _TOLD else [*found[:_TOLD], f"... and {len(found) - _TOLD} more"]
+
+
+def _spec(tensor: torch.Tensor) -> WeightSpec:
+    return WeightSpec(tuple(tensor.shape), tensor.dtype)
+
+
+def _fits(spec: WeightSpec, tensor: torch.Tensor) -> bool:
+    """Floating-point numbers are converted as they are copied; others have to be the same."""
+    alike = spec.dtype == tensor.dtype or (spec.dtype.is_floating_point and tensor.dtype.is_floating_point)
+    return alike and spec.shape == tuple(tensor.shape)
+
+
+def described(weights: Iterable[tuple[str, torch.Tensor]], source: str) -> dict[str, WeightSpec]:
+    """Return the names, shapes and dtypes of weights, in order.
+
+    Raises:
+        ConfigError: They are no pairs of a name and a tensor, a name comes twice, or there are none.
+    """
+    import torch
+
+    found: dict[str, WeightSpec] = {}
+    for each in weights:
+        pair: Any = each
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ConfigError(f"named_weights of {source} yields {type(pair).__name__}: it yields (name, tensor)")
+        name, tensor = pair
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"named_weights of {source}: {name!r} is {type(tensor).__name__}, and no tensor")
+        if name in found:
+            raise ConfigError(f"named_weights of {source} yields {name!r} twice")
+        found[name] = _spec(tensor)
+    if not found:
+        raise ConfigError(f"named_weights of {source} yields nothing")
+    return found
+
+
+@attrs.define(eq=False)
+class Received:
+    """The weights that a role has got from another one.
+
+    Attributes:
+        version: How often it has got them; 0 for those that its constructor has made.
+        stale: Why they can't be used; None where they can.
+        since: When that was known, in seconds of time.time().
+        written: Whether the source has written into them, where both roles have the very tensors.
+        shared: These, by name.
+    """
+
+    version: int = 0
+    stale: str | None = None
+    since: float = 0.0
+    written: Callable[[], bool] | None = None
+    shared: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+
+    def fail(self, why: str) -> None:
+        """They can't be used from now on."""
+        if self.stale is None:
+            self.since = time.time()
+        self.stale, self.written, self.shared = why, None, {}
+
+    def came(self, shared: Mapping[str, torch.Tensor], written: Callable[[], bool] | None) -> None:
+        """All of them have come, on all ranks."""
+        self.version += 1
+        self.stale, self.since, self.written, self.shared = None, time.time(), written, shared
+
+    def check(self, role: str, label: str) -> None:
+        """Refuse a call that would use stale weights.
+
+        Raises:
+            StaleWeightsError: They are stale.
+        """
+        if self.stale is None and self.written is not None and self.written():
+            shared = self.shared
+            self.stale, self.since = "the role whose tensors it shares has written into them since then", time.time()
+            self.shared = shared  # which a sync only has to look at
+        if self.stale is not None:
+            at = time.strftime("%H:%M:%S", time.localtime(self.since))
+            raise StaleWeightsError(
+                f"{label} can't run: the weights of role {role!r} are stale since {at} (version {self.version} was the "
+                f"last whole one): {self.stale}. colocate.sync_weights(source, target) brings them"
+            )
+
+
+@attrs.frozen
+class WeightSync:
+    """What `sync_weights` has done.
+
+    Attributes:
+        version: Of the target's weights now: how often it has got them.
+        nbytes: The bytes of the weights, once, as they came.
+        seconds: How long the slowest rank took.
+        by: "shared" (the same tensors), "reference" (the source's tensors, copied by the target), "peers" (from worker
+            to worker); several, in this order, where ranks differ.
+    """
+
+    version: int
+    nbytes: int
+    seconds: float
+    by: tuple[str, ...]
+
+    def __str__(self) -> str:
+        how = " and ".join(self.by)
+        return f"weights version {self.version}: {size_text(self.nbytes)} in {self.seconds:.3g} s by {how}"

@@ -1,0 +1,186 @@
+"""`sync_weights`: the weights of a role reach another one, in the order of its group's calls, all of them or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from colocate._calls.pending import PendingCall
+from colocate._protocol.weights import SyncPlan
+from colocate._role.call import Call
+from colocate._role.method import RoleMethod
+from colocate._role.role import RoleInfo
+from colocate._signals.at_work import refuse_to_wait
+from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import FOREVER_S, limit
+from colocate._values.dispatch import plan
+from colocate._views.sending import everyone, ready, recording, refuse_inside, start, submit
+from colocate._views.sleeping import start_wake
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate.errors import ColocateError, ConfigError
+from colocate.worker.serving.functions import SPECS, SYNC
+
+if TYPE_CHECKING:
+    import torch
+
+    from colocate._role.weights import WeightSync
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+class SyncWeights:
+    """Bring the weights of a role to another role, as `sync_weights(actor, rollout)`."""
+
+    def __call__(
+        self,
+        source: Any,
+        target: Any,
+        *,
+        names: Mapping[str, str | None] | None = None,
+        dtype: torch.dtype | str | None = None,
+        finite: bool = False,
+        timeout: float | None = None,
+    ) -> WeightSync:
+        """Bring them, and wait until all ranks of the target have them.
+
+        The source has a method `named_weights(self)` that yields `(name, tensor)`: whole tensors, one at a time, the
+        same names in the same order on all ranks. The target has `load_weights(self, weights, version)`, which copies
+        what comes from the iterator `weights` (`colocate.Weights`), or, declared with `@method(shares=True)`, has these
+        very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` do it for modules.
+
+        A sync takes its place in the order of the group's calls. Memory that sleeps is woken as far as it is needed:
+        the weights of both roles. Until all ranks of the target have all weights, and after a failure amid that, calls
+        of the target are refused (`StaleWeightsError`); so they are when a source whose tensors it shares has written
+        into them, and after a restart or a `restore` of the group.
+
+        Args:
+            source: The view of the role that has the weights.
+            target: The view of the role that gets them, on slots that the source has, too.
+            names: What the target calls weights, by what the source calls them; None for one that it doesn't get.
+                Others keep their names.
+            dtype: What floating-point weights are converted to before the target gets them, as torch.bfloat16.
+            finite: Whether a weight that isn't finite is an error.
+            timeout: Seconds until it is given up; None for never.
+
+        Returns:
+            The version of the target's weights, their bytes, how long it took, and by which way they came.
+
+        Raises:
+            ConfigError: They don't fit; all that doesn't is told, and nothing was written.
+            RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
+            SleepingError: Memory of one of them sleeps, and is only woken by `group.wake`.
+        """
+        refuse_to_wait("sync_weights")
+        found: WeightSync = self._start(source, target, names, dtype, finite, timeout, waits=True).result()
+        return found
+
+    def submit(
+        self,
+        source: Any,
+        target: Any,
+        *,
+        names: Mapping[str, str | None] | None = None,
+        dtype: torch.dtype | str | None = None,
+        finite: bool = False,
+        timeout: float | None = None,
+    ) -> Call[WeightSync]:
+        """Send it and return at once; what it raises otherwise is the call's error."""
+        return Call(self._start(source, target, names, dtype, finite, timeout, waits=False))
+
+    def _start(
+        self,
+        source: Any,
+        target: Any,
+        names: Mapping[str, str | None] | None,
+        dtype: torch.dtype | str | None,
+        finite: bool,
+        timeout: float | None,
+        waits: bool,
+    ) -> PendingCall:
+        limited = limit(timeout, "sync_weights(timeout)", positive=True)
+        (worker_group, giver), (other, taker) = _viewed(source, "source"), _viewed(target, "target")
+        _check(worker_group, giver, other, taker)
+        label = f"the sync of {giver.name} to {taker.name}"
+        if (pipeline := recording(worker_group)) is not None:
+            pipeline.refuse_call(label)
+        worker_group.check()
+        refuse_inside(label, worker_group.name)
+        shares = getattr(getattr(getattr(taker.cls, "load_weights", None), "spec", None), "shares", False)
+        given = SyncPlan(
+            giver.name,
+            taker.name,
+            giver.name,
+            taker.name,
+            len(taker.slots),
+            dict(names or {}),
+            _dtype(dtype),
+            finite,
+            shares,
+        )
+        if given.shares and given.dtype is not None:
+            raise ConfigError(f"sync_weights(dtype=...): {taker.name} shares the tensors of {giver.name} as they are")
+        for role in (giver, taker):
+            if worker_group.sleepers.for_call(role.name, ("weights",)):
+                start_wake(worker_group, role.name, ("weights",), timeout)
+        info, spec = everyone(worker_group), SPECS[SYNC]
+        planned = plan(spec.dispatch, {"plan": given}, info.ranks)
+        call = PendingCall(label, "", SYNC, info.slots)
+        draft = ready(worker_group, call, info, spec, planned, [], FOREVER_S if limited is None else limited)
+        (start if waits else submit)(draft)
+        call._then(partial(_note, worker_group, taker.name))
+        return call
+
+
+sync_weights = SyncWeights()
+
+
+def _viewed(view: Any, what: str) -> tuple[WorkerGroup, RoleInfo]:
+    found = getattr(view, "__dict__", {}).get("_colocate_view")
+    if found is None:
+        raise ConfigError(f"sync_weights({what}={view!r}): it is a view, as group.role(name) gives it")
+    return found  # type: ignore[no-any-return]
+
+
+def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker: RoleInfo) -> None:
+    for role, name, example in (
+        (giver, "named_weights", "named_weights(self), which yields (name, tensor)"),
+        (taker, "load_weights", "load_weights(self, weights, version), which takes them from an iterator"),
+    ):
+        found = getattr(role.cls, name, None)
+        if not callable(found) and not isinstance(found, RoleMethod):
+            near = did_you_mean(name, [each for each in dir(role.cls) if not each.startswith("_")])
+            raise ConfigError(
+                f"sync_weights: {role.cls.__qualname__} (role {role.name!r}) has no method {example}{near}"
+            )
+    if worker_group.services is not other.services:
+        raise ColocateError(
+            f"sync_weights: roles {giver.name!r} and {taker.name!r} are of two runtimes, and weights have no way there"
+        )
+    if worker_group is other and giver.name == taker.name:
+        raise ConfigError(f"sync_weights: source and target are one role, {giver.name!r}")
+    missing = sorted(set(taker.slots) - set(giver.slots)) if worker_group is other else []
+    if worker_group is not other or missing:
+        where = f"slot {missing[0]}" if missing else f"group {other.name!r}"
+        raise ColocateError(
+            f"sync_weights: {taker.name!r} is on {where}, where {giver.name!r} isn't: weights reach roles of the same "
+            "slots only"
+        )
+
+
+def _dtype(dtype: torch.dtype | str | None) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"sync_weights(dtype={dtype!r}): it is of {', '.join(_DTYPES)}{did_you_mean(name, _DTYPES)}")
+    return name
+
+
+def _note(worker_group: WorkerGroup, role: str, call: PendingCall) -> None:
+    """Note how often a role has got weights, for a group that is rebuilt, and for who looks."""
+    if call.exception() is None:
+        found: WeightSync = call.result()
+        worker_group.synced[role] = found.version, time.time()
+        worker_group.home.changed()

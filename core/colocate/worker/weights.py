@@ -1,0 +1,295 @@
+"""Weights in sync, the worker's half: a role's weights reach another role of its slot, or leave that one stale.
+
+The source's `named_weights` yields them, and the target's `load_weights` takes them from one iterator, so that there is
+no more memory than for one tensor between both. What has been described by the first pass over the source is compared
+before the target writes anything. The target's ranks meet when each has all of them: until then, and after a failure,
+its weights are stale.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from colocate._protocol import questions
+from colocate._protocol.weights import Synced, SyncPlan
+from colocate._role.context import reset_current, running_call, set_current
+from colocate._role.method import RoleMethod
+from colocate._role.weights import Received, Weights, WeightSpec, described
+from colocate._system.jobs import error_text
+from colocate._system.nearest import did_you_mean
+from colocate._values.leaving import Watch
+from colocate.errors import ConfigError, RoleError
+from colocate.worker.memory.context import beside
+from colocate.worker.memory.holdings import Objects, held_by
+from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.role_instance import RoleInstance
+
+if TYPE_CHECKING:
+    import torch
+
+    from colocate.worker.context import WorkerContext
+
+_TAGS = ("weights",)
+
+
+class WeightSyncs:
+    """The syncs of a worker. All methods are called on its lane."""
+
+    def __init__(self, worker_context: WorkerContext) -> None:
+        self._worker_context = worker_context
+        self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield, by role, once that is known
+        self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
+
+    def run(self, plan: SyncPlan) -> Synced | None:
+        """Do this worker's part of a sync; None where it has no rank of the target.
+
+        Raises:
+            ConfigError: The weights don't fit, or a role doesn't do what a source or a target does.
+            RoleError: The target has kept what it was to copy, or hasn't taken all; a weight isn't finite.
+            BaseException: A role's code has raised.
+        """
+        roles, residency = self._worker_context.roles, self._worker_context.residency
+        source, target = roles.get(plan.source), roles.get(plan.target)
+        start = time.time()
+        for role in filter(None, (source, target)):
+            residency.reach(str(role.name), _TAGS)
+        if target is None:
+            if source is not None:  # other ranks may wait for what it does in common with them
+                for _ in self._given(source, plan):
+                    pass
+            return None
+        assert source is not None
+        received = target.received = target.received or Received()
+        by = "shared" if plan.shares else "reference"
+        given, specs = self._given(source, plan), self._described(source, plan)
+        nbytes = sum(_nbytes(spec) for spec in specs.values())
+        weights = Weights(plan.giver, given, specs, plan.shares)
+        try:
+            shared = self._load(source, target, weights, received, plan)
+            residency.check(target.name, f"the sync of {plan.giver} to {plan.taker}")
+            self._meet(plan.members)
+        except BaseException as error:
+            if weights.loaded:
+                came = f"{weights.loaded} of {len(specs)} had come"
+                received.fail(f"a sync of {plan.giver} to it failed when {came} ({error_text(error)})")
+            raise
+        written = None
+        if shared:
+            written = Watch([*shared.values()], contents=self._worker_context.store.strict).written
+        received.came(shared, written)
+        target.ctx.weights_version = received.version
+        return Synced(received.version, nbytes, time.time() - start, by)
+
+    # -- the source
+
+    def _described(self, source: RoleInstance, plan: SyncPlan) -> dict[str, WeightSpec]:
+        """What will come, by the target's names."""
+        found: dict[str, WeightSpec] = {}
+        dtype = _dtype(plan)
+        specs = self._specs_of(source, plan)
+        if unknown := [name for name in plan.names if name not in specs]:
+            hint = did_you_mean(unknown[0], specs)
+            raise ConfigError(f"sync_weights(names=...): {plan.giver} has no weight {unknown[0]!r}{hint}")
+        for name, (shape, has) in specs.items():
+            called = plan.names.get(name, name)
+            if called in found:
+                raise ConfigError(f"sync_weights(names=...): two weights of {plan.giver} are called {called!r}")
+            if called is not None:
+                found[called] = WeightSpec(shape, dtype if dtype is not None and has.is_floating_point else has)
+        return found
+
+    def _specs_of(self, source: RoleInstance, plan: SyncPlan) -> dict[str, WeightSpec]:
+        """What a source yields: it says so itself (`specs`), or all that it yields is looked at once."""
+        assert source.name is not None
+        if source.name not in self._specs:
+            weights = _in_its_place(source, _function(source, "named_weights", plan.giver))
+            said: Mapping[str, WeightSpec] | None = getattr(weights, "specs", None)
+            found = described(_each(source, weights), plan.giver) if said is None else dict(said)
+            self._specs[source.name] = found
+        return self._specs[source.name]
+
+    def _given(self, source: RoleInstance, plan: SyncPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights as the target gets them, checked against what was said of them."""
+        import torch
+
+        specs, dtype = self._specs_of(source, plan), _dtype(plan)
+        left = iter(specs.items())
+        for name, tensor in _each(source, _in_its_place(source, _function(source, "named_weights", plan.giver))):
+            wanted, spec = next(left, ("nothing", None))
+            if name != wanted or spec != (tuple(tensor.shape), tensor.dtype):
+                del self._specs[str(source.name)]
+                raise RoleError(
+                    f"named_weights of {plan.giver} yields {name} {WeightSpec(tuple(tensor.shape), tensor.dtype)} "
+                    f"where {wanted} {'' if spec is None else spec} came before: all ranks yield the same weights in "
+                    "the same order, each time"
+                )
+            if (called := plan.names.get(name, name)) is None:
+                continue
+            if plan.finite and not bool(torch.isfinite(tensor).all()):
+                raise RoleError(f"weight {name} of {plan.giver} isn't finite: it has inf or nan")
+            found = tensor.detach()
+            if dtype is not None and found.is_floating_point():
+                found = found.to(dtype)
+            yield called, found
+        if (missing := next(left, None)) is not None:
+            del self._specs[str(source.name)]
+            raise RoleError(f"named_weights of {plan.giver} ends before {missing[0]}, which came before")
+
+    # -- the target
+
+    def _load(
+        self, source: RoleInstance, target: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
+    ) -> Mapping[str, torch.Tensor]:
+        """Have the target take all weights; those that both roles have from now on."""
+        shared: dict[str, torch.Tensor] = {}
+        if plan.shares:
+            shared = self._lasting(source, weights, received, plan)
+            if shared.keys() == received.shared.keys() and all(
+                map(_is_same, shared.values(), received.shared.values())
+            ):
+                return shared  # it has them
+            weights = Weights(plan.giver, iter(shared.items()), weights.specs, shared=True)
+        alive: list[weakref.ref[torch.Tensor]] = []
+        names = (str(source.name), str(target.name))
+        before = self._common(source, target) if not plan.shares and names not in self._copies else None
+        load = _function(target, "load_weights", plan.taker)
+        try:
+            target.run_hook(
+                partial(_without_grad, load, _noted(weights, alive), received.version + 1), name="load_weights"
+            )
+        except BaseException:
+            if weights.mismatch is not None:
+                raise weights.mismatch.with_traceback(None) from None
+            raise
+        if (left := next(weights, None)) is not None:
+            raise RoleError(
+                f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
+                f"{weights.loaded - 1} of {len(weights.specs)} had come, and {left[0]} is next"
+            )
+        if not plan.shares:
+            if any(ref() is not None for ref in alive):
+                gc.collect()  # some may be part of a circle
+            kept = next((ref for ref in alive if ref() is not None), None)
+            if kept is not None or (before is not None and self._common(source, target) - before):
+                raise RoleError(
+                    f"load_weights of {plan.taker} keeps tensors of {plan.giver} that it was given: copy what is "
+                    "needed (param.copy_), or declare it with @method(shares=True)"
+                )
+            self._copies.add(names)
+        return shared
+
+    def _common(self, source: RoleInstance, target: RoleInstance) -> set[int]:
+        """The storages that both roles hold."""
+        return self._storages(source) & self._storages(target)
+
+    def _storages(self, role: RoleInstance) -> set[int]:
+        found, _ = held_by(role.instance, (), beside(self._worker_context, role.name), Objects)
+        return {key for pieces in found.values() if isinstance(pieces, Objects) for key in pieces.storages}
+
+    def _lasting(
+        self, source: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a source, all of which it holds itself, so that another role can have them, too."""
+        found: dict[str, torch.Tensor] = {}
+        own: set[int] | None = None
+        for name, tensor in weights._given:
+            before = received.shared.get(name)
+            if before is None or not _is_same(tensor, before):
+                own = self._storages(source) if own is None else own
+                if tensor.untyped_storage()._cdata not in own:
+                    raise ConfigError(
+                        f"load_weights of {plan.taker} shares tensors, and {name} of {plan.giver} is made for the "
+                        "sync only (gathered, merged or converted): leave shares=True out, so that it is copied"
+                    )
+            found[name] = tensor
+        return found
+
+    def _meet(self, members: int) -> None:
+        """Wait until all ranks of the target have all weights."""
+        if members > 1:
+            call = running_call.get()
+            assert call is not None
+            board = f"weights {call.seq} {self._worker_context.lane.resumed}"
+            self._worker_context.ask(questions.Meet(board, members, None, False, None))
+
+
+def _dtype(plan: SyncPlan) -> torch.dtype | None:
+    import torch
+
+    return None if plan.dtype is None else getattr(torch, plan.dtype)
+
+
+def _nbytes(spec: WeightSpec) -> int:
+    count = spec.dtype.itemsize
+    for size in spec.shape:
+        count *= size
+    return count
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same memory."""
+    return one.data_ptr() == other.data_ptr() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _noted(weights: Weights, alive: list[weakref.ref[torch.Tensor]]) -> Weights:
+    """Have the tensors be noted that are given away."""
+    given = weights._given
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in given:
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    weights._given = noted()
+    return weights
+
+
+def _function(role: RoleInstance, name: str, whose: str) -> Callable[..., Any]:
+    """What a role has for its part in a sync, whether or not its callers may call it."""
+    found = getattr(type(role.instance), name, None)
+    if isinstance(found, RoleMethod):
+        return MethodType(found.spec.function, role.instance)
+    bound = getattr(role.instance, name, None)
+    if not callable(bound):
+        raise ConfigError(f"{whose} has no method {name}")
+    return bound  # type: ignore[no-any-return]
+
+
+@calls_role_code
+def _without_grad(code: Callable[..., Any], *args: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return code(*args)
+
+
+def _in_its_place(role: RoleInstance, code: Callable[..., Any], *args: Any) -> Any:
+    """Run code of a role, perhaps amid another one's."""
+    setting = role.setting
+    token, before = set_current(role.ctx), setting.now()
+    setting.have(role.settings or setting.base)
+    try:
+        return _without_grad(code, *args)
+    finally:
+        setting.have(before)
+        reset_current(token)
+
+
+def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
+    """Yield what a source yields, whose code runs as its own, whoever asks."""
+    items = _in_its_place(source, iter, weights)
+    try:
+        while (found := _in_its_place(source, next, items, None)) is not None:
+            yield found
+            del found
+    finally:
+        with suppress(AttributeError):  # what isn't a generator has nothing to end
+            items.close()
