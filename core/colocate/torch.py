@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -89,7 +89,7 @@ class NamedWeights:
         while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or isinstance(
             module, DistributedDataParallel
         ):
-            module = inner if isinstance(inner, nn.Module) else module.module  # of torch.compile, or DDP
+            module = inner if isinstance(inner, nn.Module) else cast("nn.Module", module.module)
         if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
             raise ConfigError(
                 f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "

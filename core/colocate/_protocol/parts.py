@@ -47,6 +47,13 @@ class Weight(Message):
 
 
 @message
+class Took(Message):
+    """Whoever asks has taken it; answered by `Number`. When all have who are to, it is forgotten."""
+
+    key: int  # the resident
+
+
+@message
 class Value(Message):
     """Here it is. Body: it."""
 

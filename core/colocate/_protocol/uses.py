@@ -195,6 +195,10 @@ class Peers(abc.ABC):
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
         """Some of its rows, which are noted as `part` does."""
 
+    @abc.abstractmethod
+    def took(self, source: Source, rank: int) -> None:
+        """Tell the rank that has it that it was taken, where it is offered to some (`Store.offer`)."""
+
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
         """A call is over: those residents of other workers that it had the very values of, and wrote into.
 

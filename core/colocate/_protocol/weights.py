@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from colocate._protocol.uses import Source
+
 
 @attrs.frozen
 class SyncPlan:
@@ -21,6 +23,11 @@ class SyncPlan:
         dtype: What floating-point weights are converted to, as torch calls it; None for what they are.
         finite: Whether a weight that isn't finite is an error.
         shares: Whether the target is to have the source's very tensors.
+        bucket: How many bytes travel together to ranks of the target on other slots.
+        offers: Where that is done: what is offered there, as workers know it, with the source's ranks and slots. The
+            keys of what is offered go down from its own.
+        takes: By slot of this group from which of these ranks it takes them.
+        serves: By slot of this group how many take them from it.
     """
 
     giver: str
@@ -32,6 +39,10 @@ class SyncPlan:
     dtype: str | None
     finite: bool
     shares: bool
+    bucket: int
+    offers: Source | None = None
+    takes: Mapping[int, int] = attrs.field(factory=dict)
+    serves: Mapping[int, int] = attrs.field(factory=dict)
 
 
 @attrs.frozen

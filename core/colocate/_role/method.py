@@ -202,7 +202,8 @@ def method(
         readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
         host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
         awake: What of the role's memory it uses: of "weights", "grads", "optimizer", "cache". A call wakes that, if it
-            sleeps (`group.sleep`), and leaves the rest; () for none of it. None for all.
+            sleeps (`group.sleep`), and leaves the rest; () for none of it. None for all. Without "weights" it runs
+            also where these are stale (`colocate.sync_weights`).
         shares: For `load_weights` (`colocate.sync_weights`): the role is to have the very tensors of its source, and
             only reads them.
 

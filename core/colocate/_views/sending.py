@@ -87,6 +87,15 @@ class Draft:
     pipeline: Recorder | None = None
     kept: Kept | None = None
     pin: Pin | None = None
+    wakes: Mapping[str, Sequence[str]] | None = None
+
+    @property
+    def needs(self) -> Mapping[str, Sequence[str]]:
+        """What of which roles' memory it needs: its own role's, unless `wakes` says otherwise."""
+        role, spec = self.call.role, self.call.spec
+        if self.wakes is not None or spec is None or role not in self.worker_group.roles:
+            return self.wakes or {}
+        return {role: TAGS if spec.awake is None else spec.awake}
 
     def lend(self) -> None:
         """What it uses is lent to it from now on. This takes no lock.
@@ -458,9 +467,8 @@ def send(messages: Messages) -> Sequence[Draft]:
     found: list[Draft] = []
     waking: dict[Mark, Draft] = {}
     for draft in drafts if worker_group.sleepers else ():
-        if (role := draft.call.role) in worker_group.roles and draft.call.spec is not None:
-            awake = draft.call.spec.awake
-            seen = worker_group.sleepers.for_call(role, TAGS if awake is None else awake)
+        for role, tags in draft.needs.items():
+            seen = worker_group.sleepers.for_call(role, tags)
             if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
                 found.append(_waking(worker_group, role, marks, draft))
                 waking.update(dict.fromkeys(marks, found[-1]))

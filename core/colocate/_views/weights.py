@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from colocate._calls.pending import PendingCall
+from colocate._protocol.uses import Origin, Source
 from colocate._protocol.weights import SyncPlan
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
-from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.at_work import at_work, refuse_to_wait
+from colocate._signals.off_main import off_main
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import FOREVER_S, limit
+from colocate._system.numbers import FOREVER_S, limit, parse_bytes
+from colocate._values.collect import Gather
 from colocate._values.dispatch import plan
-from colocate._views.sending import everyone, ready, recording, refuse_inside, start, submit
-from colocate._views.sleeping import start_wake
+from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, start, submit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.serving.functions import SPECS, SYNC
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 
     from colocate._role.weights import WeightSync
 
+_BUCKETS = 32  # bits for the numbers of what is offered in a sync
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -40,6 +48,7 @@ class SyncWeights:
         *,
         names: Mapping[str, str | None] | None = None,
         dtype: torch.dtype | str | None = None,
+        bucket: str | int = "256MiB",
         finite: bool = False,
         timeout: float | None = None,
     ) -> WeightSync:
@@ -57,10 +66,11 @@ class SyncWeights:
 
         Args:
             source: The view of the role that has the weights.
-            target: The view of the role that gets them, on slots that the source has, too.
+            target: The view of the role that gets them: of the same group, or of another one of the runtime.
             names: What the target calls weights, by what the source calls them; None for one that it doesn't get.
                 Others keep their names.
             dtype: What floating-point weights are converted to before the target gets them, as torch.bfloat16.
+            bucket: How many bytes travel together between workers, as "256MiB": two of these are there at once.
             finite: Whether a weight that isn't finite is an error.
             timeout: Seconds until it is given up; None for never.
 
@@ -73,7 +83,7 @@ class SyncWeights:
             SleepingError: Memory of one of them sleeps, and is only woken by `group.wake`.
         """
         refuse_to_wait("sync_weights")
-        found: WeightSync = self._start(source, target, names, dtype, finite, timeout, waits=True).result()
+        found: WeightSync = self._start(source, target, names, dtype, bucket, finite, timeout, waits=True).result()
         return found
 
     def submit(
@@ -83,11 +93,12 @@ class SyncWeights:
         *,
         names: Mapping[str, str | None] | None = None,
         dtype: torch.dtype | str | None = None,
+        bucket: str | int = "256MiB",
         finite: bool = False,
         timeout: float | None = None,
     ) -> Call[WeightSync]:
         """Send it and return at once; what it raises otherwise is the call's error."""
-        return Call(self._start(source, target, names, dtype, finite, timeout, waits=False))
+        return Call(self._start(source, target, names, dtype, bucket, finite, timeout, waits=False))
 
     def _start(
         self,
@@ -95,6 +106,7 @@ class SyncWeights:
         target: Any,
         names: Mapping[str, str | None] | None,
         dtype: torch.dtype | str | None,
+        bucket: str | int,
         finite: bool,
         timeout: float | None,
         waits: bool,
@@ -103,34 +115,21 @@ class SyncWeights:
         (worker_group, giver), (other, taker) = _viewed(source, "source"), _viewed(target, "target")
         _check(worker_group, giver, other, taker)
         label = f"the sync of {giver.name} to {taker.name}"
-        if (pipeline := recording(worker_group)) is not None:
-            pipeline.refuse_call(label)
-        worker_group.check()
-        refuse_inside(label, worker_group.name)
-        shares = getattr(getattr(getattr(taker.cls, "load_weights", None), "spec", None), "shares", False)
-        given = SyncPlan(
-            giver.name,
-            taker.name,
-            giver.name,
-            taker.name,
-            len(taker.slots),
-            dict(names or {}),
-            _dtype(dtype),
-            finite,
-            shares,
-        )
-        if given.shares and given.dtype is not None:
-            raise ConfigError(f"sync_weights(dtype=...): {taker.name} shares the tensors of {giver.name} as they are")
-        for role in (giver, taker):
-            if worker_group.sleepers.for_call(role.name, ("weights",)):
-                start_wake(worker_group, role.name, ("weights",), timeout)
-        info, spec = everyone(worker_group), SPECS[SYNC]
-        planned = plan(spec.dispatch, {"plan": given}, info.ranks)
-        call = PendingCall(label, "", SYNC, info.slots)
-        draft = ready(worker_group, call, info, spec, planned, [], FOREVER_S if limited is None else limited)
-        (start if waits else submit)(draft)
-        call._then(partial(_note, worker_group, taker.name))
-        return call
+        for each in {id(worker_group): worker_group, id(other): other}.values():
+            if (pipeline := recording(each)) is not None:
+                pipeline.refuse_call(label)
+            each.check()
+            refuse_inside(label, each.name)
+        given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite)
+        seconds = FOREVER_S if limited is None else limited
+        found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
+        found.call._then(partial(_note, other, taker.name))
+        if worker_group is other:
+            (start if waits else submit)(found)
+        else:
+            gives = attrs.evolve(given, source=giver.name, target=None, takes={})
+            _send_both(_draft(worker_group, label, gives, seconds), found)
+        return found.call
 
 
 sync_weights = SyncWeights()
@@ -160,13 +159,103 @@ def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker
         )
     if worker_group is other and giver.name == taker.name:
         raise ConfigError(f"sync_weights: source and target are one role, {giver.name!r}")
-    missing = sorted(set(taker.slots) - set(giver.slots)) if worker_group is other else []
-    if worker_group is not other or missing:
-        where = f"slot {missing[0]}" if missing else f"group {other.name!r}"
-        raise ColocateError(
-            f"sync_weights: {taker.name!r} is on {where}, where {giver.name!r} isn't: weights reach roles of the same "
-            "slots only"
+
+
+def _planned(
+    worker_group: WorkerGroup,
+    giver: RoleInfo,
+    other: WorkerGroup,
+    taker: RoleInfo,
+    names: Mapping[str, str | None] | None,
+    dtype: torch.dtype | str | None,
+    bucket: str | int,
+    finite: bool,
+) -> SyncPlan:
+    """How weights get from a role to another: in a slot that both have by reference, else each takes them from a rank.
+
+    Of the ranks that have the weights each serves as many others as the next one, those of its own node first.
+    """
+    is_one, services = worker_group is other, worker_group.services
+    shares = getattr(getattr(getattr(taker.cls, "load_weights", None), "spec", None), "shares", False)
+    takes: dict[int, int] = {}
+    serves: Counter[int] = Counter()
+    for slot in taker.slots:
+        if is_one and slot in giver.slots:
+            continue
+        if shares:
+            raise ConfigError(
+                f"sync_weights: {taker.name} shares the tensors of {giver.name} (shares=True), which isn't in the same "
+                f"worker as its rank on slot {slot}: leave shares=True out, so that they are copied"
+            )
+        node = other.node(slot)
+        rank = min(
+            range(len(giver.slots)),
+            key=lambda rank: (serves[giver.slots[rank]], worker_group.node(giver.slots[rank]) != node),
         )
+        takes[slot] = rank
+        serves[giver.slots[rank]] += 1
+    if shares and dtype is not None:
+        raise ConfigError(f"sync_weights(dtype=...): {taker.name} shares the tensors of {giver.name} as they are")
+    offers = None
+    if takes:
+        origin = Origin(
+            worker_group.name,
+            giver.slots,
+            giver.ranks,
+            Gather(),
+            f"the weights of {giver.name}",
+            worker_group.generation,
+        )
+        offers = Source(-((worker_group.base + services.new_key()) << _BUCKETS), origin)
+    return SyncPlan(
+        giver=giver.name if is_one else f"{worker_group.name}.{giver.name}",
+        taker=taker.name if is_one else f"{other.name}.{taker.name}",
+        source=giver.name if is_one else None,
+        target=taker.name,
+        members=len(taker.slots),
+        names=dict(names or {}),
+        dtype=_dtype(dtype),
+        finite=finite,
+        shares=shares,
+        bucket=parse_bytes(bucket, "sync_weights(bucket)"),
+        offers=offers,
+        takes=takes,
+        serves=serves,
+    )
+
+
+def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: float) -> Draft:
+    info, spec = everyone(worker_group), SPECS[SYNC]
+    planned = plan(spec.dispatch, {"plan": given}, info.ranks)
+    draft = ready(worker_group, PendingCall(label, "", SYNC, info.slots), info, spec, planned, [], timeout)
+    draft.wakes = {role: ("weights",) for role in (given.source, given.target) if role is not None}
+    return draft
+
+
+_both = threading.Lock()
+"""Held while the two calls of a sync between groups are sent: two such syncs have one order in both."""
+
+
+def _send_both(gives: Draft, takes: Draft) -> None:
+    """Send the calls of a sync between two groups. When one of them fails, so does the other."""
+    for one, other in ((gives, takes), (takes, gives)):
+        one.call._then(partial(_fail_too, other))
+
+    def send() -> None:
+        with _both:
+            for draft in (gives, takes):
+                submit(draft)
+
+    if at_work():
+        takes.worker_group.services.timers.soon(send)
+    else:
+        off_main(send, waits_s=None)
+
+
+def _fail_too(other: Draft, call: PendingCall) -> None:
+    error = call.exception()
+    if isinstance(error, ColocateError) and not other.call.done():
+        other.worker_group.order.break_off(other.call, copy.copy(error))
 
 
 def _dtype(dtype: torch.dtype | str | None) -> str | None:

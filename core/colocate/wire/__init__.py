@@ -4,7 +4,7 @@ from colocate._definitions.codec import explain, pack, unpack
 from colocate._definitions.packed import Packed
 from colocate.wire._forks import track, track_socket
 from colocate.wire.event_loop import LOOPBACK, EventLoop, Listener, listen, listen_widely, listening_within
-from colocate.wire.framing import HOLE, Frame, Head, Message, encode, numbered
+from colocate.wire.framing import HOLE, Area, Frame, Head, InFile, Message, encode, numbered
 from colocate.wire.hello import KEY_BYTES, connect, new_key
 from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane, posting
 from colocate.wire.peer import PeerChannel
@@ -16,9 +16,11 @@ __all__ = [
     "HOLE",
     "KEY_BYTES",
     "LOOPBACK",
+    "Area",
     "EventLoop",
     "Frame",
     "Head",
+    "InFile",
     "Listener",
     "Message",
     "OnClosed",

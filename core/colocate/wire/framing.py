@@ -26,6 +26,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, TypeAlias
 
+import attrs
+
 from colocate._definitions.packed import Buffer, Lost, Packed
 from colocate.wire.tls import send_file
 
@@ -168,7 +170,57 @@ class _OpenFrame(_FileFrame):
         self.abandon()
 
 
-def encode(head: Head, body: Packed | None = None) -> Frame:
+@attrs.frozen(eq=False)
+class InFile:
+    """A body that lies in a file already; see `Area`."""
+
+    file: int
+    sizes: tuple[int, ...]
+    length: int
+
+    def frame(self, header: bytes) -> Frame:
+        """Return a frame with it."""
+        by_file, by_bytes = _heads(header, self.sizes, self.length)
+        return _OpenFrame(by_file, by_bytes, os.dup(self.file), self.length, ())
+
+
+class Area:
+    """A file to write one body after the other into, each over the one before, when nobody reads that any more.
+
+    New memory costs several times what a copy into memory that is there does.
+    """
+
+    def __init__(self) -> None:
+        """It is empty."""
+        self._file = -1
+        self._size = 0
+
+    def write(self, body: Packed) -> InFile | Packed:
+        """Have a body lie in the file; a small one is better sent by itself.
+
+        Raises:
+            OSError: No descriptor is free, or no memory.
+        """
+        sizes = (len(body.data), *[buffer.nbytes for buffer in body.buffers])
+        pieces, length = _lay_out((body.data, *body.buffers), [*sizes])
+        if length < FILE_BYTES:
+            return body
+        if length > self._size:
+            self.close()
+            self._file, self._size = _new_file(), length
+            os.ftruncate(self._file, length)
+            fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # whoever has it mapped mustn't lose a page
+        _write_all(self._file, pieces)
+        return InFile(self._file, sizes, length)
+
+    def close(self) -> None:
+        """Let go of the file: whoever has it mapped still has its memory."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._size = -1, 0
+
+
+def encode(head: Head, body: Packed | InFile | None = None) -> Frame:
     """Make a frame. The body is copied: its memory may change afterwards.
 
     Args:
@@ -178,7 +230,8 @@ def encode(head: Head, body: Packed | None = None) -> Frame:
     Returns:
         The frame; close it when it has been given to all lanes.
     """
-    return _frame(pickle.dumps(head, protocol=5), (), body)
+    header = pickle.dumps(head, protocol=5)
+    return body.frame(header) if isinstance(body, InFile) else _frame(header, (), body)
 
 
 def numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
@@ -197,13 +250,18 @@ def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
         return Frame(bytearray(_PREFIX.pack(_VERSION, _BARE, len(header), 0, 0) + header), places)
     sizes = [len(body.data), *[buffer.nbytes for buffer in body.buffers]]
     pieces, length = _lay_out((body.data, *body.buffers), sizes)
-    table = struct.pack(f"<{len(sizes)}Q", *sizes)
-    inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
+    by_file, by_bytes = _heads(header, sizes, length)
     if length < FILE_BYTES:
-        return Frame(bytearray().join((inline, header, table, *pieces)), places)
-    passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
-    by_file, by_bytes = (bytearray().join((prefix, header, table)) for prefix in (passed, inline))
+        return Frame(bytearray().join((by_bytes, *pieces)), places)
     return _OpenFrame(by_file, by_bytes, memory_file(pieces), length, places)
+
+
+def _heads(header: bytes, sizes: Sequence[int], length: int) -> tuple[bytearray, bytearray]:
+    """Return what comes before a payload that lies in a file, and before one that follows."""
+    table = struct.pack(f"<{len(sizes)}Q", *sizes)
+    passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
+    inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
+    return bytearray().join((passed, header, table)), bytearray().join((inline, header, table))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -481,20 +539,28 @@ def memory_file(pieces: Iterable[Buffer]) -> int:
     Raises:
         OSError: No descriptor is free, or no memory.
     """
+    file = _new_file()
     try:
-        file = os.memfd_create("colocate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise OSError(error.errno, NONE_FREE) if error.errno == errno.EMFILE else error from None
-    try:
-        # Writing (instead of mapping and copying) spares a page fault and a cleared page per page.
-        views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0
-        while batch := list(islice(views, _VECTORS)):
-            at = _write(file, batch, at)
+        _write_all(file, pieces)
         _seal(file)
     except BaseException:
         os.close(file)
         raise
     return file
+
+
+def _new_file() -> int:
+    try:
+        return os.memfd_create("colocate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise OSError(error.errno, NONE_FREE) if error.errno == errno.EMFILE else error from None
+
+
+def _write_all(file: int, pieces: Iterable[Buffer]) -> None:
+    # Writing (instead of mapping and copying) spares a page fault and a cleared page per page.
+    views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0
+    while batch := list(islice(views, _VECTORS)):
+        at = _write(file, batch, at)
 
 
 def _seal(file: int) -> None:
@@ -531,16 +597,16 @@ def map_private(file: int, length: int) -> memoryview:
     """Map a sealed file as private writable memory, which is freed with the last reference to it.
 
     Args:
-        file: What `memory_file` made; may be closed afterwards.
+        file: What `memory_file` or an `Area` made; may be closed afterwards.
         length: How many bytes of it.
 
     Returns:
         The memory.
 
     Raises:
-        ValueError: The file could still change or is too short (using the memory could then be fatal).
+        ValueError: The file could become shorter or is too short (using the memory could then be fatal).
     """
-    if os.fstat(file).st_size < length or fcntl.fcntl(file, _F_GET_SEALS) & _ALL_SEALS != _ALL_SEALS:
+    if os.fstat(file).st_size < length or not fcntl.fcntl(file, _F_GET_SEALS) & _SEAL_SHRINK:
         raise ValueError("a message's memory isn't sealed or is too short")
     # mmap.mmap(file) would keep a descriptor open as long as the memory lives. An anonymous mapping has none; the
     # file is laid over it, and the mmap object unmaps it in the end.

@@ -18,11 +18,11 @@ from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.event_loop import EventLoop, listen_widely
-from colocate.wire.framing import Frame, Head, Message, Reader, encode
+from colocate.wire.framing import Frame, Head, InFile, Message, Reader, encode
 from colocate.wire.hello import dial, prove, until_let_in
 from colocate.wire.tls import Tls
 
-Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
+Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | InFile | None]]
 
 _SCRATCH_BYTES = 16 << 10
 

@@ -126,7 +126,7 @@ class Runner:
                 work.allocated = worker_context.device.begin()
             if worker_context.sleeper.asleep.roles:
                 worker_context.sleeper.check(role, spec)
-            if role.received is not None:
+            if role.received is not None and (spec.awake is None or "weights" in spec.awake):
                 role.received.check(str(role.name), work.label)
             if work.lots:
                 worker_context.definitions.load(work.lots)

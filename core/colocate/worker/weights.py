@@ -9,15 +9,19 @@ its weights are stale.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from colocate._protocol import questions
+from colocate._protocol.consequence import Consequence, Poisoned
+from colocate._protocol.uses import Source
 from colocate._protocol.weights import Synced, SyncPlan
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method import RoleMethod
@@ -25,7 +29,8 @@ from colocate._role.weights import Received, Weights, WeightSpec, described
 from colocate._system.jobs import error_text
 from colocate._system.nearest import did_you_mean
 from colocate._values.leaving import Watch
-from colocate.errors import ConfigError, RoleError
+from colocate.errors import ColocateError, ConfigError, RoleError
+from colocate.wire import Area
 from colocate.worker.memory.context import beside
 from colocate.worker.memory.holdings import Objects, held_by
 from colocate.worker.serving.handlers import calls_role_code
@@ -37,6 +42,11 @@ if TYPE_CHECKING:
     from colocate.worker.context import WorkerContext
 
 _TAGS = ("weights",)
+_IN_CACHE = 16 << 20
+"""What goes by the host's memory goes in so large parts at most: what one process writes the other reads from the
+processor's cache."""
+_AT_ONCE = 2
+"""So many buckets are offered at once; the next one is made meanwhile."""
 
 
 class WeightSyncs:
@@ -46,6 +56,8 @@ class WeightSyncs:
         self._worker_context = worker_context
         self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield, by role, once that is known
         self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
+        self._told: ColocateError | None = None  # what is wrong with a source
+        self._refused: list[int] = []  # keys of what others wait for that doesn't come
 
     def run(self, plan: SyncPlan) -> Synced | None:
         """Do this worker's part of a sync; None where it has no rank of the target.
@@ -57,20 +69,27 @@ class WeightSyncs:
         """
         roles, residency = self._worker_context.roles, self._worker_context.residency
         source, target = roles.get(plan.source), roles.get(plan.target)
-        start = time.time()
+        start, slot = time.time(), self._worker_context.boot.slot
         for role in filter(None, (source, target)):
             residency.reach(str(role.name), _TAGS)
+        if source is not None and slot not in plan.takes:
+            specs, given, by = self._described(source, plan), self._given(source, plan), "reference"
+            if takers := plan.serves.get(slot, 0):
+                given = self._offered(given, specs, takers, plan)
+        elif target is not None:
+            given, by, source = self._taken(plan), "peers", None
+            with self._taking(plan, next(_keys(plan))) as specs:
+                pass
         if target is None:
             if source is not None:  # other ranks may wait for what it does in common with them
-                for _ in self._given(source, plan):
-                    pass
+                deque(given, maxlen=0)
             return None
-        assert source is not None
         received = target.received = target.received or Received()
-        by = "shared" if plan.shares else "reference"
-        given, specs = self._given(source, plan), self._described(source, plan)
+        by = "shared" if plan.shares else by
         nbytes = sum(_nbytes(spec) for spec in specs.values())
-        weights = Weights(plan.giver, given, specs, plan.shares)
+        weights, self._told = Weights(plan.giver, given, specs, plan.shares), None
+        self._worker_context.store.free(self._refused)
+        self._refused.clear()
         try:
             shared = self._load(source, target, weights, received, plan)
             residency.check(target.name, f"the sync of {plan.giver} to {plan.taker}")
@@ -78,7 +97,9 @@ class WeightSyncs:
         except BaseException as error:
             if weights.loaded:
                 came = f"{weights.loaded} of {len(specs)} had come"
-                received.fail(f"a sync of {plan.giver} to it failed when {came} ({error_text(error)})")
+                elsewhere = isinstance(error, Consequence)
+                why = "elsewhere" if elsewhere else error_text(error)
+                received.fail(f"a sync of {plan.giver} to it has failed when {came} to rank {target.ctx.rank} ({why})")
             raise
         written = None
         if shared:
@@ -125,7 +146,7 @@ class WeightSyncs:
             wanted, spec = next(left, ("nothing", None))
             if name != wanted or spec != (tuple(tensor.shape), tensor.dtype):
                 del self._specs[str(source.name)]
-                raise RoleError(
+                raise self._ours(
                     f"named_weights of {plan.giver} yields {name} {WeightSpec(tuple(tensor.shape), tensor.dtype)} "
                     f"where {wanted} {'' if spec is None else spec} came before: all ranks yield the same weights in "
                     "the same order, each time"
@@ -133,23 +154,99 @@ class WeightSyncs:
             if (called := plan.names.get(name, name)) is None:
                 continue
             if plan.finite and not bool(torch.isfinite(tensor).all()):
-                raise RoleError(f"weight {name} of {plan.giver} isn't finite: it has inf or nan")
+                raise self._ours(f"weight {name} of {plan.giver} isn't finite: it has inf or nan")
             found = tensor.detach()
             if dtype is not None and found.is_floating_point():
                 found = found.to(dtype)
             yield called, found
         if (missing := next(left, None)) is not None:
             del self._specs[str(source.name)]
-            raise RoleError(f"named_weights of {plan.giver} ends before {missing[0]}, which came before")
+            raise self._ours(f"named_weights of {plan.giver} ends before {missing[0]}, which came before")
+
+    def _ours(self, text: str) -> RoleError:
+        self._told = RoleError(text)
+        return self._told
+
+    # -- between workers
+
+    def _offered(
+        self, given: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], takers: int, plan: SyncPlan
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield weights, and offer them to other workers bucket by bucket, of which two are there at once."""
+        worker_context, keys = self._worker_context, _keys(plan)
+        store, why_not = worker_context.store, worker_context.why_not
+        offered: deque[int] = deque()
+
+        in_files = not worker_context.in_process and worker_context.boot.device == "cpu"
+        areas = [Area() for _ in range(_AT_ONCE + 1)]
+        most = min(plan.bucket, _IN_CACHE) if in_files else plan.bucket
+
+        def offer(value: Any) -> None:
+            offered.append(key := next(keys))
+            if in_files:
+                value = areas[key % len(areas)].write(worker_context.packed(value, plan.giver))
+            store.offer(key, value, plan.giver, takers)
+            while len(offered) > _AT_ONCE:
+                store.wait_taken(offered.popleft(), why_not)
+
+        try:
+            offer(dict(specs))
+            bucket: dict[str, torch.Tensor] = {}
+            nbytes = 0
+            for name, tensor in given:
+                bucket[name] = tensor
+                nbytes += _nbytes(specs[name])
+                yield name, tensor
+                del tensor
+                if nbytes >= most:
+                    offer(bucket)
+                    bucket, nbytes = {}, 0
+            offer(bucket)
+            del bucket
+            offer(None)
+            while offered:
+                store.wait_taken(offered.popleft(), why_not)
+        except BaseException as error:
+            store.free(offered)
+            store.refuse(key := next(keys), f"{type(error).__name__}: {error}")
+            self._refused.append(key)
+            raise
+        finally:
+            for area in areas:
+                area.close()
+
+    @contextmanager
+    def _taking(self, plan: SyncPlan, key: int) -> Iterator[Any]:
+        """A block with what another worker offers by a key, which may be written over afterwards."""
+        assert plan.offers is not None
+        source, rank = Source(key, plan.offers.origin), plan.takes[self._worker_context.boot.slot]
+        peers = self._worker_context.peers
+        try:
+            found = peers.part(source, rank, None)
+        except ColocateError as error:  # the cause is told by the group of the source
+            raise Poisoned(f"{plan.giver} doesn't give its weights to the end: {error.message}") from error
+        yield found
+        peers.took(source, rank)
+
+    def _taken(self, plan: SyncPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield weights that another worker offers."""
+        for key in itertools.islice(_keys(plan), 1, None):
+            with self._taking(plan, key) as bucket:
+                if bucket is not None:
+                    yield from bucket.items()
+            if bucket is None:
+                return
+            del bucket
 
     # -- the target
 
     def _load(
-        self, source: RoleInstance, target: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
+        self, source: RoleInstance | None, target: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
     ) -> Mapping[str, torch.Tensor]:
         """Have the target take all weights; those that both roles have from now on."""
         shared: dict[str, torch.Tensor] = {}
         if plan.shares:
+            assert source is not None
             shared = self._lasting(source, weights, received, plan)
             if shared.keys() == received.shared.keys() and all(
                 map(_is_same, shared.values(), received.shared.values())
@@ -157,27 +254,28 @@ class WeightSyncs:
                 return shared  # it has them
             weights = Weights(plan.giver, iter(shared.items()), weights.specs, shared=True)
         alive: list[weakref.ref[torch.Tensor]] = []
-        names = (str(source.name), str(target.name))
-        before = self._common(source, target) if not plan.shares and names not in self._copies else None
+        names = plan.giver, str(target.name)
+        looks = source is not None and not plan.shares and names not in self._copies
+        before = self._common(source, target) if looks else set()
         load = _function(target, "load_weights", plan.taker)
         try:
             target.run_hook(
                 partial(_without_grad, load, _noted(weights, alive), received.version + 1), name="load_weights"
             )
         except BaseException:
-            if weights.mismatch is not None:
-                raise weights.mismatch.with_traceback(None) from None
+            if (ours := weights.mismatch or self._told) is not None:  # and not what the target makes of it
+                raise ours.with_traceback(None) from None
             raise
         if (left := next(weights, None)) is not None:
             raise RoleError(
                 f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
                 f"{weights.loaded - 1} of {len(weights.specs)} had come, and {left[0]} is next"
             )
-        if not plan.shares:
+        if source is not None and not plan.shares and not plan.serves:  # else others may have them yet
             if any(ref() is not None for ref in alive):
                 gc.collect()  # some may be part of a circle
             kept = next((ref for ref in alive if ref() is not None), None)
-            if kept is not None or (before is not None and self._common(source, target) - before):
+            if kept is not None or (looks and self._common(source, target) - before):
                 raise RoleError(
                     f"load_weights of {plan.taker} keeps tensors of {plan.giver} that it was given: copy what is "
                     "needed (param.copy_), or declare it with @method(shares=True)"
@@ -185,9 +283,9 @@ class WeightSyncs:
             self._copies.add(names)
         return shared
 
-    def _common(self, source: RoleInstance, target: RoleInstance) -> set[int]:
+    def _common(self, source: RoleInstance | None, target: RoleInstance) -> set[int]:
         """The storages that both roles hold."""
-        return self._storages(source) & self._storages(target)
+        return set() if source is None else self._storages(source) & self._storages(target)
 
     def _storages(self, role: RoleInstance) -> set[int]:
         found, _ = held_by(role.instance, (), beside(self._worker_context, role.name), Objects)
@@ -218,6 +316,12 @@ class WeightSyncs:
             assert call is not None
             board = f"weights {call.seq} {self._worker_context.lane.resumed}"
             self._worker_context.ask(questions.Meet(board, members, None, False, None))
+
+
+def _keys(plan: SyncPlan) -> Iterator[int]:
+    """The keys of what is offered, one after the other."""
+    assert plan.offers is not None
+    return itertools.count(plan.offers.key, -1)
 
 
 def _dtype(plan: SyncPlan) -> torch.dtype | None:

@@ -39,6 +39,7 @@ from colocate.testing.executors.startup import Printing, Startup, Templates
 from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents, Transfers
 from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.turns import TakingTurns
+from colocate.testing.executors.weights import WeightSyncs, WeightSyncsBetween
 
 
 class ExecutorSuite(
@@ -57,6 +58,8 @@ class ExecutorSuite(
     SleepingAmidSteps,
     Budgets,
     TakingTurns,
+    WeightSyncs,
+    WeightSyncsBetween,
     Transfers,
     Devices,
     TorchSettings,
@@ -175,5 +178,7 @@ __all__ = [
     "Undisturbed",
     "Vanishing",
     "Watching",
+    "WeightSyncs",
+    "WeightSyncsBetween",
     "needs",
 ]

@@ -70,6 +70,10 @@ class _HostPeers(Peers):
         entry = self._own(source, rank)
         return self._number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
 
+    def took(self, source: Source, rank: int) -> None:
+        """Tell the rank that has it that it was taken."""
+        self._number(source, rank, parts.Took(source.key))
+
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
         self._host.store.poke()
@@ -129,7 +133,7 @@ class LocalPeers(_HostPeers):
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference":
             call = running_call.get()
-            if isinstance(call, Work):
+            if isinstance(call, Work) and not entry.takers:  # what is offered nobody has when it was taken
                 entry.lent.append(call.label)
                 self._borrowed.setdefault(call.seq, []).append((store, source.key, entry))
             return self._host.hand_over(value)
@@ -138,7 +142,10 @@ class LocalPeers(_HostPeers):
         return codec.unpack(body, boot.device)
 
     def _number(self, source: Source, rank: int, question: Message) -> int | None:
-        _, entry = self._entry(source, rank)
+        store, entry = self._entry(source, rank)
+        if isinstance(question, parts.Took):
+            store.took(question.key)
+            return None
         return entry.weight if isinstance(question, parts.Weight) else entry.rows(source.label)
 
     def _entry(self, source: Source, rank: int) -> tuple[Store, Entry]:
@@ -238,7 +245,8 @@ class ChannelPeers(_HostPeers):
             raise Poisoned(answer.why)
         return answer, body
 
-    def _answer(self, head: Head) -> tuple[Head, wire.Packed | None]:
+    def _answer(self, head: Head) -> tuple[Head, wire.Packed | wire.InFile | None]:
+        body: wire.Packed | wire.InFile | None
         try:
             answer, body = self._found(read(head))
         except Poisoned as error:
@@ -247,12 +255,15 @@ class ChannelPeers(_HostPeers):
             answer, body = parts.Unsendable(error.message, error.argument, error.path), None
         return answer.head(), body
 
-    def _found(self, question: Message) -> tuple[Message, wire.Packed | None]:
+    def _found(self, question: Message) -> tuple[Message, wire.Packed | wire.InFile | None]:
         host = self._host
         if isinstance(question, parts.Rows):
             return parts.Number(host.store.wait(question.key).rows(f"resident {question.key}")), None
         if isinstance(question, parts.Weight):
             return parts.Number(host.store.wait(question.key).weight), None
+        if isinstance(question, parts.Took):
+            host.store.took(question.key)
+            return parts.Number(None), None
         if isinstance(question, parts.Still):
             kept = host.store.local(question.key)
             if kept is not None and kept.error is not None:
@@ -262,6 +273,8 @@ class ChannelPeers(_HostPeers):
         asked = time.monotonic()
         entry = host.store.wait(question.key)
         waited, value = time.monotonic() - asked, entry.value
+        if entry.takers and isinstance(value, wire.Packed | wire.InFile):
+            return parts.Value(waited), value
         if isinstance(question, parts.Slice):
             # Where it is packed, too: the offsets of jagged rows are made anew.
             with host.device.aside():

@@ -14,7 +14,7 @@ from colocate._devices.copies import WORTH_BYTES, HostCopies
 from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
 from colocate._protocol.uses import Written
 from colocate._values import batch
-from colocate._values.leaving import Watch, tensors
+from colocate._values.leaving import Watch, tensor_bytes, tensors
 from colocate.gpus import in_use
 from colocate.worker.serving.scope import Scope
 
@@ -36,6 +36,7 @@ class Entry:
     copies: HostCopies | None = None
     readers: int = 0  # how many of them are at it
     read: int = 0  # when one has begun last, as a number that grows
+    takers: int = 0  # how many are still to take it, where it is forgotten when they have
 
     def rows(self, label: str) -> int:
         """How many rows the value has, counted once: nobody changes it any more."""
@@ -95,6 +96,40 @@ class Store:
             if entry is not None and not entry.ready:
                 entry.error, entry.ready = error, True
                 self._news.notify_all()
+
+    def offer(self, key: int, value: Any, maker: str, takers: int) -> None:
+        """Have a value be there until so many have taken it (`took`)."""
+        with self._news:
+            self.entries[key] = Entry(value, ready=True, maker=maker, nbytes=tensor_bytes(value), takers=takers)
+            self._news.notify_all()
+
+    def refuse(self, key: int, error: str) -> None:
+        """What was to be offered can't be: whoever waits for it is told."""
+        with self._news:
+            self.entries[key] = Entry(error=error, ready=True)
+            self._news.notify_all()
+
+    def took(self, key: int) -> None:
+        """Somebody has taken what is offered."""
+        with self._news:
+            entry = self.entries.get(key)
+            if entry is not None:
+                entry.takers -= 1
+                if entry.takers == 0:
+                    del self.entries[key]
+                self._news.notify_all()
+
+    def wait_taken(self, key: int, why_not: Callable[[], str | None]) -> None:
+        """Wait until all have taken what is offered; `why_not` as for `wait`.
+
+        Raises:
+            ColocateError: The worker is closing, or the wait was interrupted.
+        """
+        with self._news:
+            while key in self.entries:
+                if (reason := self._scope.closed or why_not()) is not None:
+                    raise Consequence(reason)
+                self._news.wait()
 
     def free(self, keys: Iterable[int]) -> None:
         """Forget parts."""

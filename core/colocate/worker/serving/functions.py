@@ -30,9 +30,11 @@ from colocate.worker.serving.role_instance import RoleInstance
 class _JoinSynced(Collect):
     """Makes what a sync has done of what it has done on each rank of the target."""
 
-    def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync:
-        """Return what it has done."""
+    def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync | None:
+        """Return what it has done; None of a group that has no rank of the target."""
         found = [each for each in results if each is not None]
+        if not found:
+            return None
         ways = {each.by for each in found}
         by = tuple(way for way in ("shared", "reference", "peers") if way in ways)
         return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by)

@@ -1,0 +1,298 @@
+"""`colocate.sync_weights`: weights reach another role, on all ranks or on none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import (
+    ColocateError,
+    ConfigError,
+    GroupRestarted,
+    PipelineError,
+    RoleError,
+    StaleWeightsError,
+    WorkerDied,
+)
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.gate import Gate
+from colocate.testing.probes.weights import Failure, Giver, Sharer, Taker
+from colocate.testing.waiting import PATIENCE_S
+
+
+def _sums(role: Any) -> list[list[float]]:
+    return [sums for sums, _ in role.look()]
+
+
+class WeightSyncs(ExecutorCase):
+    """A role's weights in another one."""
+
+    @pytest.fixture
+    def both(self, spawn: Spawn) -> ColocatedGroup:
+        """A source and a target on two slots."""
+        pytest.importorskip("torch")
+        return spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)})
+
+    def test_weights_in_a_slot(self, both: ColocatedGroup) -> None:
+        """The target has the source's weights, tied ones with them, and says how often it got some."""
+        giver, taker = both.role("giver", Giver), both.role("taker", Taker)
+        assert _sums(giver) != _sums(taker)
+        for version in (1, 2):
+            done = colocate.sync_weights(giver, taker)
+            assert (done.version, done.by) == (version, ("reference",))
+            assert done.nbytes == 4 * (8 * 8 + 8 + 8 + 8 * 8)
+            assert taker.look() == [(sums, version) for sums, _ in giver.look()]
+            giver.step()
+
+    def test_a_sync_takes_its_place_in_the_order(self, both: ColocatedGroup) -> None:
+        """What was sent before it trains first, and what is sent after it has the weights."""
+        giver, taker = both.role("giver", Giver), both.role("taker", Taker)
+        colocate.sync_weights(giver, taker)
+        with Gate() as gate:
+            giver.step.submit(gate.address)
+            sync = colocate.sync_weights.submit(giver, taker)
+            after = taker.look.submit()
+            giver.step.submit()
+        before = _sums(giver)
+        assert sync.result(PATIENCE_S).version == 2
+        found = [sums for sums, _ in after.result(PATIENCE_S)]
+        assert all(sum(sums) == pytest.approx(sum(now) - 2 * 64 - 8) for sums, now in zip(found, before, strict=True))
+
+    def test_shared_weights(self, spawn: Spawn) -> None:
+        """They are the same tensors; what the source writes makes the target stale until the next sync has looked."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Sharer, seed=1)})
+        giver, taker = group.role("giver", Giver), group.role("taker", Sharer)
+        assert colocate.sync_weights(giver, taker).by == ("shared",)
+        assert taker.address() == giver.address()
+        assert [role.total for slot in group.memory().slots for role in slot.roles if role.role == "taker"] == [
+            1 << 20
+        ] * 2
+        taker.generate()
+        giver.step()
+        with pytest.raises(StaleWeightsError, match=r"taker\.generate .*version 1 .*has written into them"):
+            taker.generate()
+        assert colocate.sync_weights(giver, taker).version == 2
+        assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
+        with pytest.raises(ConfigError, match="shares the tensors"):
+            colocate.sync_weights(giver, taker, dtype="bfloat16")
+
+    def test_weights_that_do_not_fit(self, spawn: Spawn) -> None:
+        """All of it is told at once, and nothing is written; with names and a dtype it may fit."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, width=16)}, slots=1)
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        before = taker.look()
+        names = {"0.weight": "1.weight_", "1.weight": None}
+        with pytest.raises(ConfigError, match="nothing was written") as caught:
+            colocate.sync_weights(giver, taker, names=names)
+        for text in (
+            "has no 1.weight_; did you mean '1.weight'",
+            "1.weight doesn't come",
+            "0.bias is [8] float32 there and [16] float32 here",
+            "0.scale is [8]",
+        ):
+            assert text in str(caught.value)
+        assert taker.look() == before
+        with pytest.raises(ConfigError, match=r"giver has no weight 'wieght'"):
+            colocate.sync_weights(giver, taker, names={"wieght": "weight"})
+
+    def test_names_and_dtype_of_weights(self, both: ColocatedGroup) -> None:
+        """Of a tied weight it is enough that it comes by one name; numbers are rounded to the dtype on their way."""
+        giver, taker = both.role("giver", Giver), both.role("taker", Taker)
+        done = colocate.sync_weights(giver, taker, names={"1.weight": None}, dtype="bfloat16")
+        assert done.nbytes == 2 * (8 * 8 + 8 + 8)
+        assert _sums(taker) == [pytest.approx(sums, rel=2e-2, abs=0.1) for sums in _sums(giver)]
+        assert _sums(taker) != _sums(giver)
+
+    @pytest.mark.parametrize("role", ["giver", "taker"])
+    def test_a_failure_amid_a_sync_leaves_it_stale(self, both: ColocatedGroup, role: str) -> None:
+        """On all ranks, those that had got all of them too, until a whole sync."""
+        giver, taker = both.role("giver", Giver), both.role("taker", Taker)
+        colocate.sync_weights(giver, taker)
+        both.role(role).fail(1, "raises")
+        with pytest.raises(RoleError, match=r"the sync of giver to taker raised .*Failure on rank 1") as caught:
+            colocate.sync_weights(giver, taker)
+        assert isinstance(caught.value.__cause__, Failure)
+        for _ in range(2):
+            with pytest.raises(StaleWeightsError, match=r"a sync of giver to it has failed when \d of 4 had come"):
+                taker.generate()
+        assert giver.look()[0][1] == 0
+        both.role(role).fail(1, None)
+        assert colocate.sync_weights(giver, taker).version == 2
+        assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
+
+    @pytest.mark.parametrize(
+        ("role", "fault", "text"),
+        [
+            ("giver", "twice", "yields '0.weight' twice"),
+            ("giver", "nothing", "yields nothing"),
+            ("giver", "other", r"yields 0\.scale_ \[8\] float32 where 0\.scale \[8\] float32 came before"),
+            ("giver", "nan", "weight 0.scale of giver isn't finite"),
+            ("taker", "keeps", "keeps tensors of giver"),
+            ("taker", "leaves", r"returned before it had taken all .* 1 of 4 had come, and 0\.bias is next"),
+        ],
+    )
+    def test_what_roles_get_wrong_in_a_sync(self, spawn: Spawn, role: str, fault: Any, text: str) -> None:
+        """It is told in words of its own."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        if fault in ("other", "nan"):  # else nobody knows what comes
+            colocate.sync_weights(giver, taker)
+        group.role(role).fail(0, fault)
+        with pytest.raises((RoleError, ConfigError), match=text):
+            colocate.sync_weights(giver, taker, finite=True)
+
+    def test_misuse_of_a_sync(self, both: ColocatedGroup, spawn: Spawn) -> None:
+        """Clear words before anything is sent."""
+        giver, taker = both.role("giver", Giver), both.role("taker", Taker)
+        with pytest.raises(ConfigError, match=r"source=.*it is a view"):
+            colocate.sync_weights(Giver, taker)
+        with pytest.raises(ConfigError, match=r"Taker \(role 'taker'\) has no method named_weights\(self\)"):
+            colocate.sync_weights(taker, giver)
+        with pytest.raises(ConfigError, match=r"dtype='float23'.*did you mean 'float32'"):
+            colocate.sync_weights(giver, taker, dtype="float23")
+        with both.pipeline(), pytest.raises(PipelineError):
+            colocate.sync_weights(giver, taker)
+        with self.connect() as other, other.reserve(slots=1) as pool:
+            there = pool.spawn({"taker": colocate.role(Taker)}).role("taker", Taker)
+            with pytest.raises(ColocateError, match="two runtimes"):
+                colocate.sync_weights(giver, there)
+
+    def test_a_sync_of_memory_that_sleeps(self, both: ColocatedGroup) -> None:
+        """The weights of both are woken, and nothing else."""
+        giver, taker = both.role("giver", Giver), both.role("taker", Taker)
+        for role in ("giver", "taker"):
+            both.sleep(role)
+        assert colocate.sync_weights(giver, taker).version == 1
+        asleep = [role.asleep for slot in both.memory().slots for role in slot.roles]
+        assert asleep == [1 << 20] * 4
+        assert _sums(taker) == _sums(giver)
+
+    @needs(OwnProcess)
+    def test_weights_after_a_restart_and_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
+        """What is there then may be of different ages: it is stale until a sync, whose version counts on."""
+        pytest.importorskip("torch")
+        roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Taker).on(weights="from sync")}
+        group = spawn(roles, on_failure="restart")
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        with pytest.raises(StaleWeightsError, match="from sync"):
+            taker.generate()
+        assert colocate.sync_weights(giver, taker).version == 1
+        group.checkpoint(tmp_path / "saved")
+        group.restore(tmp_path / "saved")
+        with pytest.raises(StaleWeightsError, match="was restored since"):
+            taker.generate()
+        assert colocate.sync_weights(giver, taker).version == 2
+        with pytest.raises(GroupRestarted):
+            giver.restart(1)
+        group.wait_ready(PATIENCE_S)
+        with pytest.raises(StaleWeightsError, match="was restarted since"):
+            taker.generate()
+        assert colocate.sync_weights(giver, taker).version == 3
+        assert taker.generate() == [3, 3]
+        group.close()
+
+    @needs(OwnProcess)
+    def test_sharded_weights(self, spawn: Spawn) -> None:
+        """Weights of FSDP2 come whole."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver, sharded=True), "taker": colocate.role(Taker, seed=1)})
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        giver.step()
+        assert colocate.sync_weights(giver, taker).by == ("reference",)
+        assert _sums(taker) == _sums(giver)
+        giver.fail(1, "raises")
+        with pytest.raises(RoleError, match=r"raised .*Failure on rank 1"):
+            colocate.sync_weights(giver, taker)
+        with pytest.raises(StaleWeightsError):
+            taker.generate()
+        giver.fail(1, None)
+        assert colocate.sync_weights(giver, taker).version == 2
+
+
+class WeightSyncsBetween(ExecutorCase):
+    """A role's weights in a role on other slots, and in another group."""
+
+    @of_executor
+    @pytest.mark.parametrize("slots", [1, 3])
+    def test_weights_between_groups(self, spawn: Spawn, slots: int) -> None:
+        """Two ranks have them, and one or three get them, in buckets of any size."""
+        pytest.importorskip("torch")
+        giver = spawn({"giver": colocate.role(Giver, width=400)}).role("giver", Giver)
+        taker = spawn({"taker": colocate.role(Taker, 400, seed=1)}, slots=slots).role("taker", Taker)
+        for version, bucket in enumerate(("256MiB", "1KiB"), 1):
+            giver.step()
+            done = colocate.sync_weights(giver, taker, bucket=bucket)
+            assert (done.version, done.by) == (version, ("peers",))
+            assert taker.look() == [(giver.look()[0][0], version)] * slots
+
+    def test_weights_between_slots_of_a_group(self, spawn: Spawn) -> None:
+        """Where both are in a slot nothing is sent; the others take it from there."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        assert colocate.sync_weights(giver, taker).by == ("reference", "peers")
+        assert _sums(taker) == _sums(giver) * 2
+        sharer = spawn({"taker": colocate.role(Sharer)}, slots=1).role("taker", Sharer)
+        with pytest.raises(ConfigError, match=r"isn't in the same worker"):
+            colocate.sync_weights(giver, sharer)
+
+    @of_executor
+    @pytest.mark.parametrize("role", ["giver", "taker"])
+    def test_a_failure_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:
+        """The other one hears of it at once, and both go on."""
+        pytest.importorskip("torch")
+        groups = {
+            "giver": spawn({"giver": colocate.role(Giver, width=64)}),
+            "taker": spawn({"taker": colocate.role(Taker, 64, seed=1)}),
+        }
+        giver, taker = groups["giver"].role("giver", Giver), groups["taker"].role("taker", Taker)
+        colocate.sync_weights(giver, taker)
+        groups[role].role(role).fail(0, "raises")
+        with pytest.raises(RoleError, match=r"raised .*Failure on rank 0"):
+            colocate.sync_weights(giver, taker, bucket="1B")
+        groups[role].role(role).fail(0, None)
+        with pytest.raises(StaleWeightsError):
+            taker.generate()
+        assert colocate.sync_weights(giver, taker).version == 2
+        assert taker.look() == [(giver.look()[0][0], 2)] * 2
+
+    @of_executor
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("role", ["giver", "taker"])
+    def test_a_death_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:
+        """The sync fails with it; the other group goes on."""
+        pytest.importorskip("torch")
+        groups = {
+            "giver": spawn({"giver": colocate.role(Giver)}, slots=1),
+            "taker": spawn({"taker": colocate.role(Taker, seed=1)}, slots=1),
+        }
+        giver, taker = groups["giver"].role("giver", Giver), groups["taker"].role("taker", Taker)
+        with Gate() as gate:
+            first = giver.step.submit(gate.address)
+            dies = groups[role].role(role).restart.submit(0)
+            sync = colocate.sync_weights.submit(giver, taker)
+        first.exception(PATIENCE_S)
+        assert isinstance(dies.exception(PATIENCE_S), WorkerDied)
+        assert isinstance(sync.exception(PATIENCE_S), WorkerDied)
+        other = "taker" if role == "giver" else "giver"
+        assert groups[other].role(other).look()[0][1] == 0
+
+    def test_syncs_both_ways_at_once(self, spawn: Spawn) -> None:
+        """Syncs from each of two groups to the other take one order in both."""
+        pytest.importorskip("torch")
+        roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Taker)}
+        one, other = spawn(roles, slots=1), spawn(roles, slots=1)
+        calls = [
+            colocate.sync_weights.submit(source.role("giver", Giver), target.role("taker", Taker))
+            for _ in range(8)
+            for source, target in ((one, other), (other, one))
+        ]
+        assert [call.result(PATIENCE_S).version for call in calls] == [1 + number // 2 for number in range(16)]

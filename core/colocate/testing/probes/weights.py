@@ -1,0 +1,138 @@
+"""Roles whose weights are in sync."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import colocate
+from colocate import Role, Weights, method
+from colocate.testing.gate import Address, pass_gate
+from colocate.testing.probes import optional
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = optional("torch")
+
+Fault = Literal["raises", "twice", "nothing", "other", "nan", "keeps", "leaves"]
+
+
+class Failure(Exception):
+    """What these roles raise where they are told to."""
+
+
+def make_net(width: int, seed: int, device: Any) -> Any:
+    """Two layers of which the second has the first one's weights, and a buffer."""
+    net = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width, bias=False))
+    net[1].weight = net[0].weight
+    generator = torch.Generator().manual_seed(seed)  # threads share torch's own
+    for parameter in net.parameters():
+        parameter.data.normal_(generator=generator)
+    net[0].register_buffer("scale", torch.ones(width))
+    return net.to(device)
+
+
+class _HasNet(Role):
+    def __init__(self, width: int = 8, seed: int = 0, sharded: bool = False) -> None:
+        self.net = make_net(width, seed, self.ctx.device)
+        if sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.net, mesh=self.ctx.device_mesh())
+        self.fault: Fault | None = None
+        self.cache = torch.ones(1 << 18, device=self.ctx.device)
+        self.kept: list[Any] = []
+
+    @method(awake=())
+    def fail(self, rank: int, fault: Fault | None) -> None:
+        if self.ctx.rank == rank:
+            self.fault = fault
+
+    @method(awake=())
+    def restart(self, rank: int) -> None:
+        if self.ctx.rank == rank:
+            import os
+
+            os._exit(1)
+
+    @method(awake=("weights",))
+    def look(self) -> tuple[list[float], int]:
+        """Sums of the weights as they are whole, and their version."""
+        sums = [float(tensor.double().sum()) for _, tensor in colocate.torch.named_weights(self.net)]
+        return sums, self.ctx.weights_version
+
+    @method
+    def address(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.net.parameters()]
+
+    def save(self, directory: str) -> None:
+        torch.save(self.net.state_dict(), f"{directory}/{self.ctx.rank}")
+
+    def restore(self, directory: str) -> None:
+        self.net.load_state_dict(torch.load(f"{directory}/{self.ctx.rank}"))
+
+
+class Giver(_HasNet):
+    """Has weights that it changes."""
+
+    @method
+    def step(self, gate: Address | None = None) -> None:
+        if gate is not None:
+            pass_gate(gate)
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.add_(1)
+
+    def renew(self) -> None:
+        colocate.torch.renew(self.net)
+
+    def named_weights(self) -> Any:
+        weights = colocate.torch.named_weights(self.net)
+        return weights if self.fault is None else self._wrong(weights)
+
+    def _wrong(self, weights: Any) -> Iterator[Any]:
+        for number, (name, tensor) in enumerate(weights):
+            if self.fault == "nothing":
+                return
+            if self.fault == "raises" and number == 3:  # a target elsewhere has got the first one by now
+                raise Failure("amid the weights")
+            yield (
+                name if self.fault != "other" or number < 2 else f"{name}_",
+                (tensor if self.fault != "nan" or number != 2 else tensor / 0),
+            )
+            if self.fault == "twice":
+                yield name, tensor
+
+
+class Taker(_HasNet):
+    """Gets another role's weights."""
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        if self.fault == "raises":
+            for _ in itertools.islice(weights, 2):
+                pass
+            raise Failure("amid the weights")
+        if self.fault == "leaves":
+            next(weights)
+        elif self.fault == "keeps":
+            self.kept = [tensor for _, tensor in weights]
+        else:
+            colocate.torch.load_weights(self.net, weights)
+
+    @method
+    def generate(self) -> int:
+        return self.ctx.weights_version
+
+
+class Sharer(_HasNet):
+    """Has another role's very weights."""
+
+    @method
+    def generate(self) -> int:
+        return self.ctx.weights_version
+
+    @method(shares=True)
+    def load_weights(self, weights: Weights, version: int) -> None:
+        colocate.torch.load_weights(self.net, weights)
