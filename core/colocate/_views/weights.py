@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import attrs
 
@@ -24,7 +25,7 @@ from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S, limit, parse_bytes
 from colocate._values.collect import Gather
 from colocate._values.dispatch import plan
-from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, start, submit
+from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, submit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.serving.functions import SPECS, SYNC
@@ -34,105 +35,93 @@ if TYPE_CHECKING:
 
     from colocate._role.weights import WeightSync
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _BUCKETS = 32  # bits for the numbers of what is offered in a sync
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
-class SyncWeights:
-    """Bring the weights of a role to another role, as `sync_weights(actor, rollout)`."""
+class Submitted(Generic[P, R]):
+    """A function of calls that are sent: called it waits for their result, `submit` returns at once."""
 
-    def __call__(
-        self,
-        source: Any,
-        target: Any,
-        *,
-        names: Mapping[str, str | None] | None = None,
-        dtype: torch.dtype | str | None = None,
-        bucket: str | int = "256MiB",
-        finite: bool = False,
-        timeout: float | None = None,
-    ) -> WeightSync:
-        """Bring them, and wait until all ranks of the target have them.
+    def __init__(self, send: Callable[P, R]) -> None:
+        """Args: send: Sends it; what it returns is the call, which stands for a result of that type."""
+        self._send = send
+        functools.update_wrapper(self, send)
 
-        The source has a method `named_weights(self)` that yields `(name, tensor)`: whole tensors, one at a time, the
-        same names in the same order on all ranks. The target has `load_weights(self, weights, version)`, which copies
-        what comes from the iterator `weights` (`colocate.Weights`), or, declared with `@method(shares=True)`, has these
-        very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` do it for modules.
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Send it, wait, and return its result."""
+        refuse_to_wait(self._send.__name__)
+        return cast("PendingCall", self._send(*args, **kwargs)).result()  # type: ignore[no-any-return]
 
-        A sync takes its place in the order of the group's calls. Memory that sleeps is woken as far as it is needed:
-        the weights of both roles. Until all ranks of the target have all weights, and after a failure amid that, calls
-        of the target are refused (`StaleWeightsError`); so they are when a source whose tensors it shares has written
-        into them, and after a restart or a `restore` of the group.
-
-        Args:
-            source: The view of the role that has the weights.
-            target: The view of the role that gets them: of the same group, or of another one of the runtime.
-            names: What the target calls weights, by what the source calls them; None for one that it doesn't get.
-                Others keep their names.
-            dtype: What floating-point weights are converted to before the target gets them, as torch.bfloat16.
-            bucket: How many bytes travel together between workers, as "256MiB": two of these are there at once.
-            finite: Whether a weight that isn't finite is an error.
-            timeout: Seconds until it is given up; None for never.
-
-        Returns:
-            The version of the target's weights, their bytes, how long it took, and by which way they came.
-
-        Raises:
-            ConfigError: They don't fit; all that doesn't is told, and nothing was written.
-            RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
-            SleepingError: Memory of one of them sleeps, and is only woken by `group.wake`.
-        """
-        refuse_to_wait("sync_weights")
-        found: WeightSync = self._start(source, target, names, dtype, bucket, finite, timeout, waits=True).result()
-        return found
-
-    def submit(
-        self,
-        source: Any,
-        target: Any,
-        *,
-        names: Mapping[str, str | None] | None = None,
-        dtype: torch.dtype | str | None = None,
-        bucket: str | int = "256MiB",
-        finite: bool = False,
-        timeout: float | None = None,
-    ) -> Call[WeightSync]:
-        """Send it and return at once; what it raises otherwise is the call's error."""
-        return Call(self._start(source, target, names, dtype, bucket, finite, timeout, waits=False))
-
-    def _start(
-        self,
-        source: Any,
-        target: Any,
-        names: Mapping[str, str | None] | None,
-        dtype: torch.dtype | str | None,
-        bucket: str | int,
-        finite: bool,
-        timeout: float | None,
-        waits: bool,
-    ) -> PendingCall:
-        limited = limit(timeout, "sync_weights(timeout)", positive=True)
-        (worker_group, giver), (other, taker) = _viewed(source, "source"), _viewed(target, "target")
-        _check(worker_group, giver, other, taker)
-        label = f"the sync of {giver.name} to {taker.name}"
-        for each in {id(worker_group): worker_group, id(other): other}.values():
-            if (pipeline := recording(each)) is not None:
-                pipeline.refuse_call(label)
-            each.check()
-            refuse_inside(label, each.name)
-        given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite)
-        seconds = FOREVER_S if limited is None else limited
-        found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
-        found.call._then(partial(_note, other, taker.name))
-        if worker_group is other:
-            (start if waits else submit)(found)
-        else:
-            gives = attrs.evolve(given, source=giver.name, target=None, takes={})
-            _send_both(_draft(worker_group, label, gives, seconds), found)
-        return found.call
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Send it and return at once; what it raises is the call's error."""
+        return Call(cast("PendingCall", self._send(*args, **kwargs)))
 
 
-sync_weights = SyncWeights()
+@Submitted
+def sync_weights(
+    source: Any,
+    target: Any,
+    *,
+    names: Mapping[str, str | None] | None = None,
+    dtype: torch.dtype | str | None = None,
+    bucket: str | int = "256MiB",
+    finite: bool = False,
+    timeout: float | None = None,
+) -> WeightSync:
+    """Bring the weights of a role to another one, and wait until all of its ranks have them.
+
+    `sync_weights.submit(...)` returns a `Call` at once.
+
+    The source has a method `named_weights(self)` that yields `(name, tensor)`: whole tensors, one at a time, the
+    same names in the same order on all ranks. The target has `load_weights(self, weights, version)`, which copies
+    what comes from the iterator `weights` (`colocate.Weights`), or, declared with `@method(shares=True)`, has these
+    very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` do it for modules.
+
+    A sync takes its place in the order of the group's calls. Memory that sleeps is woken as far as it is needed:
+    the weights of both roles. Until all ranks of the target have all weights, and after a failure amid that, calls
+    of the target are refused (`StaleWeightsError`); so they are when a source whose tensors it shares has written
+    into them, and after a restart or a `restore` of the group.
+
+    Args:
+        source: The view of the role that has the weights.
+        target: The view of the role that gets them: of the same group, or of another one of the runtime.
+        names: What the target calls weights, by what the source calls them; None for one that it doesn't get.
+            Others keep their names.
+        dtype: What floating-point weights are converted to before the target gets them, as torch.bfloat16.
+        bucket: How many bytes travel together between workers, as "256MiB": two of these are there at once.
+        finite: Whether a weight that isn't finite is an error.
+        timeout: Seconds until it is given up; None for never.
+
+    Returns:
+        The version of the target's weights, their bytes, how long it took, and by which way they came.
+
+    Raises:
+        ConfigError: They don't fit; all that doesn't is told, and nothing was written.
+        RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
+        SleepingError: Memory of one of them sleeps, and is only woken by `group.wake`.
+    """
+    limited = limit(timeout, "sync_weights(timeout)", positive=True)
+    (worker_group, giver), (other, taker) = _viewed(source, "source"), _viewed(target, "target")
+    _check(worker_group, giver, other, taker)
+    label = f"the sync of {giver.name} to {taker.name}"
+    for each in {id(worker_group): worker_group, id(other): other}.values():
+        if (pipeline := recording(each)) is not None:
+            pipeline.refuse_call(label)
+        each.check()
+        refuse_inside(label, each.name)
+    given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite)
+    seconds = FOREVER_S if limited is None else limited
+    found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
+    found.call._then(partial(_note, other, taker.name))
+    if worker_group is other:
+        submit(found)
+    else:
+        gives = attrs.evolve(given, source=giver.name, target=None, takes={})
+        _send_both(_draft(worker_group, label, gives, seconds), found)
+    return cast("WeightSync", found.call)
 
 
 def _viewed(view: Any, what: str) -> tuple[WorkerGroup, RoleInfo]:
