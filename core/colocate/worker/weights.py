@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from colocate._protocol import questions
 from colocate._protocol.consequence import Consequence, Poisoned
-from colocate._protocol.uses import Source
+from colocate._protocol.uses import Peers, Source
 from colocate._protocol.weights import Synced, SyncPlan
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method import RoleMethod
@@ -31,15 +31,14 @@ from colocate._system.nearest import did_you_mean
 from colocate._values.leaving import Watch
 from colocate.errors import ColocateError, ConfigError, RoleError
 from colocate.wire import Area
-from colocate.worker.memory.context import beside
+from colocate.worker.memory.context import Worker, beside
 from colocate.worker.memory.holdings import Objects, held_by
+from colocate.worker.memory.turns import Residency
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
 
 if TYPE_CHECKING:
     import torch
-
-    from colocate.worker.context import WorkerContext
 
 _TAGS = ("weights",)
 _IN_CACHE = 16 << 20
@@ -49,10 +48,25 @@ _AT_ONCE = 2
 """So many buckets are offered at once; the next one is made meanwhile."""
 
 
+class _Worker(Worker, Protocol):
+    """What is needed of a worker; see `WorkerContext`."""
+
+    peers: Peers
+    residency: Residency
+
+    def why_not(self) -> str | None:
+        """Why the call that asks mustn't wait for another worker."""
+        ...
+
+    def packed(self, result: Any, label: str, wait: bool = False) -> Any:
+        """A value as it travels."""
+        ...
+
+
 class WeightSyncs:
     """The syncs of a worker. All methods are called on its lane."""
 
-    def __init__(self, worker_context: WorkerContext) -> None:
+    def __init__(self, worker_context: _Worker) -> None:
         self._worker_context = worker_context
         self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield, by role, once that is known
         self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
