@@ -14,7 +14,7 @@ from colocate._api.connection import Connection
 from colocate._api.graph import Held
 from colocate._api.group import ColocatedGroup
 from colocate._owned.owned import Making, raise_together
-from colocate._plugins.needs import check_needs
+from colocate._plugins.needs import check_alone, check_needs
 from colocate._protocol.versions import base_of
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
@@ -364,6 +364,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
             check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
+        check_alone(declared.infos)
         making: Making[WorkerGroup] = Making(f"spawn(name={name!r})")
 
         def start() -> WorkerGroup:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, Literal, TypeVar
 
 from colocate._definitions.names import MAINS, is_installed_file
 from colocate._definitions.sources import is_shipped_with_python, shadowing
-from colocate._role.role import RoleSpec
+from colocate._role.role import RoleInfo, RoleSpec
 from colocate.errors import CapabilityError, ConfigError
 from colocate.executor import Executor
 from colocate.gpus import KIND, KINDS
@@ -19,18 +20,20 @@ from colocate.worker.birth.template import LONG
 C = TypeVar("C", bound=type[Any])
 
 _NEEDS = "__colocate_needs__"
-_KNOWN = ("process_group",)
+_KNOWN = ("process_group", "process")
 _OF_TORCH = {"device", "generator", "process_group"}  # what a role asks its context for, and is torch's
 
 
-def needs(*what: Literal["process_group"]) -> Callable[[C], C]:
+def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
     """Declare what a role class needs; its subclasses need it too.
 
     `colocate check`, `colocate doctor` and `pool.spawn` refuse a group whose executor lacks it.
 
     Args:
         *what: "process_group": where it has several ranks, it makes process groups of them (`ctx.process_group()`),
-            for which each rank needs a process.
+            for which each rank needs a process. "process": it changes what is its whole process's (the environment,
+            modules that it patches, an engine of which there is one in a process), so that each of its ranks needs a
+            process of its own, and a group has one such role at most on a slot.
     """
     unknown = [each for each in what if each not in _KNOWN]
     if unknown or not what:
@@ -59,6 +62,11 @@ def lacks_processes(
             f"{executor.name!r} are threads of one: use connect('local', processes=True), in a config "
             "executor.with.processes=true"
         )
+    if "process" in needed_by(cls) and executor.in_process:
+        return (
+            f"role {role!r} needs a process for each rank (@needs('process')), but slots of {executor.name!r} are "
+            "threads of the driver's: use connect('local', processes=True), in a config executor.with.processes=true"
+        )
     if ranks < 2 or not executor.in_process or not (default_group or "process_group" in needed_by(cls)):
         return None
     return (
@@ -74,6 +82,17 @@ def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
     if (why := lacks_vmm(role, spec.sleep, gpus)) is not None:
         raise CapabilityError(why, role=role)
+
+
+def check_alone(roles: Mapping[str, RoleInfo]) -> None:
+    """Raise ConfigError where two roles that each need a process have the same slot."""
+    alone = {name: info for name, info in roles.items() if "process" in needed_by(info.cls)}
+    for (one, its), (other, others) in itertools.combinations(alone.items(), 2):
+        if both := sorted(set(its.slots) & set(others.slots)):
+            raise ConfigError(
+                f"roles {one!r} and {other!r} each need a process of their own (@needs('process')), and share that of "
+                f"slot {both[0]}: have them on other slots (.on(slots=...)), or in other groups"
+            )
 
 
 def lacks_vmm(role: str, sleep: str | None, gpus: int) -> str | None:

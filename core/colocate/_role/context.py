@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -100,7 +100,7 @@ class Context:
     hosted: bool = True
     _device: str = attrs.field(default="cpu", alias="device")
     _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
-    _reach: Callable[[str], None] | None = attrs.field(default=None, alias="reach")
+    _reach: Callable[..., None] | None = attrs.field(default=None, alias="reach")
     slots: Sequence[int] = (0,)
     weights_version: int = 0
     # What makes the process groups of a worker's roles, as the worker's `ProcessGroups` does; None outside any.
@@ -152,6 +152,26 @@ class Context:
         # A thread that role code started has no call of its own: it belongs to the one that ran last.
         return running_call.get() or self.last_call
 
+    @contextlib.contextmanager
+    def borrow(self, name: str, cls: type[R] | None = None, *, awake: Sequence[str] | None = None) -> Iterator[R]:
+        """A block with the other role's instance in this worker, of whose memory not all has to be awake.
+
+        Unlike `sibling` it isn't remembered: where roles take turns, the other one may be asleep in later calls.
+
+        Args:
+            name: The role's name in the group.
+            cls: Its class, or one of its bases.
+            awake: What of its memory is used, as ("weights",); None for all. It stays awake until the call ends.
+
+        Raises:
+            ColocateError: As for `sibling`.
+            SleepingError: That memory of it sleeps.
+        """
+        found = self._sibling(name, cls)
+        if self._reach is not None:
+            self._reach(name) if awake is None else self._reach(name, tuple(awake))
+        yield found
+
     def sibling(self, name: str, cls: type[R] | None = None) -> R:
         """The other role's instance in this worker.
 
@@ -164,6 +184,13 @@ class Context:
                 it is of another class.
             SleepingError: Memory of that role sleeps.
         """
+        found = self._sibling(name, cls)
+        if self._reach is not None:
+            self._reach(name)
+            self._asked.add(name)
+        return found
+
+    def _sibling(self, name: str, cls: type[R] | None) -> R:
         if name not in self._siblings:
             raise ColocateError(
                 f"role {self.role!r} asked for its sibling {name!r}, but slot {self.slot} of group {self.group!r} has "
@@ -181,9 +208,6 @@ class Context:
                 f"role {self.role!r} asked for its sibling {name!r} as a {cls.__qualname__}, but it is a "
                 f"{type(found).__qualname__}"
             )
-        if self._reach is not None:
-            self._reach(name)
-            self._asked.add(name)
         return cast("R", found)
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:

@@ -87,6 +87,7 @@ class Lane:
         turns: Turns | None = None,
         own_thread: bool = True,
         works_of: Callable[[Any, Any], Sequence[Work]] = lambda message, body: (),
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """Start the thread, if it is to have one of its own: else it is the main thread, which calls `run`.
 
@@ -99,10 +100,12 @@ class Lane:
             own_thread: Whether it has one, for whose end, and that of threads which role code starts, the process
                 doesn't wait.
             works_of: Makes work of calls that have come by `take`: of the message, and its body.
+            on_end: Called on the lane when it has run its last call.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self.take = self._queue.put  # a call as it is, in a step (`_signals.at_once`); `look_again` is to follow
         self._works_of = works_of
+        self._on_end = on_end
         self._split: deque[Work] = deque()  # of what was taken so
         self._on_held = on_held
         self._on_broken = on_broken
@@ -264,6 +267,7 @@ class Lane:
                 self._turns.over()
             if self.tasks is not None:
                 self.tasks.close()
+            self._on_end()
             self._over.set()
 
     def _next(self) -> Work | None:

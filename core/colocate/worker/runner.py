@@ -17,7 +17,7 @@ from colocate._protocol.uses import Resolver
 from colocate._role import torch_books
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method_spec import MethodSpec
-from colocate._system.tracebacks import rebuilding
+from colocate._system.tracebacks import rebuilding, told
 from colocate._values import batch
 from colocate._values.dispatch import Scatter
 from colocate._values.leaving import Watch, ordinary, placed
@@ -184,6 +184,18 @@ class Runner:
         if told is None and not holders:
             worker_context.groups.renewed()
         worker_context.say(from_worker.GroupsDropped(message.number, holders, told), body)
+
+    def close(self) -> None:
+        """Have roles end what they have begun, the last first: by a method `close`, or there is nothing to end.
+
+        What one raises is told, and the next one's turn comes.
+        """
+        for role in reversed([*self._worker_context.roles.values()]):
+            try:
+                with self._role_code:
+                    role.call_hook("close")
+            except BaseException as error:
+                print(f"close() of role {role.name!r} has raised:\n{told(error)}", file=sys.stderr, flush=True)
 
     def _resolver(self, call: to_worker.Call, work: Work) -> Resolver:
         worker_context, aligned = self._worker_context, partial(self._ask_aligned, call.seq)

@@ -25,6 +25,7 @@ from colocate.testing.executors.definitions import Definitions, Serialization
 from colocate.testing.executors.detaching import Detaching
 from colocate.testing.executors.dispatch import Dispatching, Mixing, NamedMeshes
 from colocate.testing.executors.drivers import Drivers, Endings, Signals
+from colocate.testing.executors.engines import Engines
 from colocate.testing.executors.ledgers import Budgets, Ledgers
 from colocate.testing.executors.order import Failures, Order
 from colocate.testing.executors.ownership import Borrows, Ownership
@@ -59,6 +60,7 @@ class ExecutorSuite(
     Budgets,
     TakingTurns,
     WeightSyncs,
+    Engines,
     WeightSyncsBetween,
     Transfers,
     Devices,
@@ -138,6 +140,7 @@ __all__ = [
     "Dispatching",
     "Drivers",
     "Endings",
+    "Engines",
     "Executor",
     "ExecutorCase",
     "ExecutorSuite",

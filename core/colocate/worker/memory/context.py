@@ -70,5 +70,6 @@ def named(worker_context: Worker) -> dict[str, RoleInstance]:
 
 
 def beside(worker_context: Worker, name: str | None = None) -> list[object]:
-    """Return the objects of a worker's roles but for one role: they aren't looked into with that."""
-    return [role.instance for each, role in named(worker_context).items() if each != name]
+    """Return the objects that aren't looked into with those of one role: the other roles', and what it sets apart."""
+    found = [role.instance for each, role in named(worker_context).items() if each != name]
+    return found if name is None else [*found, *worker_context.roles[name].apart()]

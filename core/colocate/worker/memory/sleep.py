@@ -497,9 +497,11 @@ class Sleeper:
         seen: list[EvictionPlan] = []
 
         def begin() -> Callable[[], int]:
+            before = sum(role.managed().values())
             going, copies = self._copied(name, role, wanted, discard)
             seen.append(going)
-            return lambda: self._put_away(going, copies)
+            own = before - sum(role.managed().values())
+            return lambda: self._put_away(going, copies) + own
 
         outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
         if outcome.refusal is None:
@@ -531,7 +533,9 @@ class Sleeper:
         outcome = self._all_or_none(role, members, begin, lambda: self.offload.undo(coming.pieces))
         if outcome.refusal is None:
             # Where the role trains from now on, copies of what changes by that aren't kept.
+            before = sum(role.managed().values())
             self._has_come(role, coming, {*coming.trained, *coming.emptied})
+            outcome = attrs.evolve(outcome, nbytes=outcome.nbytes + sum(role.managed().values()) - before)
         else:
             self.asleep.why[name] = outcome.refusal
         return outcome

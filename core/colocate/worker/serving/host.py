@@ -78,7 +78,16 @@ class WorkerHost(WorkerContext):
         self._ledgers = JobThread(f"colocate-ledger-{boot.worker}", lambda error: report_exception())
         self._snapshots = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
         broken = partial(self._thread_failed, "its lane")
-        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, in_process, self._works_of)
+        self.lane = Lane(
+            f"{LANE}{boot.worker}",
+            self.scope,
+            self._held,
+            broken,
+            turns,
+            in_process,
+            self._works_of,
+            lambda: self._runner.close(),
+        )
         self._runner = Runner(self, self.broken)
 
     # -- messages, on the receiving thread: nothing here blocks or runs role code

@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 import attrs
 
+from colocate._protocol.ledger import TAGS
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
 from colocate._role.weights import Received
+from colocate.errors import ConfigError
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.torch_groups.settings import Setting, Settings
 
@@ -83,6 +85,39 @@ class RoleInstance:
         token = set_current(self.ctx)
         try:
             return (hook(),)
+        finally:
+            reset_current(token)
+
+    @calls_role_code
+    def managed(self) -> Mapping[str, int]:
+        """Return the bytes of memory that it moves itself, by tag, by its hook `managed`.
+
+        Raises:
+            ConfigError: It says something else.
+        """
+        if (hook := self.hook("managed")) is None:
+            return {}
+        token = set_current(self.ctx)
+        try:
+            found = hook()
+        finally:
+            reset_current(token)
+        if not isinstance(found, Mapping) or not all(
+            tag in TAGS and isinstance(size, int) and size >= 0 for tag, size in found.items()
+        ):
+            raise ConfigError(
+                f"managed() of role {self.name!r} returns {found!r}: it returns bytes by tag, of {', '.join(TAGS)}"
+            )
+        return found
+
+    @calls_role_code
+    def apart(self) -> Sequence[object]:
+        """Return the objects that nobody looks into for what it holds, by its hook `apart`."""
+        if (hook := self.hook("apart")) is None:
+            return ()
+        token = set_current(self.ctx)
+        try:
+            return tuple(hook())
         finally:
             reset_current(token)
 
