@@ -69,10 +69,10 @@ $(TORCH)-%/.installed: $(INSTALLED)  # another torch that models are renewed in,
 $(TRAINERS)/.installed: $(INSTALLED)  # libraries that people train with, beside everything that .venv has
 	$(PYTHON) -m venv $(TRAINERS)
 	$(call BESIDE,$(TRAINERS))
-	$(TRAINERS)/bin/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.0 lightning-utilities==0.15.2
+	$(TRAINERS)/bin/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.0 lightning-utilities==0.15.2 peft==0.21.2
 	touch $@
 
-trainers: $(TRAINERS)/.installed  ## what "Bring your trainer" says of Accelerate and Lightning Fabric
+trainers: $(TRAINERS)/.installed  ## what the docs say of Accelerate, Lightning Fabric and PEFT
 	$(TRAINERS)/bin/python -m pytest tests/trainers
 
 versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports; parts on today's newest

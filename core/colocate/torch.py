@@ -7,8 +7,9 @@ themselves need of torch is in `_role/torch_groups.py` and `_role/torch_books.py
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -84,7 +85,12 @@ def renew(
 class NamedWeights:
     """A module's weights by name, whole, one at a time: what a role's `named_weights` returns."""
 
-    def __init__(self, module: nn.Module, names: Callable[[str], str | None] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Callable[[str], str | None] | None = None,
+        adapters: Literal["merged", "alone"] = "merged",
+    ) -> None:
         """Made by `named_weights`."""
         while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or isinstance(
             module, DistributedDataParallel
@@ -95,25 +101,80 @@ class NamedWeights:
                 f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
                 "shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
+        if not hasattr(module, "peft_config"):
+            found = module.state_dict(keep_vars=True)
+        else:
+            found = _merged(module) if adapters == "merged" else _adapters(module)
+        self._tensors: dict[str, torch.Tensor | _Merged] = {}
+        for name, tensor in found.items():
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")
             called = name if names is None else names(name)
-            if called is not None and isinstance(tensor, torch.Tensor):
+            if called is not None and isinstance(tensor, torch.Tensor | _Merged):
                 self._tensors[called] = tensor
 
     @property
     def specs(self) -> dict[str, WeightSpec]:
         """Shape and dtype of each, in order."""
-        return {name: WeightSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+        own = {name: each.base if isinstance(each, _Merged) else each for name, each in self._tensors.items()}
+        return {name: WeightSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._tensors.items():
+        for name, each in self._tensors.items():
+            tensor = each.whole() if isinstance(each, _Merged) else each
             yield name, tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def named_weights(module: nn.Module, names: Callable[[str], str | None] | None = None) -> NamedWeights:
+class _Merged(NamedTuple):
+    """A weight with what adapters of PEFT's add to it."""
+
+    base: torch.Tensor
+    layer: Any  # which has the adapters
+
+    def whole(self) -> torch.Tensor:
+        """Return it with these; a tensor of its own, unless they are merged into it already."""
+        layer = self.layer
+        if layer.merged:
+            return self.base
+        deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
+        return sum(deltas, start=self.base)
+
+
+def _merged(module: Any) -> dict[str, Any]:
+    """The weights of a model of PEFT's as they are without it, under the names of the model that it wraps."""
+    found: dict[str, Any] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        owner, _, last = name.rpartition(".")
+        called = name.removeprefix("base_model.model.")
+        layer = module.get_submodule(owner.rpartition(".")[0]) if ".base_layer." in name else None
+        if layer is not None:
+            if any(getattr(layer, "use_dora", {}).values()) or not hasattr(layer, "lora_A"):
+                raise ConfigError(
+                    f"adapters of {owner}: only plain LoRA of linear layers is merged on the way; merge it before "
+                    "(merge_adapter) and after (unmerge_adapter) the sync, or send the adapters alone"
+                )
+            found[called.replace(".base_layer.", ".")] = _Merged(tensor, layer) if last == "weight" else tensor
+        elif ".modules_to_save." in name:
+            before, _, rest = called.partition(".modules_to_save.")
+            adapter, _, rest = rest.partition(".")
+            if adapter in module.active_adapters:
+                found[f"{before}.{rest}"] = tensor
+        elif ".original_module." not in name and ".lora_" not in name:
+            found[called] = tensor
+    return found
+
+
+def _adapters(module: Any) -> dict[str, Any]:
+    """What PEFT saves of a model: its adapters, and the modules that were trained beside them."""
+    found: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)
+    return found
+
+
+def named_weights(
+    module: nn.Module,
+    names: Callable[[str], str | None] | None = None,
+    adapters: Literal["merged", "alone"] = "merged",
+) -> NamedWeights:
     """Return the weights of a module for `colocate.sync_weights`: what a source's `named_weights(self)` returns.
 
     They are the module's parameters and the buffers that it saves, under the names of its `state_dict()`, without what
@@ -124,11 +185,13 @@ def named_weights(module: nn.Module, names: Callable[[str], str | None] | None =
     Args:
         module: The module.
         names: Gives the name that the target has for each, or None for a weight that isn't to come.
+        adapters: Of a model of PEFT's: "merged" for the weights of the model that it wraps, with what its LoRA adapters
+            add, one at a time; "alone" for these only, under the names by which PEFT saves them.
 
     Raises:
-        ConfigError: It is sharded by FSDP1.
+        ConfigError: It is sharded by FSDP1, or has adapters that aren't plain LoRA.
     """
-    return NamedWeights(module, names)
+    return NamedWeights(module, names, adapters)
 
 
 def load_weights(module: nn.Module, weights: Weights) -> None:

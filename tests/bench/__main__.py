@@ -16,6 +16,7 @@ PARTS = (
     "before",
     "definitions",
     "residents",
+    "weights",
     "scale",
     "memory",
     "ledger",

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from colocate import _display as html
-from colocate._api.memory import GroupMemory
+from colocate._api.memory import GroupMemory, weights_age
 from colocate._api.memory import memory as memory_of
 from colocate._owned.owned import Owned
 from colocate._role.call import OnDriver
@@ -138,6 +138,8 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | N
             held = next((each for each in found.roles if each.role == name), None)
             role |= {"bytes": 0 if held is None else held.total}
             role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
+        if name in worker_group.synced:
+            role["weights"] = weights_age(*worker_group.synced[name])
         roles.append({**role, "children": []})
     return {
         "kind": "worker",
@@ -162,6 +164,8 @@ def _known(data: Mapping[str, Any]) -> list[str]:
         found.append(size_text(data["bytes"]))
     if data.get("asleep"):
         found.append(f"{size_text(data['asleep'])} asleep")
+    if data.get("weights"):
+        found.append(data["weights"])
     if "unmeasured" in data:
         found.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")  # all of it is in the data
     if "age_s" in data:

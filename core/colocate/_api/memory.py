@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -121,10 +122,13 @@ class GroupMemory:
     Attributes:
         group: The group's name.
         slots: One for each worker.
+        weights: By role that has got weights from another one (`sync_weights`) their version, and when they came, in
+            seconds of time.time().
     """
 
     group: str
     slots: tuple[SlotMemory, ...]
+    weights: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each role and rank, with numbers: for a table of one's own, or pandas."""
@@ -133,7 +137,7 @@ class GroupMemory:
     def data(self) -> dict[str, Any]:
         """All of it as plain data."""
         slots = [attrs.asdict(slot) | {"unowned": slot.unowned} for slot in self.slots]
-        return {"group": self.group, "slots": slots}
+        return {"group": self.group, "slots": slots, "weights": dict(self.weights)}
 
     def json(self) -> str:
         """All of it as JSON."""
@@ -170,7 +174,7 @@ class GroupMemory:
 
     def notes(self) -> list[str]:
         """What `print` says below the table: what each slot has in all, and what of sleeping roles is awake and why."""
-        found = []
+        found = [f"role {role!r} has {weights_age(*known)}" for role, known in self.weights.items()]
         for slot in self.slots:
             known = []
             if slot.process is not None:
@@ -191,12 +195,19 @@ class GroupMemory:
         return found
 
 
+def weights_age(version: int, came: float) -> str:
+    """Return how old weights are that came with a sync."""
+    return f"weights version {version}, {time.time() - came:.0f} s old"
+
+
 def memory(worker_group: WorkerGroup, deadline: Deadline) -> GroupMemory:
     """Ask all workers of a group what their memory is used for."""
     slots = [worker.slot for worker in worker_group.workforce.workers]
     ledgers = worker_group.ledgers.get(slots, deadline)
     return GroupMemory(
-        worker_group.name, tuple(_slot(worker_group, *each) for each in zip(slots, ledgers, strict=True))
+        worker_group.name,
+        tuple(_slot(worker_group, *each) for each in zip(slots, ledgers, strict=True)),
+        dict(worker_group.synced),
     )
 
 

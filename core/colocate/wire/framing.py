@@ -193,7 +193,7 @@ class Area:
     def __init__(self) -> None:
         """It is empty."""
         self._file = -1
-        self._size = 0
+        self._memory: mmap.mmap | None = None
 
     def write(self, body: Packed) -> InFile | Packed:
         """Have a body lie in the file; a small one is better sent by itself.
@@ -205,19 +205,26 @@ class Area:
         pieces, length = _lay_out((body.data, *body.buffers), [*sizes])
         if length < FILE_BYTES:
             return body
-        if length > self._size:
+        if self._memory is None or length > len(self._memory):
             self.close()
-            self._file, self._size = _new_file(), length
+            self._file = _new_file()
             os.ftruncate(self._file, length)
             fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # whoever has it mapped mustn't lose a page
-        _write_all(self._file, pieces)
+            self._memory = mmap.mmap(self._file, length)
+        at = 0
+        with memoryview(self._memory) as memory:
+            for piece in pieces:
+                memory[at : at + len(piece)] = piece
+                at += len(piece)
         return InFile(self._file, sizes, length)
 
     def close(self) -> None:
         """Let go of the file: whoever has it mapped still has its memory."""
+        if self._memory is not None:
+            self._memory.close()
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._size = -1, 0
+        self._file, self._memory = -1, None
 
 
 def encode(head: Head, body: Packed | InFile | None = None) -> Frame:

@@ -22,7 +22,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.weights import Failure, Giver, Sharer, Taker
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 def _sums(role: Any) -> list[list[float]]:
@@ -48,6 +48,7 @@ class WeightSyncs(ExecutorCase):
             assert done.nbytes == 4 * (8 * 8 + 8 + 8 + 8 * 8)
             assert taker.look() == [(sums, version) for sums, _ in giver.look()]
             giver.step()
+        wait_until(lambda: "role 'taker' has weights version 2, " in str(both.memory()), "the table says it")
 
     def test_a_sync_takes_its_place_in_the_order(self, both: ColocatedGroup) -> None:
         """What was sent before it trains first, and what is sent after it has the weights."""

@@ -1,0 +1,57 @@
+"""What "Weights in sync" says of PEFT: adapters come merged into the weights that they belong to, or alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate.errors import ConfigError
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft", exc_type=ImportError)
+transformers = pytest.importorskip("transformers")
+
+
+def _model(**options: Any) -> Any:
+    """A model of PEFT's whose adapters aren't zeros."""
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], **options)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+    return model, transformers.LlamaForCausalLM(config)
+
+
+def test_merged() -> None:
+    """The model that is wrapped computes with them what PEFT's does."""
+    model, plain = _model()
+    weights = colocate.torch.named_weights(model)
+    with torch.no_grad():
+        plain.load_state_dict({name: tensor.clone() for name, tensor in weights})
+    assert weights.specs == colocate.torch.named_weights(plain).specs
+    rows = torch.randint(0, 32, (2, 7))
+    torch.testing.assert_close(plain(rows).logits, model(rows).logits, atol=1e-5, rtol=1e-5)
+    model.merge_adapter()
+    for name, tensor in colocate.torch.named_weights(model):
+        torch.testing.assert_close(tensor, plain.state_dict()[name])
+
+
+def test_alone() -> None:
+    """They have the names by which PEFT saves them."""
+    model, _ = _model()
+    saved = peft.get_peft_model_state_dict(model)
+    assert [name for name, _ in colocate.torch.named_weights(model, adapters="alone")] == list(saved)
+
+
+def test_other_adapters() -> None:
+    """What can't be merged on the way is refused."""
+    model, _ = _model(use_dora=True)
+    with pytest.raises(ConfigError, match="only plain LoRA"):
+        colocate.torch.named_weights(model)
