@@ -31,7 +31,16 @@ from colocate.errors import PlacementError, RoleError, WorkerDied  # noqa: E402
 from colocate.executor import Node  # noqa: E402
 from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
-from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
+from colocate.testing.executors import (  # noqa: E402
+    Calls,
+    Contexts,
+    Dispatching,
+    Failures,
+    Residents,
+    TensorResidents,
+    WeightSyncs,
+    WeightSyncsBetween,
+)
 from colocate.testing.executors.renewals import alone  # noqa: E402
 from colocate.testing.executors.sleeping import SleepingAmidSteps  # noqa: E402
 from colocate.testing.executors.turns import STEP  # noqa: E402
@@ -97,6 +106,19 @@ class TestCore(Calls, Dispatching, Contexts, Residents, TensorResidents, Failure
     """The suite, on slots with a GPU."""
 
     device: ClassVar[str] = DEVICE
+
+    def connect(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+    def connect_privately(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+
+class TestWeights(WeightSyncs, WeightSyncsBetween):
+    """Weights in a slot with a GPU, and from one worker's GPU memory to another one's."""
+
+    device: ClassVar[str] = DEVICE
+    test_sharded_weights = None  # NCCL has one rank on a GPU
 
     def connect(self, **more: Any) -> Runtime:
         return connect(**more)
