@@ -75,7 +75,7 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         odd = [
             f"{name} is {spec} there and {_spec(wanted[name])} here"
             for name, spec in given.items()
-            if name in wanted and not _fits(spec, wanted[name])
+            if name in wanted and not _fits(spec, wanted[name], self.shared)
         ]
         said = [
             *_few(f"{whose} has no {name}{did_you_mean(name, missing or wanted)}" for name in unknown),
@@ -99,9 +99,10 @@ def _spec(tensor: torch.Tensor) -> WeightSpec:
     return WeightSpec(tuple(tensor.shape), tensor.dtype)
 
 
-def _fits(spec: WeightSpec, tensor: torch.Tensor) -> bool:
-    """Floating-point numbers are converted as they are copied; others have to be the same."""
-    alike = spec.dtype == tensor.dtype or (spec.dtype.is_floating_point and tensor.dtype.is_floating_point)
+def _fits(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
+    """Whether a weight can be a tensor's. Floating-point numbers are converted where they are copied."""
+    floats = spec.dtype.is_floating_point and tensor.dtype.is_floating_point
+    alike = spec.dtype == tensor.dtype or (floats and not shared)
     return alike and spec.shape == tuple(tensor.shape)
 
 

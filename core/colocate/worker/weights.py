@@ -13,8 +13,8 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,7 +68,7 @@ class WeightSyncs:
 
     def __init__(self, worker_context: _Worker) -> None:
         self._worker_context = worker_context
-        self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield, by role, once that is known
+        self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield that don't say it, by role, once known
         self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
         self._told: ColocateError | None = None  # what is wrong with a source
         self._refused: list[int] = []  # keys of what others wait for that doesn't come
@@ -84,37 +84,39 @@ class WeightSyncs:
         roles, residency = self._worker_context.roles, self._worker_context.residency
         source, target = roles.get(plan.source), roles.get(plan.target)
         start, slot = time.time(), self._worker_context.boot.slot
+        self._told = None
+        self._worker_context.store.free(self._refused)
+        self._refused.clear()
         for role in filter(None, (source, target)):
             residency.reach(str(role.name), _TAGS)
         if source is not None and slot not in plan.takes:
-            specs, given, by = self._described(source, plan), self._given(source, plan), "reference"
+            by = "shared" if plan.shares else "reference"
+            specs, given = self._source(source, plan)
             if takers := plan.serves.get(slot, 0):
                 given = self._offered(given, specs, takers, plan)
         elif target is not None:
             given, by, source = self._taken(plan), "peers", None
             with self._taking(plan, next(_keys(plan))) as specs:
                 pass
-        if target is None:
-            if source is not None:  # other ranks may wait for what it does in common with them
-                deque(given, maxlen=0)
+        else:
             return None
-        received = target.received = target.received or Received()
-        by = "shared" if plan.shares else by
-        nbytes = sum(_nbytes(spec) for spec in specs.values())
-        weights, self._told = Weights(plan.giver, given, specs, plan.shares), None
-        self._worker_context.store.free(self._refused)
-        self._refused.clear()
-        try:
-            shared = self._load(source, target, weights, received, plan)
-            residency.check(target.name, f"the sync of {plan.giver} to {plan.taker}")
-            self._meet(plan.members)
-        except BaseException as error:
-            if weights.loaded:
-                came = f"{weights.loaded} of {len(specs)} had come"
-                elsewhere = isinstance(error, Consequence)
-                why = "elsewhere" if elsewhere else error_text(error)
-                received.fail(f"a sync of {plan.giver} to it has failed when {came} to rank {target.ctx.rank} ({why})")
-            raise
+        with closing(given):  # here and now, where it has to be told to those who take from it
+            if target is None:  # other ranks may wait for what it does in common with them
+                deque(given, maxlen=0)
+                return None
+            received = target.received = target.received or Received()
+            weights = Weights(plan.giver, given, specs, plan.shares)
+            try:
+                shared = self._load(source, target, weights, received, plan)
+                residency.check(target.name, f"the sync of {plan.giver} to {plan.taker}")
+                self._meet(plan.members)
+            except BaseException as error:
+                if weights.loaded:
+                    came = f"{weights.loaded} of {len(specs)} had come to rank {target.ctx.rank}"
+                    why = "elsewhere" if isinstance(error, Consequence) else error_text(error)
+                    received.fail(f"a sync of {plan.giver} to it has failed when {came} ({why})")
+                raise
+        nbytes = sum(map(_nbytes, specs.values()))
         written = None
         if shared:
             written = Watch([*shared.values()], contents=self._worker_context.store.strict).written
@@ -124,42 +126,43 @@ class WeightSyncs:
 
     # -- the source
 
-    def _described(self, source: RoleInstance, plan: SyncPlan) -> dict[str, WeightSpec]:
-        """What will come, by the target's names."""
-        found: dict[str, WeightSpec] = {}
-        dtype = _dtype(plan)
-        specs = self._specs_of(source, plan)
-        if unknown := [name for name in plan.names if name not in specs]:
+    def _source(
+        self, source: RoleInstance, plan: SyncPlan
+    ) -> tuple[dict[str, WeightSpec], Generator[tuple[str, torch.Tensor]]]:
+        """What will come, by the target's names, and that."""
+        name = str(source.name)
+        function = _function(source, "named_weights", plan.giver)
+        weights = _in_its_place(source, function)
+        specs: Mapping[str, WeightSpec] | None = getattr(weights, "specs", None)
+        if specs is None:  # all that it yields is looked at once
+            if name not in self._specs:
+                self._specs[name] = described(_each(source, weights), plan.giver)
+                weights = _in_its_place(source, function)
+            specs = self._specs[name]
+        if unknown := [each for each in plan.names if each not in specs]:
             hint = did_you_mean(unknown[0], specs)
             raise ConfigError(f"sync_weights(names=...): {plan.giver} has no weight {unknown[0]!r}{hint}")
-        for name, (shape, has) in specs.items():
-            called = plan.names.get(name, name)
+        found: dict[str, WeightSpec] = {}
+        dtype = _dtype(plan)
+        for each, (shape, has) in specs.items():
+            called = plan.names.get(each, each)
             if called in found:
                 raise ConfigError(f"sync_weights(names=...): two weights of {plan.giver} are called {called!r}")
             if called is not None:
                 found[called] = WeightSpec(shape, dtype if dtype is not None and has.is_floating_point else has)
-        return found
+        return found, self._given(source, weights, specs, plan)
 
-    def _specs_of(self, source: RoleInstance, plan: SyncPlan) -> dict[str, WeightSpec]:
-        """What a source yields: it says so itself (`specs`), or all that it yields is looked at once."""
-        assert source.name is not None
-        if source.name not in self._specs:
-            weights = _in_its_place(source, _function(source, "named_weights", plan.giver))
-            said: Mapping[str, WeightSpec] | None = getattr(weights, "specs", None)
-            found = described(_each(source, weights), plan.giver) if said is None else dict(said)
-            self._specs[source.name] = found
-        return self._specs[source.name]
-
-    def _given(self, source: RoleInstance, plan: SyncPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    def _given(
+        self, source: RoleInstance, weights: Any, specs: Mapping[str, WeightSpec], plan: SyncPlan
+    ) -> Generator[tuple[str, torch.Tensor]]:
         """Yield the weights as the target gets them, checked against what was said of them."""
         import torch
 
-        specs, dtype = self._specs_of(source, plan), _dtype(plan)
-        left = iter(specs.items())
-        for name, tensor in _each(source, _in_its_place(source, _function(source, "named_weights", plan.giver))):
+        dtype, left = _dtype(plan), iter(specs.items())
+        for name, tensor in _each(source, weights):
             wanted, spec = next(left, ("nothing", None))
             if name != wanted or spec != (tuple(tensor.shape), tensor.dtype):
-                del self._specs[str(source.name)]
+                self._specs.pop(str(source.name), None)
                 raise self._ours(
                     f"named_weights of {plan.giver} yields {name} {WeightSpec(tuple(tensor.shape), tensor.dtype)} "
                     f"where {wanted} {'' if spec is None else spec} came before: all ranks yield the same weights in "
@@ -174,7 +177,7 @@ class WeightSyncs:
                 found = found.to(dtype)
             yield called, found
         if (missing := next(left, None)) is not None:
-            del self._specs[str(source.name)]
+            self._specs.pop(str(source.name), None)
             raise self._ours(f"named_weights of {plan.giver} ends before {missing[0]}, which came before")
 
     def _ours(self, text: str) -> RoleError:
@@ -184,8 +187,8 @@ class WeightSyncs:
     # -- between workers
 
     def _offered(
-        self, given: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], takers: int, plan: SyncPlan
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self, given: Generator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], takers: int, plan: SyncPlan
+    ) -> Generator[tuple[str, torch.Tensor]]:
         """Yield weights, and offer them to other workers bucket by bucket, of which two are there at once."""
         worker_context, keys = self._worker_context, _keys(plan)
         store, why_not = worker_context.store, worker_context.why_not
@@ -220,12 +223,13 @@ class WeightSyncs:
             offer(None)
             while offered:
                 store.wait_taken(offered.popleft(), why_not)
-        except BaseException as error:
+        except BaseException:
             store.free(offered)
-            store.refuse(key := next(keys), f"{type(error).__name__}: {error}")
+            store.refuse(key := next(keys), f"{plan.giver} could not give its weights to the end")
             self._refused.append(key)
             raise
         finally:
+            given.close()
             for area in areas:
                 area.close()
 
@@ -236,13 +240,12 @@ class WeightSyncs:
         source, rank = Source(key, plan.offers.origin), plan.takes[self._worker_context.boot.slot]
         peers = self._worker_context.peers
         try:
-            found = peers.part(source, rank, None)
+            yield peers.part(source, rank, None)
+            peers.took(source, rank)
         except ColocateError as error:  # the cause is told by the group of the source
             raise Poisoned(f"{plan.giver} doesn't give its weights to the end: {error.message}") from error
-        yield found
-        peers.took(source, rank)
 
-    def _taken(self, plan: SyncPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    def _taken(self, plan: SyncPlan) -> Generator[tuple[str, torch.Tensor]]:
         """Yield weights that another worker offers."""
         for key in itertools.islice(_keys(plan), 1, None):
             with self._taking(plan, key) as bucket:

@@ -282,7 +282,8 @@ class WeightSyncsBetween(ExecutorCase):
             sync = colocate.sync_weights.submit(giver, taker)
         first.exception(PATIENCE_S)
         assert isinstance(dies.exception(PATIENCE_S), WorkerDied)
-        assert isinstance(sync.exception(PATIENCE_S), WorkerDied)
+        error = sync.exception(PATIENCE_S)  # on a busy machine a death may be told later than what follows from it
+        assert isinstance(error, WorkerDied) or "giver doesn't give its weights to the end" in str(error)
         other = "taker" if role == "giver" else "giver"
         assert groups[other].role(other).look()[0][1] == 0
 

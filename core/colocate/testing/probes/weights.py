@@ -74,6 +74,16 @@ class _HasNet(Role):
         self.net.load_state_dict(torch.load(f"{directory}/{self.ctx.rank}"))
 
 
+class _Said:
+    """Weights, and what was said of them, whether or not that is true."""
+
+    def __init__(self, weights: Iterator[Any], specs: Any) -> None:
+        self.weights, self.specs = weights, specs
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.weights
+
+
 class Giver(_HasNet):
     """Has weights that it changes."""
 
@@ -90,7 +100,10 @@ class Giver(_HasNet):
 
     def named_weights(self) -> Any:
         weights = colocate.torch.named_weights(self.net)
-        return weights if self.fault is None else self._wrong(weights)
+        if self.fault is None:
+            return weights
+        wrong = self._wrong(weights)
+        return wrong if self.fault in ("twice", "nothing") else _Said(wrong, weights.specs)
 
     def _wrong(self, weights: Any) -> Iterator[Any]:
         for number, (name, tensor) in enumerate(weights):
