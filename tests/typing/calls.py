@@ -60,3 +60,13 @@ def calls(group: colocate.ColocatedGroup) -> None:
     actor.lr = 0.5
     actor.ctx.rank
     actor.helper("a")  # E: a str is no int
+
+
+def syncs(group: colocate.ColocatedGroup) -> None:
+    actor = group.role("actor", Actor)
+    version: int = colocate.sync_weights(actor, group["rollout"], dtype="bfloat16").version
+    later: colocate.Call[colocate.WeightSync] = colocate.sync_weights.submit(actor, group["rollout"], timeout=1.0)
+    colocate.sync_weights(actor)  # E: the target is missing
+    colocate.sync_weights(actor, actor, True)  # E: by name only
+    colocate.sync_weights(actor, actor, timeout="soon")  # E: a str is no float
+    colocate.sync_weights.submit(actor, actor, bucket=1.5)  # E: neither a size as text nor bytes
