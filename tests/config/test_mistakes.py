@@ -54,135 +54,133 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
     assert caught.value.mistakes[2] == Mistake("pools.spare.gpu", 4, "unknown key 'gpu'", "gpus")
 
 
-class TestSyntax:
-    def test_bad_yaml_has_its_line(self, write: Write) -> None:
-        text = only(write("seed: 1\npools: {main: {slots: 2}\n"))
-        assert text.startswith("line 3: not YAML: while parsing a flow mapping: expected ',' or '}'")
-        assert only(write("seed: 1\n pools: 2")).startswith("line 2: not YAML: ")
-        assert only(write("seed: 1\nname: a\x07")).startswith("line 2: not YAML: unacceptable character #x0007")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 1\npools: {main: {slots: 2}\n", "line 3: not YAML: while parsing a flow mapping: expected ',' or '}'"),
+        ("seed: 1\nname: a\x07", "line 2: not YAML: unacceptable character #x0007"),
+        ("pools:\n\tmain: {slots: 1}\n", "'\\t'"),
+        ("# nothing\n", "a config is a mapping of keys to values"),
+        ("- a\n- b\n", "a config is a mapping of keys to values"),
+        ("seed: 1\n---\nseed: 2\n", "expected a single document"),
+        (
+            "seed: !python/name:os.system 1",
+            "line 1: seed: the tag !python/name:os.system is not known; a config has plain values only",
+        ),
+        (f"name: a\nseed: {'9' * 5000}", "line 2: seed: a number of 5,000 characters; at most 1,000"),
+        ("name: a\njob: " + "[" * 5000, "line 2: more than 100 lists and mappings inside each other"),
+        ("seed: !!int abc", "line 1: seed: 'abc' is tagged !!int, and is none"),
+        ("seed: !!float abc", "line 1: seed: 'abc' is tagged !!float, and is none"),
+        ("seed: !!bool maybe", "line 1: seed: 'maybe' is tagged !!bool, and is none"),
+        ("seed: '2'", "seed: must be an integer, not the text '2'; remove the quotes"),
+        ("seed: 1.5", "seed: must be an integer, not 1.5"),
+        ("seed: true", "seed: must be an integer, not true"),
+        ("seed:", "seed: must be an integer, not null"),
+        ("name: 7", "name: must be text, not 7; put it in quotes"),
+        ("name: ../up", "name: '../up' can't name a folder; use letters, digits, '-', '_' and '.'"),
+        ("pools: [1]", "pools: must be a mapping, not a list"),
+        ("pools: {a: {}}", "pools.a.slots: is missing"),
+        ("pools: {a: {slots: 0}}", "pools.a.slots: must be a whole number from 1 to 1,000,000, not 0"),
+        ("pools: {a: {slots: 1, env: {N: 1}}}", "pools.a.env.N: must be text, not 1; put it in quotes"),
+        ("pools: {a: {slots: 1, host_memory: []}}", "must be an integer or text or null, not a list"),
+        ("pools: {a: {slots: 1, strategy: packed}}", "not the text 'packed' (did you mean 'pack'?)"),
+        ("executor: [local]", "executor: must be a mapping, not a list"),
+        (
+            "executor: {use: local, with: {collective_timeout: 0}}",
+            "executor.with.collective_timeout: must be a number of seconds, more than 0 (math.inf, in YAML .inf, "
+            "for ever), not 0",
+        ),
+        (
+            "executor: {use: local, with: {spill_dir: scratch}}",
+            "executor.with.spill_dir: must be an absolute path, since it is one on the workers' machines, not 'sc",
+        ),
+        (
+            "executor: {use: ray, with: {ports: 20100}}",
+            "executor.with.ports: must be the first and the last of some ports from 1024 to 65535, as "
+            "'20000-20100', not 20100",
+        ),
+        ("executor: {use: ray, cpus: 2}", "unknown key 'cpus'; known here: use, with; options go under 'with'"),
+        ("executor: {use: local, with: {seed: 1}}", "executor 'local' has no parameter 'seed'"),
+        (
+            "executor: locl",
+            "line 1: executor.use: no executor is called 'locl' (installed: dask, local and ray); "
+            "did you mean 'local'?",
+        ),
+        ("job: {with: {}}", "job.use: is missing"),
+        ("job: {use: 'config_roles:bare', with: {steps: 1}}", "; it takes none"),
+        ("job: config_roles:untyped", "line 1: job: job config_roles:untyped needs 'steps'"),
+        (
+            "job: config_roles:waits",
+            "line 1: job.use: job 'config_roles:waits' is an async function, and a job is a plain one: have it call "
+            "asyncio.run(...) on that",
+        ),
+        (
+            "job: config_roles:yields",
+            "job 'config_roles:yields' has a `yield`, so calling it runs nothing of it: a job is a plain function",
+        ),
+        (
+            "job: config_roles:alone",
+            "job 'config_roles:alone' has no first parameter for the run: a job is called as job(run, **options)",
+        ),
+        ("job: config_roles:named", "job 'config_roles:named' has no first parameter for the run"),
+        ("poolz: {}", "poolz: unknown key 'poolz' (did you mean 'pools'?)"),
+        ("zzz: {}", "unknown key 'zzz'; known here: name, seed, call_timeout, executor, pools, groups, job"),
+        (
+            "pools: {main: {slots: 1}}\ngroups: {g: {pool: main, roles: {}}}",
+            "line 2: groups.g.roles: a group needs at least one role",
+        ),
+        (
+            "pools: 3\ngroups: {g: {pool: main, roles: {a: 'config_roles:Open'}}}",
+            "line 1: pools: must be a mapping, not 3",
+        ),
+    ],
+)
+def test_one(write: Write, text: str, told: str) -> None:
+    assert told in only(write(text))
 
-    def test_a_tab(self, write: Write) -> None:
-        text = only(write("pools:\n\tmain: {slots: 1}\n"))
-        assert text.startswith("line 2: not YAML: ")
-        assert "'\\t'" in text
 
-    def test_a_key_that_is_there_twice(self, write: Write) -> None:
-        path = write("seed: 1\npools:\n  a: {slots: 1}\n  a: {slots: 2}\nseed: 2\n")
-        assert [str(mistake) for mistake in mistakes(path)] == [
-            "line 4: pools.a: the key 'a' is there twice: first in line 3",
-            "line 5: seed: the key 'seed' is there twice: first in line 1",
-        ]
+def test_a_key_that_is_there_twice(write: Write) -> None:
+    path = write("seed: 1\npools:\n  a: {slots: 1}\n  a: {slots: 2}\nseed: 2\n")
+    assert [str(mistake) for mistake in mistakes(path)] == [
+        "line 4: pools.a: the key 'a' is there twice: first in line 3",
+        "line 5: seed: the key 'seed' is there twice: first in line 1",
+    ]
 
-    @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n- b\n", "text\n"])
-    def test_what_is_no_mapping(self, write: Write, text: str) -> None:
-        assert "a config is a mapping of keys to values" in only(write(text))
 
-    def test_several_documents(self, write: Write) -> None:
-        assert "expected a single document" in only(write("seed: 1\n---\nseed: 2\n"))
+def test_aliases_are_bounded(write: Write) -> None:
+    """Each alias is a copy: nine lines of ten aliases each would be a thousand million values."""
+    names = "abcdefghij"
+    lines = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(names)]
+    found = mistakes(write("\n".join(["a: &a [lol]", *lines])))
+    (told,) = [str(mistake) for mistake in found if "alias" in mistake.message]
+    assert told == "line 6: f: the aliases in it stand for more than a config can hold: write less"
+    long = only({}, set=["name=[&a " + "x" * 2000 + ", " + ", ".join(["*a"] * 600) + "]"])
+    assert "the aliases in it stand for more" in long
+    assert "contains it" in str(mistakes(write("pools: &p {main: *p}"))[0])
+    pools = "".join(f"  p{i}: *main\n" for i in range(500))  # as many as a config has are fine
+    assert len(load_config(write("pools:\n  main: &main {slots: 1, host_memory: 1GiB}\n" + pools)).pools) == 501
 
-    def test_a_tag(self, write: Write) -> None:
-        assert only(write("seed: !python/name:os.system 1")) == (
-            "line 1: seed: the tag !python/name:os.system is not known; a config has plain values only"
-        )
 
-    def test_an_alias_of_itself(self, write: Write) -> None:
-        assert "contains it" in str(mistakes(write("pools: &p {main: *p}"))[0])
-
-    def test_aliases_are_bounded(self, write: Write) -> None:
-        """Each alias is a copy: nine lines of ten aliases each would be a thousand million values."""
-        names = "abcdefghij"
-        lines = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(names)]
-        found = mistakes(write("\n".join(["a: &a [lol]", *lines])))
-        (told,) = [str(mistake) for mistake in found if "alias" in mistake.message]
-        assert told == "line 6: f: the aliases in it stand for more than a config can hold: write less"
-        long = only({}, set=["name=[&a " + "x" * 2000 + ", " + ", ".join(["*a"] * 600) + "]"])
-        assert "the aliases in it stand for more" in long
-
-    def test_as_many_aliases_as_a_config_has_are_fine(self, write: Write) -> None:
-        pools = "".join(f"  p{i}: *main\n" for i in range(500))
-        assert len(load_config(write("pools:\n  main: &main {slots: 1, host_memory: 1GiB}\n" + pools)).pools) == 501
-
-    def test_too_many_digits(self, write: Write) -> None:
-        told = "seed: a number of 5,000 characters; at most 1,000"
-        assert only(write(f"name: a\nseed: {'9' * 5000}")) == f"line 2: {told}"
-        assert "a number of 5,000 characters" in only(write("name: a"), set=[f"seed={'9' * 5000}"])
-        assert only({"seed": 10**5000}) == "seed: a number of more than 1,000 digits"
-
-    def test_too_deep(self, write: Write) -> None:
-        assert (
-            only(write("name: a\njob: " + "[" * 5000)) == "line 2: more than 100 lists and mappings inside each other"
-        )
-
-    @pytest.mark.parametrize("text", ["!!int abc", "!!float abc", "!!bool maybe"])
-    def test_a_tag_that_its_value_does_not_fit(self, write: Write, text: str) -> None:
-        tag, _, value = text.partition(" ")
-        assert only(write(f"seed: {text}")) == f"line 1: seed: {value!r} is tagged {tag}, and is none"
-
-    def test_not_text(self, write: Write, tmp_path: Path) -> None:
-        path = tmp_path / "binary.yaml"
-        path.write_bytes(b"seed: \xff\n")
-        with pytest.raises(ConfigError, match="is not UTF-8 text"):
-            load_config(path)
+def test_what_is_not_in_a_file(write: Write, tmp_path: Path) -> None:
+    """A change, or a dict, has what YAML can't say."""
+    assert "a number of 5,000 characters" in only(write("name: a"), set=[f"seed={'9' * 5000}"])
+    assert only({"seed": 10**5000}) == "seed: a number of more than 1,000 digits"
+    assert only({"pools": {"a": {"slots": 1, "env": {"A": b"x"}}}}).startswith(
+        "pools.a.env.A: a config has plain values only (text, numbers, lists, dicts), not bytes"
+    )
+    assert str(mistakes({"pools": {1: {"slots": 1}}})[0]) == "pools: a key must be text, not 1"
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"seed: \xff\n")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load_config(path)
 
 
 def test_a_pool_of_no_slots(write: Write) -> None:
     """What else is wrong in it is told, too."""
-    text = "pools: {a: {slots: 0, gpus: 0.5, timeout: -1, host_memory: much}}\n"
-    with pytest.raises(ConfigError) as caught:
-        load_config(write(text))
-    places = [mistake.path for mistake in caught.value.mistakes]
-    assert sorted(places) == [f"pools.a.{name}" for name in ("gpus", "host_memory", "slots", "timeout")]
-
-
-class TestTypes:
-    @pytest.mark.parametrize(
-        ("text", "told"),
-        [
-            ("seed: '2'", "seed: must be an integer, not the text '2'; remove the quotes"),
-            ("seed: 1.5", "seed: must be an integer, not 1.5"),
-            ("seed: true", "seed: must be an integer, not true"),
-            ("seed:", "seed: must be an integer, not null"),
-            ("name: 7", "name: must be text, not 7; put it in quotes"),
-            ("name: ../up", "name: '../up' can't name a folder; use letters, digits, '-', '_' and '.'"),
-            ("pools: [1]", "pools: must be a mapping, not a list"),
-            ("pools: {a: 3}", "pools.a: must be a mapping, not 3"),
-            ("pools: {a: {}}", "pools.a.slots: is missing"),
-            ("pools: {a: {slots: 0}}", "pools.a.slots: must be a whole number from 1 to 1,000,000, not 0"),
-            ("pools: {a: {slots: 1, env: {N: 1}}}", "pools.a.env.N: must be text, not 1; put it in quotes"),
-            ("pools: {a: {slots: 1, host_memory: []}}", "must be an integer or text or null, not a list"),
-            ("pools: {a: {slots: 1, strategy: packed}}", "not the text 'packed' (did you mean 'pack'?)"),
-            ("executor: [local]", "executor: must be a mapping, not a list"),
-            ("job: {with: {}}", "job.use: is missing"),
-            ("poolz: {}", "poolz: unknown key 'poolz' (did you mean 'pools'?)"),
-            (
-                "executor: {use: local, with: {collective_timeout: 0}}",
-                "executor.with.collective_timeout: must be a number of seconds, more than 0 (math.inf, in YAML .inf, "
-                "for ever), not 0",
-            ),
-            (
-                "executor: {use: local, with: {spill_dir: scratch}}",
-                "executor.with.spill_dir: must be an absolute path, since it is one on the workers' machines, not 'sc",
-            ),
-            (
-                "executor: {use: ray, with: {ports: 20100}}",
-                "executor.with.ports: must be the first and the last of some ports from 1024 to 65535, as "
-                "'20000-20100', not 20100",
-            ),
-            ("zzz: {}", "unknown key 'zzz'; known here: name, seed, call_timeout, executor, pools, groups, job"),
-            ("executor: {use: ray, cpus: 2}", "unknown key 'cpus'; known here: use, with; options go under 'with'"),
-        ],
-    )
-    def test_one(self, write: Write, text: str, told: str) -> None:
-        assert told in only(write(text))
-
-    def test_an_integer_is_a_number(self, write: Write) -> None:
-        assert load_config(write("pools: {a: {slots: 1, cpus: 2, timeout: 5}}")).pools["a"].cpus == 2
-
-    def test_what_a_dict_says_that_yaml_cannot(self) -> None:
-        assert only({"pools": {"a": {"slots": 1, "env": {"A": b"x"}}}}).startswith(
-            "pools.a.env.A: a config has plain values only (text, numbers, lists, dicts), not bytes"
-        )
-        assert str(mistakes({"pools": {1: {"slots": 1}}})[0]) == "pools: a key must be text, not 1"
+    found = mistakes(write("pools: {a: {slots: 0, gpus: 0.5, timeout: -1, host_memory: much}}\n"))
+    assert sorted(each.path for each in found) == [
+        f"pools.a.{it}" for it in ("gpus", "host_memory", "slots", "timeout")
+    ]
 
 
 GROUP = """\
@@ -203,38 +201,22 @@ def role(write: Write, lines: str) -> list[str]:
 
 class TestRoles:
     @pytest.mark.parametrize(
-        ("given", "told"),
+        ("lines", "told"),
         [
-            ("lr: 1e-4", "line 6: groups.policy.roles.actor: config_roles:Actor needs 'hidden' (int)"),
-            ("hiden: 1", "actor.with.hiden: config_roles:Actor has no parameter 'hiden' (did you mean 'hidden'?)"),
-            ("hidden: 1, lrr: 1", "actor.with.lrr: config_roles:Actor has no parameter 'lrr' (did you mean 'lr'?)"),
-            ("hidden: '1'", "with.hidden: must be an integer, not the text '1'; remove the quotes"),
-            ("hidden: 1.0", "with.hidden: must be an integer, not 1.0"),
-            ("hidden: 1, lr: '1e-4'", "with.lr: must be a number, not the text '1e-4'; remove the quotes"),
-            ("hidden: 1, kind: polcy", "must be 'policy' or 'value', not the text 'polcy' (did you mean 'policy'?)"),
-            ("hidden: 1, sizes: 3", "with.sizes: must be a list, not 3"),
-            ("hidden: 1, sizes: [1, x]", "with.sizes[1]: must be an integer, not the text 'x'"),
-            ("hidden: 1, names: {a: 1}", "with.names.a: must be text, not 1; put it in quotes"),
-            ("hidden: 1, frozen: 1", "with.frozen: must be true or false, not 1"),
-        ],
-    )
-    def test_with_is_checked_against_the_constructor(self, write: Write, given: str, told: str) -> None:
-        (found,) = role(write, f"with: {{{given}}}")
-        assert found.endswith(told)
-
-    @pytest.mark.parametrize(
-        "given",
-        ["lr: 1", "sizes: null", "sizes: []", "anything: {a: [b]}", "unknown: 3", "kind: value", "names: {a: b}"],
-    )
-    def test_what_fits_or_cannot_be_judged_is_accepted(self, write: Write, given: str) -> None:
-        load_config(write(f"{GROUP}        with: {{hidden: 1, {given}}}\n"))
-
-    def test_a_constructor_that_takes_any_name_is_given_any(self, write: Write) -> None:
-        load_config(write(GROUP.replace("Actor", "Open") + "        with: {what: ever}\n"))
-
-    @pytest.mark.parametrize(
-        ("given", "told"),
-        [
+            ("with: {lr: 1e-4}", "line 6: groups.policy.roles.actor: config_roles:Actor needs 'hidden' (int)"),
+            ("with: {hiden: 1}", "with.hiden: config_roles:Actor has no parameter 'hiden' (did you mean 'hidden'?)"),
+            ("with: {hidden: 1, lrr: 1}", "with.lrr: config_roles:Actor has no parameter 'lrr' (did you mean 'lr'?)"),
+            ("with: {hidden: '1'}", "with.hidden: must be an integer, not the text '1'; remove the quotes"),
+            ("with: {hidden: 1.0}", "with.hidden: must be an integer, not 1.0"),
+            ("with: {hidden: 1, lr: '1e-4'}", "with.lr: must be a number, not the text '1e-4'; remove the quotes"),
+            (
+                "with: {hidden: 1, kind: polcy}",
+                "must be 'policy' or 'value', not the text 'polcy' (did you mean 'policy'?)",
+            ),
+            ("with: {hidden: 1, sizes: 3}", "with.sizes: must be a list, not 3"),
+            ("with: {hidden: 1, sizes: [1, x]}", "with.sizes[1]: must be an integer, not the text 'x'"),
+            ("with: {hidden: 1, names: {a: 1}}", "with.names.a: must be text, not 1; put it in quotes"),
+            ("with: {hidden: 1, frozen: 1}", "with.frozen: must be true or false, not 1"),
             ("slots: [0, 2]", "actor.slots[1]: there is no slot 2: the pool has 2, counted from 0"),
             ("slots: [-1]", "actor.slots[0]: there is no slot -1: the pool has 2, counted from 0"),
             ("slots: []", "actor.slots: name at least one slot, or leave the key out for all"),
@@ -244,9 +226,16 @@ class TestRoles:
             ("sleep: vnm", "actor.sleep: must be 'vmm', not the text 'vnm' (did you mean 'vmm'?)"),
         ],
     )
-    def test_placement(self, write: Write, given: str, told: str) -> None:
-        (found,) = role(write, f"with: {{hidden: 1}}\n{given}")
+    def test_one(self, write: Write, lines: str, told: str) -> None:
+        (found,) = role(write, lines if lines.startswith("with") else f"with: {{hidden: 1}}\n{lines}")
         assert found.endswith(told)
+
+    @pytest.mark.parametrize(
+        "given",
+        ["lr: 1", "sizes: null", "sizes: []", "anything: {a: [b]}", "unknown: 3", "kind: value", "names: {a: b}"],
+    )
+    def test_what_fits_or_cannot_be_judged_is_accepted(self, write: Write, given: str) -> None:
+        load_config(write(f"{GROUP}        with: {{hidden: 1, {given}}}\n"))
 
     def test_a_way_to_sleep_that_the_gpus_lack(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         text = GROUP + "        with: {hidden: 1}\n        sleep: vmm\n"
@@ -279,21 +268,9 @@ class TestRoles:
         assert "line 2: pools.main.env." in text
         assert "no environment can have such a variable" in text
 
-    @pytest.mark.parametrize("restarts", [0, -1])
-    def test_a_number_of_restarts_that_is_none(self, write: Write, restarts: int) -> None:
-        path = write(
-            f"""\
-            pools: {{main: {{slots: 1}}}}
-            groups:
-              policy:
-                pool: main
-                restarts: {restarts}
-                roles: {{actor: {{use: "config_roles:Actor", with: {{hidden: 4}}}}}}
-            """
-        )
-        assert only(path).startswith(
-            f"line 5: groups.policy.restarts: must be a whole number from 1 to 1,000,000, not {restarts}"
-        )
+    def test_a_number_of_restarts_that_is_none(self, write: Write) -> None:
+        path = write(GROUP.replace("    roles:", "    restarts: 0\n    roles:") + "        with: {hidden: 1}\n")
+        assert "line 5: groups.policy.restarts: must be a whole number from 1 to 1,000,000, not 0" in only(path)
 
 
 class TestWhole:
@@ -301,11 +278,6 @@ class TestWhole:
         text = GROUP + "        with: {hidden: 1}\n  second: {pool: main, roles: {a: 'config_roles:Open'}}\n"
         assert only(write(text)) == (
             "line 9: groups.second.pool: pool 'main' has group 'policy' already: a slot takes one group at a time"
-        )
-
-    def test_a_group_without_roles(self, write: Write) -> None:
-        assert only(write("pools: {main: {slots: 1}}\ngroups: {g: {pool: main, roles: {}}}")) == (
-            "line 2: groups.g.roles: a group needs at least one role"
         )
 
     def test_roles_names(self, write: Write) -> None:
@@ -317,11 +289,6 @@ class TestWhole:
             "'a-b' can't be a role's name: use letters, digits and _",
         ]
 
-    def test_pools_that_are_none_are_one_mistake(self, write: Write) -> None:
-        assert only(write("pools: 3\ngroups: {g: {pool: main, roles: {a: 'config_roles:Open'}}}")) == (
-            "line 1: pools: must be a mapping, not 3"
-        )
-
     def test_a_pool_that_is_wrong_is_still_known_by_its_name(self, write: Write) -> None:
         text = GROUP.replace("slots: 2", "slots: two") + "        with: {hidden: 1}\n        slots: [7]\n"
         assert only(write(text)) == "line 1: pools.main.slots: must be an integer, not the text 'two'"
@@ -332,35 +299,6 @@ class TestWhole:
             "line 1: job.with.step: job config_roles:train has no parameter 'step' (did you mean 'steps'?)",
             "line 1: job.with.shuffle: must be true or false, not the text 'no'",
         ]
-        assert only(write("job: {use: 'config_roles:bare', with: {steps: 1}}")).endswith("it takes none")
-
-    def test_an_unknown_executor(self, write: Write) -> None:
-        assert only(write("executor: locl")) == (
-            "line 1: executor.use: no executor is called 'locl' (installed: dask, local and ray); did you mean 'local'?"
-        )
-
-    def test_seed_is_no_option_of_an_executor(self, write: Write) -> None:
-        assert "executor 'local' has no parameter 'seed'" in only(write("executor: {use: local, with: {seed: 1}}"))
-
-
-class TestJobs:
-    """A job that couldn't run, or of which nothing would run, is a mistake in the config."""
-
-    @pytest.mark.parametrize(
-        ("name", "why"),
-        [
-            ("waits", "is an async function, and a job is a plain one: have it call asyncio.run(...) on that"),
-            ("yields", "has a `yield`, so calling it runs nothing of it: a job is a plain function"),
-            ("alone", "has no first parameter for the run: a job is called as job(run, **options)"),
-            ("named", "has no first parameter for the run: a job is called as job(run, **options)"),
-        ],
-    )
-    def test_what_would_not_run(self, write: Write, name: str, why: str) -> None:
-        text = only(write(f"job: config_roles:{name}"))
-        assert text == f"line 1: job.use: job 'config_roles:{name}' {why}"
-
-    def test_what_is_missing_has_a_type_only_where_it_says_one(self, write: Write) -> None:
-        assert only(write("job: config_roles:untyped")) == "line 1: job: job config_roles:untyped needs 'steps'"
 
 
 class TestChanges:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -38,10 +39,6 @@ def test_a_job_is_found_by_name(with_distributions: Put) -> None:
     found = find_job("acme.tally")
     assert (found.distribution, found.version) == ("acme", "1.0.0")
     assert found.load().__name__ == "tally"
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(143)
 
 
 def test_listing_imports_no_plugin(with_distributions: Put) -> None:
@@ -87,239 +84,212 @@ def test_a_reference_needs_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
-class TestMessages:
-    def test_an_unknown_namespace_with_the_nearest(self, with_distributions: Put) -> None:
-        with_distributions("acme")
-        text = message(lambda: find_role("acmee.reward"))
-        assert text.startswith("no role plugin is called 'acmee' (installed: acme")
-        assert text.endswith("; did you mean 'acme'?")
+# With which distributions what is looked for, and what is told.
+MESSAGES = [
+    (
+        ("acme", find_role, "acme.rewrad"),
+        "'acme' (acme 1.0.0) has no role 'rewrad': it has 'judge' and 'reward'; did you mean 'reward'?",
+    ),
+    (
+        ("acme", find_job, "acme.tallly"),
+        "'acme' (acme 1.0.0) has no job 'tallly': it has 'tally'; did you mean 'tally'?",
+    ),
+    (
+        ("acme_newer", find_job, "acme.tally"),
+        "the role plugin 'acme' (acme 2.0.0) has no jobs: no hook colocate_jobs()",
+    ),
+    (
+        ("acme", find_executor, "locla"),
+        "no executor is called 'locla' (installed: dask, local and ray); did you mean 'local'?",
+    ),
+    (("acme", find_role, "reward"), "'reward' is not a role's name: write plugin.role, or module:Name"),
+    (
+        ("acme", find_role, "acme.reward.Reward"),
+        "'acme' (acme 1.0.0) has no role 'reward.Reward': it has 'judge' and 'reward'; "
+        "a class of a module is named with a colon: acme.reward:Reward",
+    ),
+    (
+        ("acme", find_role, "acme.judge"),
+        "role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported: "
+        "ModuleNotFoundError: No module named 'acme_scoring_models' "
+        "({folder}/acme/judge.py, line 1); install what it needs: pip install 'acme[acme]'",
+    ),
+    (
+        ("acme", find_role, "acme/reward.py:Reward"),
+        "role 'acme/reward.py:Reward' names a file; write its module: acme.reward:Reward",
+    ),
+    (
+        ("acme", find_role, "./acme/reward.py:Reward"),
+        "role './acme/reward.py:Reward' names a file; write its module: acme.reward:Reward",
+    ),
+    (
+        ("broken", find_role, "gone.reward"),
+        "the role plugin 'gone' (broken 0.1), entry point gone = broken.no_such_module, can't be imported: "
+        "ModuleNotFoundError: No module named 'broken.no_such_module'",
+    ),
+    (
+        ("broken", find_role, "misplaced.reward"),
+        "no role plugin is called 'misplaced': broken 0.1 has it in the group 'colocate.role', which isn't read; "
+        "it belongs in 'colocate.roles'",
+    ),
+    (
+        ("broken", find_role, "names-class.reward"),
+        "the role plugin 'names-class' (broken 0.1) implements no hook; it needs colocate_roles or colocate_jobs, "
+        "marked with @colocate.hookimpl: its entry point names broken.roles:Methodless, where mostly the module "
+        "stands, broken.roles",
+    ),
+    (
+        ("broken", find_role, "ends.reward"),
+        "the role plugin 'ends' (broken 0.1) can't be imported: SystemExit: the licence file is missing "
+        "({folder}/broken/ends.py, line 1)",
+    ),
+    (
+        ("broken", find_role, "misspelt.reward"),
+        "the role plugin 'misspelt' (broken 0.1) has a hook 'colocate_rolls', which doesn't exist; "
+        "did you mean 'colocate_roles'?",
+    ),
+    (
+        ("broken", find_role, "unmarked.reward"),
+        "the role plugin 'unmarked' (broken 0.1) has colocate_roles(), but it isn't marked with @colocate.hookimpl",
+    ),
+    (
+        ("broken", find_role, "hookless.reward"),
+        "the role plugin 'hookless' (broken 0.1) implements no hook; it needs colocate_roles or colocate_jobs, "
+        "marked with @colocate.hookimpl",
+    ),
+    (
+        ("broken", find_role, "raising-hook.reward"),
+        "the role plugin 'raising-hook' (broken 0.1): its hook colocate_roles() raised: ValueError: no roles today "
+        "({folder}/broken/raising_hook.py, line 6)",
+    ),
+    (
+        ("broken", find_role, "wrong-return.reward"),
+        "'wrong-return' (broken 0.1): its hook colocate_roles() returned ['reward'] (list), "
+        'not a dict of names to objects or "module:Name"',
+    ),
+    (
+        ("broken", find_role, "wrong-name.reward"),
+        "'wrong-name' (broken 0.1): its hook colocate_roles() returned {'reward': 'broken.roles.Fine'} (dict), "
+        'not "module:Name" where it gives text',
+    ),
+    (
+        ("broken", find_role, "returns-nothing.reward"),
+        "'returns-nothing' (broken 0.1): its hook colocate_roles() returned nothing, "
+        'not a dict of names to objects or "module:Name"',
+    ),
+    (
+        ("broken", find_executor, "slow"),
+        "'slow' (broken 0.1): its hook colocate_executor() returned <class 'broken.executor.Slow'> (type), "
+        "not a subclass of colocate.executor.Executor",
+    ),
+    (
+        ("broken", find_executor, "nameless"),
+        "the executor 'nameless' (broken 0.1): its class Nameless doesn't say what it is called: "
+        "write name = 'nameless' in it",
+    ),
+    (
+        ("broken", find_executor, "unfinished"),
+        "the executor 'unfinished' (broken 0.1): its class Unfinished lacks close(), launch(), release(), "
+        "reserve() and running(), which are duties of an executor",
+    ),
+    (
+        ("broken", find_role, "roles.methodless"),
+        "role 'roles.methodless' (broken 0.1): broken.roles.Methodless has no role methods; "
+        "decorate at least one with @colocate.method",
+    ),
+    (
+        ("broken", find_job, "roles.number"),
+        "job 'roles.number' (broken 0.1) is 'broken.roles', which can't be called",
+    ),
+    (
+        ("broken", find_role, "roles.absent"),
+        "role 'roles.absent' (broken 0.1): module broken.roles has no 'Methodles'; did you mean 'Methodless'?",
+    ),
+]
 
-    def test_an_unknown_role_with_those_there_are(self, with_distributions: Put) -> None:
-        with_distributions("acme")
-        assert message(lambda: find_role("acme.rewrad")) == (
-            "'acme' (acme 1.0.0) has no role 'rewrad': it has 'judge' and 'reward'; did you mean 'reward'?"
-        )
-        assert message(lambda: find_job("acme.tallly")) == (
-            "'acme' (acme 1.0.0) has no job 'tallly': it has 'tally'; did you mean 'tally'?"
-        )
 
-    def test_a_plugin_without_jobs(self, with_distributions: Put) -> None:
-        with_distributions("acme_newer")
-        assert message(lambda: find_job("acme.tally")) == (
-            "the role plugin 'acme' (acme 2.0.0) has no jobs: no hook colocate_jobs()"
-        )
+@pytest.mark.parametrize(("looked_for", "told"), MESSAGES, ids=[looked_for[2] for looked_for, _ in MESSAGES])
+def test_messages(with_distributions: Put, looked_for: tuple[str, Callable[[str], Any], str], told: str) -> None:
+    distribution, find, name = looked_for
+    (folder,) = with_distributions(distribution)
+    assert message(lambda: find(name).load()) == told.replace("{folder}", str(folder))
 
-    def test_an_unknown_executor(self) -> None:
-        assert message(lambda: find_executor("locla")) == (
-            "no executor is called 'locla' (installed: dask, local and ray); did you mean 'local'?"
-        )
 
-    def test_a_name_that_is_an_extra_of_ours_says_the_pip_line(self) -> None:
+def test_messages_that_name_what_is_installed(with_distributions: Put) -> None:
+    with_distributions("acme", "broken")
+    for find, name, begins, ends in (
+        (find_role, "acmee.reward", "no role plugin is called 'acmee' (installed: acme", "; did you mean 'acme'?"),
+        (
+            find_role,
+            "my_package.roles.Reward",
+            "",
+            "; a class of a module is named with a colon: my_package.roles:Reward",
+        ),
         # `all` stands for any extra: an executor that is one is found by its entry point when it is installed.
-        text = message(lambda: find_executor("all"))
-        assert text.endswith("; install it: pip install '.[all]' in a checkout of colocate")
+        (find_executor, "all", "", "; install it: pip install '.[all]' in a checkout of colocate"),
+        (
+            find_role,
+            "roles.function",
+            "role 'roles.function' (broken 0.1) is <function function",
+            "which is not a class",
+        ),
+        (find_role, "wrong-signature.reward", "the role plugin 'wrong-signature' (broken 0.1) is not valid: ", ""),
+        (
+            find_role,
+            "broken.ends:Reward",
+            "role 'broken.ends:Reward': module broken.ends can't be imported: SystemEx",
+            "",
+        ),
+    ):
+        text = message(lambda find=find, name=name: find(name).load())  # type: ignore[misc]
+        assert text.startswith(begins)
+        assert text.endswith(ends)
+    (acme,) = plugins_named("acme")  # which is at fault when one of its roles is
+    fault = acme.fault()
+    assert fault is not None
+    assert fault.message.startswith("role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported")
 
-    def test_a_plain_word_is_no_name(self) -> None:
-        assert message(lambda: find_role("reward")) == (
-            "'reward' is not a role's name: write plugin.role, or module:Name"
-        )
 
-    def test_a_dotted_class(self) -> None:
-        text = message(lambda: find_role("my_package.roles.Reward"))
-        assert text.endswith("; a class of a module is named with a colon: my_package.roles:Reward")
-
-    def test_a_dotted_class_of_a_plugin(self, with_distributions: Put) -> None:
-        with_distributions("acme")
-        assert message(lambda: find_role("acme.reward.Reward")) == (
-            "'acme' (acme 1.0.0) has no role 'reward.Reward': it has 'judge' and 'reward'; "
-            "a class of a module is named with a colon: acme.reward:Reward"
-        )
-
-    def test_a_plugin_is_at_fault_when_one_of_its_roles_is(self, with_distributions: Put) -> None:
-        with_distributions("acme")
-        (acme,) = plugins_named("acme")
-        fault = acme.fault()
-        assert fault is not None
-        assert fault.message.startswith("role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported")
-
-    def test_a_name_that_two_claim(self, with_distributions: Put) -> None:
-        with_distributions("acme", "acme_rival")
+def test_what_an_error_says_beside_its_message(with_distributions: Put) -> None:
+    """Its cause, what it is about, and what to do, for those who show errors their own way."""
+    folder, *_ = with_distributions("broken", "acme", "acme_rival")
+    with pytest.raises(PluginError) as caught:
+        find_role("raises.reward")
+    error = caught.value
+    assert str(error) == (
+        "the role plugin 'raises' (broken 0.1) can't be imported: RuntimeError: the licence file is missing "
+        f"({folder}/broken/raises.py, line 1)"
+    )
+    assert (error.name, error.distribution) == ("raises", "broken")
+    assert isinstance(error.__cause__, RuntimeError)
+    for name, hint, ends in (
+        ("needy", "pip install 'broken[needy]'", "; install what it needs: pip install 'broken[needy]'"),
+        (
+            "acme",
+            "pip uninstall acme-rival",
+            "1.0.0 and acme-rival 0.3; keep one, for example: pip uninstall acme-rival",
+        ),
+    ):
         with pytest.raises(PluginError) as caught:
-            find_role("acme.reward")
-        assert str(caught.value) == (
-            "the role plugin 'acme' is claimed by acme 1.0.0 and acme-rival 0.3; "
-            "keep one, for example: pip uninstall acme-rival"
-        )
-        assert caught.value.hint == "pip uninstall acme-rival"
+            find_role(f"{name}.reward")
+        assert caught.value.hint == hint
+        assert str(caught.value).endswith(ends)
 
-    def test_a_plugin_that_raises_on_import(self, with_distributions: Put) -> None:
-        (folder,) = with_distributions("broken")
-        with pytest.raises(PluginError) as caught:
-            find_role("raises.reward")
-        error = caught.value
-        assert str(error) == (
-            "the role plugin 'raises' (broken 0.1) can't be imported: RuntimeError: the licence file is missing "
-            f"({folder}/broken/raises.py, line 1)"
-        )
-        assert (error.name, error.distribution) == ("raises", "broken")
-        assert isinstance(error.__cause__, RuntimeError)
 
-    def test_a_plugin_whose_extra_is_missing_says_the_pip_line(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        with pytest.raises(PluginError) as caught:
-            find_role("needy.reward")
-        assert caught.value.hint == "pip install 'broken[needy]'"
-        assert str(caught.value).endswith("; install what it needs: pip install 'broken[needy]'")
+def test_a_signal_while_a_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user's handler raises is no fault of the plugin's."""
+    (tmp_path / "signalled.py").write_text("import signal\nsignal.raise_signal(signal.SIGUSR1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def test_a_role_whose_extra_is_missing_says_the_pip_line(self, with_distributions: Put) -> None:
-        (folder,) = with_distributions("acme")
-        assert message(find_role("acme.judge").load) == (
-            "role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported: "
-            "ModuleNotFoundError: No module named 'acme_scoring_models' "
-            f"({folder}/acme/judge.py, line 1); install what it needs: pip install 'acme[acme]'"
-        )
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(143)
 
-    def test_an_entry_point_of_a_module_that_is_not_there(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("gone.reward")) == (
-            "the role plugin 'gone' (broken 0.1), entry point gone = broken.no_such_module, can't be imported: "
-            "ModuleNotFoundError: No module named 'broken.no_such_module'"
-        )
-
-    def test_an_entry_point_in_a_misspelt_group(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("misplaced.reward")) == (
-            "no role plugin is called 'misplaced': broken 0.1 has it in the group 'colocate.role', which isn't read; "
-            "it belongs in 'colocate.roles'"
-        )
-
-    def test_an_entry_point_that_names_a_class(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("names-class.reward")) == (
-            "the role plugin 'names-class' (broken 0.1) implements no hook; it needs colocate_roles or colocate_jobs, "
-            "marked with @colocate.hookimpl: its entry point names broken.roles:Methodless, where mostly the module "
-            "stands, broken.roles"
-        )
-
-    def test_a_plugin_that_ends_the_interpreter(self, with_distributions: Put) -> None:
-        (folder,) = with_distributions("broken")
-        assert message(lambda: find_role("ends.reward")) == (
-            "the role plugin 'ends' (broken 0.1) can't be imported: SystemExit: the licence file is missing "
-            f"({folder}/broken/ends.py, line 1)"
-        )
-        assert message(find_role("broken.ends:Reward").load).startswith(
-            "role 'broken.ends:Reward': module broken.ends can't be imported: SystemExit: the licence file is missing"
-        )
-
-    def test_a_signal_while_a_module_is_imported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What the user's handler raises is no fault of the plugin's."""
-        (tmp_path / "signalled.py").write_text("import signal\nsignal.raise_signal(signal.SIGUSR1)\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        before = signal.signal(signal.SIGUSR1, _end)
-        try:
-            with pytest.raises(SystemExit, match="143"):
-                find_role("signalled:Reward").load()
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-
-    def test_a_file_in_place_of_a_module(self) -> None:
-        for file in ("./acme/reward.py", "acme/reward", "acme/reward.py"):
-            text = message(find_role(f"{file}:Reward").load)
-            assert text == f"role '{file}:Reward' names a file; write its module: acme.reward:Reward"
-
-    def test_a_misspelt_hook(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("misspelt.reward")) == (
-            "the role plugin 'misspelt' (broken 0.1) has a hook 'colocate_rolls', which doesn't exist; "
-            "did you mean 'colocate_roles'?"
-        )
-
-    def test_a_hook_without_its_marker(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("unmarked.reward")) == (
-            "the role plugin 'unmarked' (broken 0.1) has colocate_roles(), but it isn't marked with @colocate.hookimpl"
-        )
-
-    def test_a_plugin_without_hooks(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("hookless.reward")) == (
-            "the role plugin 'hookless' (broken 0.1) implements no hook; it needs colocate_roles or colocate_jobs, "
-            "marked with @colocate.hookimpl"
-        )
-
-    def test_a_hook_that_raises(self, with_distributions: Put) -> None:
-        (folder,) = with_distributions("broken")
-        assert message(lambda: find_role("raising-hook.reward")) == (
-            "the role plugin 'raising-hook' (broken 0.1): its hook colocate_roles() raised: ValueError: no roles today "
-            f"({folder}/broken/raising_hook.py, line 6)"
-        )
-
-    def test_a_hook_that_returns_something_else(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("wrong-return.reward")) == (
-            "'wrong-return' (broken 0.1): its hook colocate_roles() returned ['reward'] (list), "
-            'not a dict of names to objects or "module:Name"'
-        )
-        assert message(lambda: find_role("wrong-name.reward")) == (
-            "'wrong-name' (broken 0.1): its hook colocate_roles() returned {'reward': 'broken.roles.Fine'} (dict), "
-            'not "module:Name" where it gives text'
-        )
-
-    def test_a_hook_that_returns_nothing(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_role("returns-nothing.reward")) == (
-            "'returns-nothing' (broken 0.1): its hook colocate_roles() returned nothing, "
-            'not a dict of names to objects or "module:Name"'
-        )
-
-    def test_a_hook_with_parameters_it_does_not_get(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        text = message(lambda: find_role("wrong-signature.reward"))
-        assert text.startswith("the role plugin 'wrong-signature' (broken 0.1) is not valid: ")
-        assert "config" in text
-
-    def test_an_executor_that_is_none(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_executor("slow")) == (
-            "'slow' (broken 0.1): its hook colocate_executor() returned <class 'broken.executor.Slow'> (type), "
-            "not a subclass of colocate.executor.Executor"
-        )
-
-    def test_an_executor_that_does_not_say_what_it_is_called(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_executor("nameless")) == (
-            "the executor 'nameless' (broken 0.1): its class Nameless doesn't say what it is called: "
-            "write name = 'nameless' in it"
-        )
-
-    def test_an_executor_without_some_of_its_duties(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(lambda: find_executor("unfinished")) == (
-            "the executor 'unfinished' (broken 0.1): its class Unfinished lacks close(), launch(), release(), "
-            "reserve() and running(), which are duties of an executor"
-        )
-
-    def test_a_role_without_methods(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(find_role("roles.methodless").load) == (
-            "role 'roles.methodless' (broken 0.1): broken.roles.Methodless has no role methods; "
-            "decorate at least one with @colocate.method"
-        )
-
-    def test_a_role_that_is_no_class_and_a_job_that_is_no_function(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        text = message(find_role("roles.function").load)
-        assert text.startswith("role 'roles.function' (broken 0.1) is <function function")
-        assert text.endswith("which is not a class")
-        assert message(find_job("roles.number").load) == (
-            "job 'roles.number' (broken 0.1) is 'broken.roles', which can't be called"
-        )
-
-    def test_a_reference_of_a_plugin_to_nothing(self, with_distributions: Put) -> None:
-        with_distributions("broken")
-        assert message(find_role("roles.absent").load) == (
-            "role 'roles.absent' (broken 0.1): module broken.roles has no 'Methodles'; did you mean 'Methodless'?"
-        )
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            find_role("signalled:Reward").load()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_one_broken_plugin_does_not_break_the_next(with_distributions: Put) -> None:
