@@ -277,9 +277,7 @@ class TestErrors:
         assert "object of type 'int' has no len()" in done.stderr
         assert "/colocate/" not in done.stderr
         assert "Traceback in the worker:" in (colocate.folder / "runs" / "demo" / "error.txt").read_text()
-
-    def test_errors_as_json(self, colocate: CommandLine) -> None:
-        done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n", "--json")
+        done = colocate("run", "demo.yaml", "--json", distributions=("acme",))
         assert done.returncode == 1
         (error,) = json.loads(done.stdout)["errors"]
         assert error["type"] == "RoleError"
@@ -383,23 +381,6 @@ class TestErrors:
         )
         kept = colocate.folder / "runs" / "demo" / "checkpoints" / "step-000005" / "it"
         assert kept.exists()
-
-    def test_steps_of_numpy_and_torch_are_whole_numbers(self, colocate: CommandLine) -> None:
-        job = """
-            import numpy
-            import torch
-
-            def job(run):
-                run.log(numpy.int64(1), x=numpy.float32(1.5))
-                run.log(torch.tensor(2), x=torch.tensor([2.5]))
-                with run.checkpoint(numpy.int64(2)):
-                    pass
-            """
-        done = self.run(colocate, job)
-        assert (done.returncode, done.stderr) == (0, "")
-        folder = colocate.folder / "runs" / "demo"
-        assert [(row["step"], row["x"]) for row in metrics(folder)] == [(1, 1.5), (2, 2.5)]
-        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
 
     def test_a_config_without_a_job(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", "seed: 1\n")

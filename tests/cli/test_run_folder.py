@@ -19,12 +19,6 @@ def make(root: Path, name: str, *steps: int) -> RunFolder:
     return folder
 
 
-def test_a_new_run_never_takes_a_folder_that_is_there(tmp_path: Path) -> None:
-    paths = [RunFolder.create("demo", tmp_path / "runs").path for _ in range(3)]
-    assert [path.name for path in paths] == ["demo", "demo-2", "demo-3"]
-    assert all(path.is_absolute() for path in paths)
-
-
 class TestCheckpoints:
     def test_one_that_fails_leaves_nothing_and_the_last_stays(self, tmp_path: Path) -> None:
         folder = make(tmp_path, "demo", 1)

@@ -1,7 +1,9 @@
 """A config in Python: `load_config`, `launch`, `job.run()`."""
 
 import importlib
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import colocate
 from colocate.config import Config
-from colocate.errors import ClosedError, ConfigError, PlacementError, RoleStartError
+from colocate.errors import ClosedError, PlacementError, RoleStartError
 from colocate_report.record import RunRecord
 from colocate_run.run import Run
 
@@ -123,20 +125,36 @@ def test_a_run_leaves_its_record(load: Callable[..., Config], tmp_path: Path) ->
     assert record.stopped is None
 
 
-def test_a_config_without_a_job_can_be_launched_but_not_run(load: Callable[..., Config]) -> None:
-    with colocate.launch(load("pools: {main: {slots: 1}}")) as job, pytest.raises(ConfigError, match="has no job"):
-        job.run(quiet=True)
-
-
 def test_scalars_of_numpy_and_torch_are_numbers(load: Callable[..., Config]) -> None:
+    """And their whole ones are steps."""
     numpy = pytest.importorskip("numpy")
     torch = pytest.importorskip("torch")
 
     def job(run: Run) -> None:
-        run.log(1, a=numpy.float32(0.5), b=torch.tensor(2), c=True, d=torch.tensor([0.25]))
+        run.log(numpy.int64(1), a=numpy.float32(0.5), b=torch.tensor(2), c=True, d=torch.tensor([0.25]))
+        run.log(torch.tensor(2), a=1.0)
+        with run.checkpoint(numpy.int64(2)):
+            pass
 
-    row = dict(_run(load, job).metrics[0])
-    assert {**row, "time": None} == {"step": 1, "time": None, "a": 0.5, "b": 2, "c": True, "d": 0.25}
+    record = _run(load, job)
+    first, second = ({**row, "time": None} for row in record.metrics)
+    assert first == {"step": 1, "time": None, "a": 0.5, "b": 2, "c": True, "d": 0.25}
+    assert second == {"step": 2, "time": None, "a": 1.0}
+    assert [path.name for path in (record.directory / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_job_on_another_thread_sets_no_handlers(load: Callable[..., Config]) -> None:
+    """One on the main thread does, and they are gone with it."""
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def job(run: Run) -> None:
+        found.append(signal.getsignal(signal.SIGINT) == before)
+
+    _run(load, job)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(_run, load, job).result()
+    assert found == [False, True]
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def _run(load: Callable[..., Config], job: Callable[[Run], None]) -> RunRecord:

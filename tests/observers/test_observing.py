@@ -284,11 +284,17 @@ def test_a_fork_in_the_block(tmp_path: Path, way: str) -> None:
 def test_a_callback_that_does_not_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is in the way of observers too; a run without any says what its report lacks."""
-    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
+    """One that does is waited for; else observers are told less, and a run without any says what its report lacks."""
     go, notes = threading.Event(), Notes()
     with colocate.connect("local") as runtime:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
+        with colocate.record(runtime, tmp_path / "late") as late:
+            group.role("echo", Echo).noop.submit().add_done_callback(lambda call: go.wait(60))
+            group.role("echo", Echo).noop()
+            threading.Timer(0.2, go.set).start()
+        assert late.record is not None
+        assert [total.calls for total in late.record.totals] == [2]
+        monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
         for name, observe in (("watched", [notes]), ("plain", [])):
             go.clear()
             with colocate.record(runtime, tmp_path / name, observe=observe):

@@ -13,7 +13,6 @@ from tests.report.sample import Page, graph, record
 
 from colocate_report.ownership import ownership
 from colocate_report.scale import Axis, duration, number, offset, time_ticks, words
-from colocate_report.tables import tables
 
 ROLES = {"actor": 0, "critic": 1}
 FLOATS = st.floats(-1e12, 1e12)
@@ -53,13 +52,6 @@ class TestNumbers:
         assert high - room <= axis.high
         assert 2 <= len(axis.ticks) <= count + 2
         assert len(set(axis.labels())) == len(axis.ticks)
-
-
-class TestTables:
-    def test_only_before_and_after_are_marked_and_only_beside_what_is_right(self) -> None:
-        (table, other) = tables({"t": [{"x": "a", "right": "a", "after": "a"}], "u": [{"after": "a"}]})
-        assert [cell.right for cell in table.rows[0]] == [None, None, True]
-        assert other.rows[0][0].right is None
 
 
 class TestMemory:
@@ -111,8 +103,7 @@ class TestColours:
     def test_both_schemes_have_all_colours(self) -> None:
         style = files("colocate_report").joinpath("templates/style.css").read_text()
         used = set(re.findall(r"var\(--([a-z]+\d?(?:-[a-z]+)?)\)", style)) - {"rows", "row"}
-        assert used <= set(palette("light"))
-        assert set(palette("light")) == set(palette("dark"))
+        assert used <= set(palette("light")) == set(palette("dark"))
 
 
 def palette(scheme: str) -> dict[str, str]:

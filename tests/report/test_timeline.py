@@ -38,74 +38,55 @@ def test_a_group_that_was_lost_is_marked_on_its_lanes() -> None:
     ]
 
 
-class TestLanes:
-    def test_the_height_is_the_busy_part_of_the_time(self) -> None:
-        found = drawn(span("actor", 1.0, 3.0), span("actor", 5.5, 5.75))
-        ((role, area),) = found.areas
-        assert role == ROLES["actor"]
-        assert heights(area) == [0, 100, 100, 0, 0, 25, 0, 0, 0, 0]
-        assert found.busy == "22%"
-
-    def test_roles_lie_on_each_other_the_whole_stack_first(self) -> None:
-        found = drawn(span("critic", 0.0, 0.5), span("actor", 0.5, 0.75))
-        assert [(role, heights(area)[0]) for role, area in found.areas] == [(1, 75), (0, 25)]
-
-    def test_calls_that_overlap_make_it_no_higher_than_full(self) -> None:
-        found = drawn(span("actor", 0.0, 1.0), span("critic", 0.0, 1.0), span("actor", 0.0, 1.0))
-        assert [(role, heights(area)[0]) for role, area in found.areas] == [(1, 100), (0, 67)]
-        assert found.busy == "10%"
-
-    def test_a_pointer_is_told_methods_times_and_numbers_of_calls(self) -> None:
-        found = drawn(span("actor", 1.0, 1.2, "act"), span("actor", 1.3, 1.5, "act"), span("critic", 1.9, 3.0, "judge"))
-        assert [hover.text for hover in found.hovers] == [
-            "1 s to 2 s\nactor.act 400 ms (2 calls)\ncritic.judge 100 ms",
-            "2 s to 3 s\ncritic.judge 1 s",
-        ]
-        assert [(hover.left, hover.width) for hover in found.hovers] == [(10.0, 10.0), (20.0, 10.0)]
+def test_the_height_is_the_busy_part_of_the_time() -> None:
+    found = drawn(span("actor", 1.0, 3.0), span("actor", 5.5, 5.75))
+    ((role, area),) = found.areas
+    assert role == ROLES["actor"]
+    assert heights(area) == [0, 100, 100, 0, 0, 25, 0, 0, 0, 0]
+    assert found.busy == "22%"
 
 
-class TestTimeline:
-    def test_a_lane_for_each_slot_in_order(self) -> None:
-        found = timeline(calls(slots=3), ROLES, STARTED, STARTED + 30)
-        assert [each.label for each in found.lanes] == ["slot 0", "slot 1", "slot 2"]
-        assert found.hidden == 0
-        assert found.ticks[0] == (0.0, "0 s")
-        assert found.ticks[-1] == (100.0, "30 s")
+def test_calls_that_overlap_make_it_no_higher_than_full() -> None:
+    found = drawn(span("actor", 0.0, 1.0), span("critic", 0.0, 1.0), span("actor", 0.0, 1.0))
+    assert [(role, heights(area)[0]) for role, area in found.areas] == [(1, 100), (0, 67)]
+    assert found.busy == "10%"
 
 
-class TestCloseup:
-    def test_it_shows_one_round_and_not_a_warm_up(self) -> None:
-        found = closeup({"slot 0": calls(slots=1, warm_ups=500)}, ROLES, STARTED)
-        assert found is not None
-        assert found.anchor == "actor.generate"
-        ((label, rows, bars),) = found.lanes
-        assert (label, rows) == ("slot 0", 1)
-        assert [bar.name for bar in bars] == [method for _, method, _ in ROUND]
-        assert [bar.role for bar in bars] == [ROLES[role] for role, _, _ in ROUND]
-        assert found.lasted == "976 ms"
-        assert bars[0].text == "actor.generate\n300 ms, after 0 ms"
+def test_it_shows_one_round_and_not_a_warm_up() -> None:
+    found = closeup({"slot 0": calls(slots=1, warm_ups=500)}, ROLES, STARTED)
+    assert found is not None
+    assert found.anchor == "actor.generate"
+    ((label, rows, bars),) = found.lanes
+    assert (label, rows) == ("slot 0", 1)
+    assert [bar.name for bar in bars] == [method for _, method, _ in ROUND]
+    assert [bar.role for bar in bars] == [ROLES[role] for role, _, _ in ROUND]
+    assert found.lasted == "976 ms"
+    assert bars[0].text == "actor.generate\n300 ms, after 0 ms"
 
-    def test_it_is_the_median_round(self) -> None:
-        spans, now = [], STARTED
-        for spent in (9.0, 1.0, 2.0, 8.0, 1.5, 0.5):
-            spans += [span("actor", now, now + 0.1, "act"), span("critic", now + 0.1, now + 0.2, "learn")]
-            now += spent
-        found = closeup({"slot 0": spans}, ROLES, STARTED)
-        assert found is not None
-        assert found.lasted == "2 s"
 
-    def test_calls_that_overlap_lie_in_rows(self) -> None:
-        spans = [
-            span("actor", STARTED + n + part / 10, STARTED + n + part / 10 + 0.25, f"m{part}")
-            for n in range(5)
-            for part in range(4)
-        ]
-        found = closeup({"slot 0": spans}, ROLES, STARTED)
-        assert found is not None
-        _, rows, bars = found.lanes[0]
-        assert rows == 3
-        assert [bar.row for bar in bars] == [0, 1, 2, 0]
+def test_it_is_the_median_round() -> None:
+    spans, now = [], STARTED
+    for spent in (9.0, 1.0, 2.0, 8.0, 1.5, 0.5):
+        spans += [span("actor", now, now + 0.1, "act"), span("critic", now + 0.1, now + 0.2, "learn")]
+        now += spent
+    found = closeup({"slot 0": spans}, ROLES, STARTED)
+    assert found is not None
+    assert found.lasted == "2 s"
 
-    def test_nothing_that_repeats(self) -> None:
-        assert closeup({"slot 0": calls(rounds=2, slots=1, warm_ups=2)}, ROLES, STARTED) is None
-        assert closeup({}, ROLES, STARTED) is None
+
+def test_calls_that_overlap_lie_in_rows() -> None:
+    spans = [
+        span("actor", STARTED + n + part / 10, STARTED + n + part / 10 + 0.25, f"m{part}")
+        for n in range(5)
+        for part in range(4)
+    ]
+    found = closeup({"slot 0": spans}, ROLES, STARTED)
+    assert found is not None
+    _, rows, bars = found.lanes[0]
+    assert rows == 3
+    assert [bar.row for bar in bars] == [0, 1, 2, 0]
+
+
+def test_nothing_that_repeats() -> None:
+    assert closeup({"slot 0": calls(rounds=2, slots=1, warm_ups=2)}, ROLES, STARTED) is None
+    assert closeup({}, ROLES, STARTED) is None
