@@ -13,6 +13,7 @@ class Part(Message):
 
     key: int  # the resident
     place: str = ""  # where whoever asks computes, when memory of a device may be lent there; otherwise ""
+    took: int = 0  # what whoever asks has taken before, as `Took` says it; 0 for nothing
 
 
 @message

@@ -180,8 +180,11 @@ class Peers(abc.ABC):
         """Where other workers reach this one; None when they needn't ask."""
 
     @abc.abstractmethod
-    def part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
-        """The whole part of a rank. It is noted in `taken`, unless that is None or it is handed over between slots."""
+    def part(self, source: Source, rank: int, taken: list[Taken] | None, took: int = 0) -> Any:
+        """The whole part of a rank. It is noted in `taken`, unless that is None or it is handed over between slots.
+
+        `took`: a key of what was taken of this rank before, which it is told; see `took`.
+        """
 
     @abc.abstractmethod
     def rows(self, source: Source, rank: int) -> int:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -96,8 +96,7 @@ class WeightSyncs:
                 given = self._offered(given, specs, takers, plan)
         elif target is not None:
             given, by, source = self._taken(plan), "peers", None
-            with self._taking(plan, next(_keys(plan))) as specs:
-                pass
+            specs = self._take(plan, next(_keys(plan)))
         else:
             return None
         with closing(given):  # here and now, where it has to be told to those who take from it
@@ -233,26 +232,26 @@ class WeightSyncs:
             for area in areas:
                 area.close()
 
-    @contextmanager
-    def _taking(self, plan: SyncPlan, key: int) -> Iterator[Any]:
-        """A block with what another worker offers by a key, which may be written over afterwards."""
+    def _take(self, plan: SyncPlan, key: int) -> Any:
+        """What another worker offers by a key; what came before that may be written over from now on."""
         assert plan.offers is not None
-        source, rank = Source(key, plan.offers.origin), plan.takes[self._worker_context.boot.slot]
-        peers = self._worker_context.peers
+        peers, rank = self._worker_context.peers, plan.takes[self._worker_context.boot.slot]
         try:
-            yield peers.part(source, rank, None)
-            peers.took(source, rank)
+            before = 0 if key == plan.offers.key else key + 1
+            found = peers.part(Source(key, plan.offers.origin), rank, None, before)
+            if found is None:
+                peers.took(Source(key, plan.offers.origin), rank)
         except ColocateError as error:  # the cause is told by the group of the source
             raise Poisoned(f"{plan.giver} doesn't give its weights to the end: {error.message}") from error
+        return found
 
     def _taken(self, plan: SyncPlan) -> Generator[tuple[str, torch.Tensor]]:
         """Yield weights that another worker offers."""
         for key in itertools.islice(_keys(plan), 1, None):
-            with self._taking(plan, key) as bucket:
-                if bucket is not None:
-                    yield from bucket.items()
+            bucket: dict[str, torch.Tensor] | None = self._take(plan, key)
             if bucket is None:
                 return
+            yield from bucket.items()
             del bucket
 
     # -- the target

@@ -38,17 +38,17 @@ class _HostPeers(Peers):
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
 
-    def part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
+    def part(self, source: Source, rank: int, taken: list[Taken] | None, took: int = 0) -> Any:
         """Return the whole part of a rank."""
-        return self._read(source, rank, None, taken)
+        return self._read(source, rank, None, taken, took)
 
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
         """Return some of its rows."""
         return self._read(source, rank, (start, stop), taken)
 
-    def _read(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any:
+    def _read(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int = 0) -> Any:
         if (entry := self._own(source, rank)) is None:
-            return self._fetch(source, rank, rows, taken)
+            return self._fetch(source, rank, rows, taken, took)
         value, nbytes = entry.value, entry.nbytes
         if rows is not None:
             value = batch.slice_rows(value, *rows)
@@ -89,7 +89,7 @@ class _HostPeers(Peers):
     # -- the same of another worker
 
     @abc.abstractmethod
-    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any: ...
+    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int) -> Any: ...
 
     @abc.abstractmethod
     def _number(self, source: Source, rank: int, question: Message) -> int | None: ...
@@ -127,7 +127,9 @@ class LocalPeers(_HostPeers):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any:
+    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int) -> Any:
+        if took:
+            self._find(source.group, source.slot(rank)).store.took(took)
         store, entry = self._entry(source, rank)
         value = entry.value if rows is None else batch.slice_rows(entry.value, *rows)
         codec, boot = self._host.codec, self._host.boot
@@ -187,12 +189,12 @@ class ChannelPeers(_HostPeers):
         """End its threads and sockets."""
         self._channel.close(0.5)
 
-    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None) -> Any:
+    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int) -> Any:
         key, where, device = source.key, _where(source, rank), self._host.boot.device
 
         def asked(place: str) -> tuple[parts.Value, wire.Packed]:
             """Ask for it, and say where this worker computes if memory may be lent to it."""
-            question = parts.Part(key, place) if rows is None else parts.Slice(key, *rows, place)
+            question = parts.Part(key, place, took) if rows is None else parts.Slice(key, *rows, place)
             answer, body = self._ask(source, rank, question)
             assert isinstance(answer, parts.Value)
             assert body is not None
@@ -270,6 +272,8 @@ class ChannelPeers(_HostPeers):
                 raise Poisoned(kept.error)
             return parts.Number(1 if kept is not None and kept.ready else None), None
         assert isinstance(question, parts.Part | parts.Slice)
+        if isinstance(question, parts.Part) and question.took:
+            host.store.took(question.took)
         asked = time.monotonic()
         entry = host.store.wait(question.key)
         waited, value = time.monotonic() - asked, entry.value
