@@ -47,7 +47,7 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
         _drop_listener(owner.slot.address)
         return
     if target == "lane":
-        sock = None if owner._lane is None else owner._lane._sock
+        sock = None if owner.lane is None else owner.lane._sock
     elif target == "keeper":
         sock = None if owner.slot._commands is None else owner.slot._commands._sock
     else:
@@ -76,10 +76,10 @@ def shut(pid: int, fd: int) -> None:
 
 def _drop_peer(group: ColocatedGroup, slot: int, listening: bool) -> None:
     worker = group._node.workforce.workers[slot]
-    lanes = _lane_addresses(worker.host)
     pid = worker.pid
     if pid is None:
         raise NoSuchSocket("its worker has no pid yet")
+    lanes = _lane_addresses(worker.host)
     found = False
     for sock in _sockets_of(pid):
         with sock:
@@ -124,7 +124,7 @@ def _is_peer(sock: socket.socket, lanes: set[Any]) -> bool:
 
 
 def _lane_addresses(host: Any) -> set[Any]:
-    lane = getattr(host, "_lane", None)
+    lane = host.lane
     if lane is None or lane._sock.fileno() < 0:
         return set()
     return {lane._sock.getsockname(), lane._sock.getpeername()} - {"", b""}
