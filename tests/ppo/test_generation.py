@@ -7,7 +7,6 @@ import torch
 
 from colocate_ppo.actor import Actor
 from colocate_ppo.generation import generate
-from colocate_ppo.rollout import widen
 from colocate_ppo.task import Problems
 from colocate_ppo.tokenizer import Padded
 
@@ -42,14 +41,6 @@ def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: Problems) -> 
     for row in range(len(problems)):
         expected = by_hand(actor, batch.tokens[row][batch.mask[row]].tolist())
         assert answers.tokens[row][answers.mask[row]].tolist() == expected
-
-
-def test_left_padding_changes_nothing(actor: Actor, problems: Problems) -> None:
-    batch = prompts(actor, problems)
-    wider = widen(batch, batch.tokens.shape[1] + 5, actor.tokenizer.pad)
-    one, other = greedy(actor, batch), greedy(actor, wider)
-    assert one.tokens.equal(other.tokens)
-    assert one.mask.equal(other.mask)
 
 
 def test_after_its_end_an_answer_is_padding(actor: Actor, problems: Problems) -> None:

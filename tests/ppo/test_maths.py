@@ -39,42 +39,23 @@ def test_gae_is_that_of_torchrl(estimate: str, tolerance: float, gamma: float, l
     assert returns[~mask].eq(0).all()
 
 
-def test_gae_by_hand() -> None:
-    mask = torch.tensor([[True, True, False]])
-    rewards, values = torch.tensor([[0.0, 1.0, 7.0]]), torch.tensor([[0.5, 0.25, 7.0]])
-    advantages, returns = maths.gae(rewards, values, mask, gamma=0.5, lam=0.5)
-    second = 1.0 - 0.25
-    first = 0.5 * 0.25 - 0.5 + 0.5 * 0.5 * second
-    torch.testing.assert_close(advantages, torch.tensor([[first, second, 0.0]]))
-    torch.testing.assert_close(returns, torch.tensor([[first + 0.5, 1.0, 0.0]]))
-
-
 def test_whitened_tokens_have_mean_0_and_variance_1() -> None:
+    """Also with a mean far from 0: the variance is not the difference of two large sums."""
     mask, generator = answers()
-    white = maths.whiten(torch.randn(mask.shape, generator=generator) * 3 + 5, mask)
+    values = torch.randn(mask.shape, generator=generator) * 3
+    white = maths.whiten(values + 5, mask)
     assert white[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
     assert white[mask].var().item() == pytest.approx(1.0, abs=1e-5)
     assert white[~mask].eq(0).all()
-
-
-def test_whitening_survives_a_mean_far_from_0() -> None:
-    """The variance is not the difference of two large sums."""
-    mask, generator = answers()
-    values = torch.randn(mask.shape, generator=generator)
-    torch.testing.assert_close(maths.whiten(values + 1000, mask), maths.whiten(values, mask), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(maths.whiten(values + 1000, mask), white, rtol=1e-3, atol=1e-3)
 
 
 def test_token_mean_weighs_tokens_not_rows() -> None:
+    """Parts of it sum to it."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
     values = torch.tensor([[1.0, 1.0, 1.0], [5.0, 9.0, 9.0]])
     assert maths.token_mean(values, mask, mask.sum()).item() == 2.0
-
-
-def test_parts_of_a_token_mean_sum_to_it() -> None:
-    mask, generator = answers()
-    values = torch.randn(mask.shape, generator=generator)
-    parts = [maths.token_mean(values[rows], mask[rows], mask.sum()) for rows in (slice(0, 5), slice(5, None))]
-    torch.testing.assert_close(sum(parts), maths.token_mean(values, mask, mask.sum()))
+    assert [maths.token_mean(values[[row]], mask[[row]], mask.sum()).item() for row in (0, 1)] == [0.75, 1.25]
 
 
 def test_kl_estimators_are_the_published_ones() -> None:
@@ -85,16 +66,6 @@ def test_kl_estimators_are_the_published_ones() -> None:
     torch.testing.assert_close(maths.kl_estimate(*logs, "k1"), -ratio.log())
     torch.testing.assert_close(maths.kl_estimate(*logs, "k2"), ratio.log() ** 2 / 2)
     torch.testing.assert_close(maths.kl_estimate(*logs, "k3"), (ratio - 1) - ratio.log())
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimators_average_to_the_divergence(estimator: maths.KlEstimator) -> None:
-    """Over all tokens, weighted with the policy's own probabilities, they are the divergence itself."""
-    generator = torch.Generator().manual_seed(0)
-    policy, reference = torch.randn(2, 1, 11, generator=generator).log_softmax(dim=-1)
-    expected = torch.distributions.kl_divergence(Categorical(logits=policy), Categorical(logits=reference))
-    mean = (policy.exp() * maths.kl_estimate(policy, reference, estimator)).sum(dim=-1)
-    torch.testing.assert_close(mean, expected)
 
 
 def test_an_unknown_estimator_is_refused_with_those_there_are() -> None:

@@ -35,14 +35,12 @@ def test_unknown_characters_are_marked() -> None:
     assert INNER("ä")["input_ids"] == [INNER.unk_token_id]
 
 
-def test_prompts_are_lines_padded_on_the_left() -> None:
+def test_a_batch_is_padded() -> None:
+    """Prompts, which are lines, on the left; answers, which end, on the right."""
     prompts = TOKENIZER.prompts(["ab", "a"], torch.device("cpu"))
     assert prompts.mask.tolist() == [[True, True, True], [False, True, True]]
     assert prompts.tokens[1, 0] == TOKENIZER.pad
     assert INNER.decode(prompts.tokens[0]) == "ab\n"
-
-
-def test_answers_end_and_are_padded_on_the_right() -> None:
     answers = TOKENIZER.answers(["ab", "a"], torch.device("cpu"))
     assert answers.mask.tolist() == [[True, True, True], [True, True, False]]
     assert answers.tokens[1, 1:].tolist() == [TOKENIZER.end, TOKENIZER.pad]
