@@ -34,7 +34,6 @@ PARTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the parts that were asked for, and print them."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="The project's numbers in one table.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")

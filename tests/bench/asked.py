@@ -23,8 +23,6 @@ _LARGE_BYTES = 256 << 20
 
 
 class Plain(Role):
-    """Does nothing."""
-
     @method
     def noop(self) -> None:
         """Do nothing."""
@@ -75,7 +73,6 @@ def _serve(kind: str) -> None:
 
 
 def _times(call: Callable[[], object], count: int) -> float:
-    """The median of so many, in seconds."""
     found: list[float] = []
     for _ in range(count):
         start = time.perf_counter()

@@ -35,7 +35,6 @@ class Probe(Role):
 
     @method(collect=First())
     def echo(self, x: torch.Tensor) -> torch.Tensor:
-        """Give back what it gets."""
         return x
 
 

@@ -46,7 +46,6 @@ def rows() -> Iterator[Row]:
 
 
 def _steps(executor: str, changes: Sequence[str]) -> tuple[list[Any], list[float]]:
-    """What the job logs, and how long its steps took."""
     config = colocate.load_config(_EXAMPLE, executor=executor, set=[*_CHANGES, *changes])
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), colocate.launch(config) as launched:
         record = launched.run(quiet=True)

@@ -28,21 +28,16 @@ _SLOWER = 10.0
 
 
 class Adder(Role):
-    """A role."""
-
     @method(dispatch=Scatter("x"), collect=Concat())
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """Each item and one."""
         return x + 1
 
     @method(dispatch=Scatter("x"), collect=Reduce("sum"))
     def total(self, x: torch.Tensor) -> float:
-        """The sum."""
         return float(x.sum())
 
 
 def rows() -> Iterator[Row]:
-    """Ours, and verl's time to it."""
     batch = torch.zeros(_ROWS, _COLUMNS)
     with colocate.connect("ray", cpus=8) as runtime, runtime.reserve(slots=2) as pool:
         group = pool.spawn({name: colocate.role(Adder) for name in "abcd"})

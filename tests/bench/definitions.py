@@ -28,8 +28,6 @@ LIMIT = bytes(100_000)
 
 
 class Taker(Role):
-    """Takes a value."""
-
     @method
     def take(self, value: object) -> None:
         """Do nothing with it."""

@@ -6,19 +6,19 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
 import torch
-from tests.bench.measure import side_by_side
+from tests.bench.measure import median_s, side_by_side
 from tests.bench.rows import Row
 
 import colocate
 from colocate import First, Role, method
 
-_TENSOR_BYTES = 64 << 20
+TENSOR_BYTES = 64 << 20
 _PIPELINED = 300
 _STARTS = 7
 _WARM_AFTER_S = 0.5
@@ -27,11 +27,10 @@ _WARM_AFTER_S = 0.5
 class Bare:
     """What an engine's own actors run."""
 
-    def noop(self) -> None:
+    def noop(self, _: Any = None) -> None:
         """Nothing."""
 
     def echo(self, x: Any) -> Any:
-        """Give back what it gets."""
         return x
 
 
@@ -44,14 +43,11 @@ class Probe(Role):
 
     @method(collect=First())
     def echo(self, x: Any) -> Any:
-        """Give back what it gets."""
         return x
 
 
 @attrs.frozen
 class Actors:
-    """Two actors of the bare engine."""
-
     noop: Callable[[], object]
     pipelined: Callable[[], object]
     echo: Callable[[Any], object]
@@ -60,7 +56,6 @@ class Actors:
 
 @contextmanager
 def own_ray() -> Iterator[Any]:
-    """Ray, with eight CPUs of this machine."""
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         os.environ.update(RAY_AUTH_MODE="disabled", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
         import ray
@@ -81,7 +76,6 @@ def own_ray() -> Iterator[Any]:
 
 @contextmanager
 def bare_ray() -> Iterator[Actors]:
-    """Two Ray actors on a Ray of their own."""
     with own_ray() as ray:
         actor: Any = ray.remote(Bare)
         actors = [actor.options(num_cpus=1).remote() for _ in range(2)]
@@ -102,16 +96,10 @@ def bare_ray() -> Iterator[Actors]:
 
 @contextmanager
 def bare_dask() -> Iterator[Actors]:
-    """Two Dask actors on a cluster of their own."""
     from distributed import Client, LocalCluster
 
-    options: Mapping[str, Any] = {
-        "n_workers": 2,
-        "threads_per_worker": 1,
-        "memory_limit": 0,
-        "dashboard_address": "127.0.0.1:0",
-    }
-    with LocalCluster(processes=True, **options) as cluster, Client(cluster) as client:
+    options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(n_workers=2, processes=True, **options) as cluster, Client(cluster) as client:
         workers = list(client.scheduler_info()["workers"])
 
         def made(worker: str) -> Any:
@@ -130,7 +118,6 @@ _BARE = {"ray": bare_ray, "dask": bare_dask}
 
 
 def rows() -> Iterator[Row]:
-    """Both engines."""
     for engine in _BARE:
         yield from _engine(engine)
 
@@ -166,7 +153,7 @@ def _calls(title: str, bare: Actors, probe: Probe, alone: Probe) -> Iterator[Row
 
 def _tensors(title: str, bare: Actors, alone: Probe) -> Iterator[Row]:
     part = f"{title}: a 64 MB tensor there and back, 1 slot"
-    x = torch.rand(_TENSOR_BYTES // 4)
+    x = torch.rand(TENSOR_BYTES // 4)
     timed = side_by_side({"bare": lambda: bare.echo(x), "ours": lambda: alone.echo(x)}, rounds=8, calls=1)
     yield Row(part, "time", timed["ours"].least * 1e3, "ms")
     bars = {"Ray": 0.35, "Dask": 1.3}
@@ -174,39 +161,16 @@ def _tensors(title: str, bare: Actors, alone: Probe) -> Iterator[Row]:
 
 
 def _starts(title: str, bare: Actors, runtime: colocate.Runtime) -> Iterator[Row]:
-    """Spawning in a pool whose keepers have had time to start their first workers, and directly after reserving."""
-    part = f"{title}: spawn of 2 slots with 4 roles"
-    reserved, spawned, again, warm, ratios, whole = [], [], [], [], [], []
+    """Spawning in a pool whose keepers have had time to start their first workers."""
+    part = f"{title}: spawn of 2 slots with 4 roles, {_WARM_AFTER_S:g} s after reserve"
+    roles = {name: colocate.role(Probe) for name in ("a", "b", "c", "d")}
+    ours, ratios = [], []
     for _ in range(_STARTS):
-        began = time.perf_counter()
-        bare.start()
-        theirs = time.perf_counter() - began
-        began = time.perf_counter()
-        with runtime.reserve(slots=2) as pool:
-            reserved.append(time.perf_counter() - began)
-            roles = {name: colocate.role(Probe) for name in ("a", "b", "c", "d")}
-            began = time.perf_counter()
-            group = pool.spawn(roles)
-            spawned.append(time.perf_counter() - began)
-            group.close()
-            began = time.perf_counter()
-            pool.spawn(roles)
-            again.append(time.perf_counter() - began)
+        theirs = median_s(bare.start, 1)
         with runtime.reserve(slots=2) as pool:
             time.sleep(_WARM_AFTER_S)
-            began = time.perf_counter()
-            pool.spawn(roles)
-            warm.append(time.perf_counter() - began)
-        ratios.append(warm[-1] / theirs)
-        whole.append((reserved[-1] + spawned[-1]) / theirs)
-    yield Row(part, f"{_WARM_AFTER_S:g} s after reserve", _ms(warm), "ms", 150.0 if title == "Dask" else None)
-    yield Row(part, "directly after reserve", _ms(spawned), "ms")
-    yield Row(part, "a second time in the pool", _ms(again), "ms")
-    yield Row(part, "reserve, which starts the keepers", _ms(reserved), "ms")
+            ours.append(median_s(lambda pool=pool: pool.spawn(roles), 1))
+        ratios.append(ours[-1] / theirs)
+    yield Row(part, "time", statistics.median(ours) * 1e3, "ms", 150.0 if title == "Dask" else None)
     if title == "Ray":
-        yield Row(part, "spawn to creating 2 bare actors", statistics.median(ratios), "x", 1.3)
-        yield Row(part, "reserve and spawn to the same", statistics.median(whole), "x")
-
-
-def _ms(seconds: list[float]) -> float:
-    return statistics.median(seconds) * 1e3
+        yield Row(part, "to creating 2 bare actors", statistics.median(ratios), "x", 1.3)

@@ -57,7 +57,6 @@ def side_by_side(
 
 
 def median_s(function: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long a function takes, the median of so many calls."""
     times = []
     for _ in range(calls):
         start = clock()

@@ -19,19 +19,15 @@ _EACH = 128 * _MIB
 
 
 class Weights(Role):
-    """Holds so many bytes."""
-
     def __init__(self, count: int) -> None:
         self.weights = torch.ones(count, dtype=torch.uint8)
 
     @method(collect=First())
     def pid(self) -> int:
-        """Its process."""
         return os.getpid()
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """A result of the batch's size."""
         return batch + self.weights[:1].sum()
 
 

@@ -26,7 +26,6 @@ class Probe(monarch.Actor):  # type: ignore[misc]  # it isn't there where types 
 
     @monarch.endpoint  # type: ignore[untyped-decorator]
     def echo(self, x: Any) -> Any:
-        """Give back what it gets."""
         return x
 
 
@@ -48,15 +47,12 @@ class Asked:
         self.noop()
 
     def noop(self) -> None:
-        """A call of both."""
         self.probes.noop.call().get()
 
     def echo(self) -> None:
-        """A tensor to one of them, and back."""
         self.probes.slice(gpus=0).echo.call_one(self.x).get()
 
     def stop(self) -> None:
-        """End them."""
         if self.processes is not None:
             self.processes.stop().get()
             self.processes = None

@@ -83,8 +83,6 @@ def _replaying(cls: type) -> type:
 
 
 class Recording:
-    """The roles, which note what they return."""
-
     Actor = _with_bodies(Actor, _record)
     Critic = _with_bodies(Critic, _record)
     Reference = _with_bodies(Reference, _record)
@@ -92,8 +90,6 @@ class Recording:
 
 
 class Replaying:
-    """The roles, which return what was noted."""
-
     Actor = _replaying(Actor)
     Critic = _replaying(Critic)
     Reference = _replaying(Reference)

@@ -37,14 +37,12 @@ from colocate_ppo.tokenizer import Padded, character_tokenizer
 
 
 def total(tensor: Tensor) -> Tensor:
-    """The sum over the ranks."""
     result = tensor.detach().clone()
     dist.all_reduce(result)
     return result
 
 
 def shard(model: Any, folder: Path) -> Any:
-    """In shards, with the weights of a checkpoint."""
     layers = (model.backbone if isinstance(model, ValueModel) else model.model).layers
     for part in (*layers, model):
         fully_shard(part)
@@ -53,7 +51,6 @@ def shard(model: Any, folder: Path) -> Any:
 
 
 def whole(model: nn.Module, folder: Path) -> nn.Module:
-    """With the weights of a checkpoint."""
     load({"model": model.state_dict()}, checkpoint_id=folder)
     return model.eval()
 
@@ -71,7 +68,6 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, lr:
 
 
 def main(checkpoint: Path, options: dict[str, Any], seeds: list[int]) -> None:
-    """Go on from a checkpoint of the job, with its options."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

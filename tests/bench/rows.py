@@ -14,21 +14,11 @@ Verdict = Literal["PASS", "over", ""]
 
 @frozen
 class Row:
-    """One number.
-
-    Attributes:
-        part: What it belongs to.
-        name: What was measured.
-        value: The number.
-        unit: Its unit; "x" for a ratio.
-        bar: The most it may be; None where it is there for comparison only.
-    """
-
-    part: str
-    name: str
-    value: float
-    unit: str
-    bar: float | None = None
+    part: str  # what it belongs to
+    name: str  # what was measured
+    value: float  # the number
+    unit: str  # its unit; "x" for a ratio
+    bar: float | None = None  # the most it may be; None where it is there for comparison only
 
     @property
     def verdict(self) -> Verdict:
@@ -38,12 +28,10 @@ class Row:
         return "PASS" if self.value <= self.bar else "over"
 
     def data(self) -> dict[str, Any]:
-        """The row as plain data."""
         return {**asdict(self), "verdict": self.verdict}
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the rows as a table."""
     table = Table("what", "measured", "bar", "", caption="medians of the least disturbed round; ratios side by side")
     for column in (1, 2):
         table.columns[column].justify = "right"

@@ -68,13 +68,10 @@ def _round(pool: Pool, slots: int) -> dict[str, float]:
 
 
 class Clock:
-    """Adds up the CPU seconds of operations by name."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def time(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do it, and count its CPU time."""
         # Collecting garbage costs by what else is in memory, at moments of its own choosing.
         gc.disable()
         try:

@@ -39,7 +39,6 @@ Rows = Sequence[Mapping[str, float]]
 
 
 def rows() -> Iterator[Row]:
-    """Both parts."""
     yield from _beside_by_hand()
     for name, options in EXECUTORS.items():
         with colocate.connect(name, **options) as runtime:
@@ -69,7 +68,6 @@ def _beside_by_hand() -> Iterator[Row]:
 
 
 def _train(folder: Path, changes: Sequence[str], resume: bool = False) -> Rows:
-    """Run the job; what it logs of its steps."""
     config = colocate.load_config(_EXAMPLE, set=list(changes))
     with contextlib.chdir(folder), colocate.launch(config) as launched:
         record = launched.run(quiet=True, resume=resume)

@@ -22,8 +22,6 @@ _FOLDER = "/var/tmp"
 
 
 class Trained(Role):
-    """A model of one matrix that has trained; other memory and a file of its size."""
-
     def __init__(self) -> None:
         self.net = torch.nn.Linear(_SIDE, _SIDE, bias=False)
         self.optimizer = torch.optim.Adam(self.net.parameters(), foreach=False)
@@ -38,17 +36,12 @@ class Trained(Role):
         self.plain = lambda: plain
         self.mapped = torch.frombuffer(mmap.mmap(file.fileno(), self.nbytes), dtype=torch.float32)
 
-    def _all(self) -> list[torch.Tensor]:
-        (state,) = self.optimizer.state.values()
-        return [self.net.weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
-
     @method(collect=First())
-    def write(self) -> float:
-        """Write into all of it, as a step does; how long that takes."""
-        began = time.perf_counter()
-        for tensor in self._all():
+    def write(self) -> None:
+        """Write into all of it, as a step does."""
+        (state,) = self.optimizer.state.values()
+        for tensor in (self.net.weight.detach(), state["exp_avg"], state["exp_avg_sq"]):
             tensor.mul_(1.0)
-        return time.perf_counter() - began
 
     @method(collect=First())
     def copy(self) -> float:
@@ -59,30 +52,16 @@ class Trained(Role):
 
     @method(awake=(), collect=First())
     def resident(self) -> int:
-        """The memory of the process."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     @method(collect=First())
     def size(self) -> int:
-        """How much it has."""
         return self.nbytes
 
 
-class Frozen(Role):
-    """A model of that size that doesn't train."""
-
-    def __init__(self) -> None:
-        self.net = torch.nn.Linear(_SIDE, 3 * _SIDE, bias=False).requires_grad_(False)
-
-    @method
-    def read(self) -> float:
-        """Read all of it."""
-        return float(self.net.weight.sum())
-
-
 def rows() -> Iterator[Row]:
-    """In turns: a copy, a sleep and a wake of what was written before, and the next time that it is written."""
-    copies, sleeps, wakes, first, second, frozen = [], [], [], [], [], []
+    """In turns: a copy, a sleep and a wake of what was written before."""
+    copies, sleeps, wakes = [], [], []
     with (
         colocate.connect(processes=True, spill_dir=_FOLDER) as runtime,
         runtime.reserve(1) as pool,
@@ -95,38 +74,16 @@ def rows() -> Iterator[Row]:
         for _ in range(_ROUNDS):
             trained.write()
             copies.append(trained.copy())
-            sleeps.append(_seconds(group, "sleep"))
-            wakes.append(_seconds(group, "wake"))
-            first.append(trained.write())
-            second.append(trained.write())
+            for move, seconds in ((group.sleep, sleeps), (group.wake, wakes)):
+                began = time.perf_counter()
+                move("trained")
+                seconds.append(time.perf_counter() - began)
+        trained.write()
         before = trained.resident()
         group.sleep("trained")
         freed = before - trained.resident()
-    with (
-        colocate.connect(processes=True, spill_dir=_FOLDER) as runtime,
-        runtime.reserve(1) as pool,
-        pool.spawn({"frozen": colocate.role(Frozen)}) as group,
-    ):
-        for _ in range(_ROUNDS):
-            group.role("frozen", Frozen).read()
-            frozen.append(_seconds(group, "sleep"))
-    copy, sleep, wake = (statistics.median(each) for each in (copies, sleeps, wakes))
-    extras = [one - other for one, other in zip(first, second, strict=True)]
-    rounds = list(zip(copies, sleeps, wakes, extras, strict=True))
-    ratios = [(two + three) / (2 * one) for one, two, three, _ in rounds]
-    wholes = [(two + three + four) / (2 * one) for one, two, three, four in rounds]
-    yield Row(_PART, "a copy into a mapped file", copy * 1e3, "ms")
-    yield Row(_PART, "sleep", sleep * 1e3, "ms")
-    yield Row(_PART, "wake", wake * 1e3, "ms")
+    ratios = [(two + three) / (2 * one) for one, two, three in zip(copies, sleeps, wakes, strict=True)]
+    for name, found in (("a copy into a mapped file", copies), ("sleep", sleeps), ("wake", wakes)):
+        yield Row(_PART, name, statistics.median(found) * 1e3, "ms")
     yield Row(_PART, "both beside two copies", statistics.median(ratios), "x", 1 / 0.85)
     yield Row(_PART, "of the role's bytes, what stays in memory", 1 - freed / size, "x", 0.02)
-    yield Row(_PART, "sleep of a frozen model that has slept before", statistics.median(frozen[1:]) * 1e3, "ms")
-    yield Row(_PART, "what the first step after a wake takes longer", statistics.median(extras) * 1e3, "ms")
-    yield Row(_PART, "sleep, wake and that beside two copies", statistics.median(wholes), "x")
-
-
-def _seconds(group: colocate.ColocatedGroup, what: str) -> float:
-    (role,) = group.roles
-    began = time.perf_counter()
-    getattr(group, what)(role)
-    return time.perf_counter() - began

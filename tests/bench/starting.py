@@ -19,7 +19,6 @@ _WORKERS = 2
 
 
 def main() -> None:
-    """Say the seconds of each step, as JSON."""
     executor, what = sys.argv[1:]
     options: dict[str, Any] = {"processes": True} if executor == "local" else {"cpus": 8}
     if what == "light":

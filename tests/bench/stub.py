@@ -14,30 +14,23 @@ from colocate.worker.serving.service import hello
 
 
 class StubExecutor(Executor):
-    """One node with room for any number of slots."""
-
     name = "stub"
 
     def __init__(self) -> None:
-        """Connect to nothing."""
         self._running: dict[str, StubHost] = {}
 
     def nodes(self) -> Sequence[Node]:
-        """The one node."""
         return [Node("stub")]
 
     def reserve(self, request: Request) -> Reservation:
-        """Any number of slots."""
         return Reservation((Place("stub"),) * request.slots)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """A host that has said hello."""
         host = self._running[boot.worker] = StubHost(self, boot, events)
         events.received(hello(), None)
         return host
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
-        """The message as it is sent, with its head for the stub to read."""
         return head, super().frame(head, body)
 
     def numbered(self, message: Any, body: Any) -> Any:
@@ -46,21 +39,18 @@ class StubExecutor(Executor):
         return (message, found), [partial(_both, *each) for each in zip(message.numbered, puts, strict=True)]
 
     def discard(self, frame: Any) -> None:
-        """Free it."""
         super().discard(frame[1])
 
     def release(self, reservation: Reservation) -> None:
         """There is nothing to free."""
 
     def running(self) -> Sequence[Running]:
-        """The workers."""
         return [Running("worker", name) for name in self._running]
 
     def close(self) -> None:
         """There is nothing to disconnect."""
 
     def ended(self, boot: Boot) -> None:
-        """A host has ended."""
         del self._running[boot.worker]
 
 
@@ -79,7 +69,6 @@ class StubHost(Host):
         self._alive = True
 
     def send(self, frame: Any) -> None:
-        """Answer."""
         message, now = read(frame[0]), time.time()
         if isinstance(message, to_worker.Build):
             self._say(from_worker.Done(0, None, now, now, None, 0))
@@ -95,7 +84,6 @@ class StubHost(Host):
         self._events.received(message.head(), None)
 
     def kill(self) -> None:
-        """End."""
         if self._alive:
             self._alive = False
             self._executor.ended(self._boot)

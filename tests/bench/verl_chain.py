@@ -26,11 +26,8 @@ from verl.single_controller.ray.base import create_colocated_worker_cls
 
 
 class Adder(Worker):
-    """A role."""
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def add(self, data: DataProto) -> DataProto:
-        """Each item and one."""
         return DataProto.from_dict({"x": data.batch["x"] + 1})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -40,7 +37,6 @@ class Adder(Worker):
 
 
 def main() -> None:
-    """Measure, in a folder for temporary files of its own."""
     rows, columns, rounds = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)

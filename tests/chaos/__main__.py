@@ -21,7 +21,6 @@ WIDTH = 160  # of the table where nobody says how wide it may be
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play, and print; 1 when something went wrong."""
     options = _options(arguments)
     console = Console()
     if not console.is_terminal:

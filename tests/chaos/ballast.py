@@ -19,7 +19,6 @@ CHANGED = "memory that isn't what it was"
 
 
 def size_of(role: str) -> int:
-    """The bytes that a role has."""
     return SIZES.get(role, _SIZE)
 
 
@@ -48,33 +47,27 @@ class Ballast:
         return np.frombuffer(place, dtype=np.uint8)
 
     def use(self, ident: int) -> None:
-        """Look at all of it, and write into some of its pages."""
         self.look(ident)
         self.write(ident)
         self.sum = self.digest()
 
     def look(self, ident: int) -> int:
-        """Look at all of it, for a call."""
         found = self.digest()
         if found != self.sum:
             raise AssertionError(f"call {ident} finds {CHANGED}")
         return found
 
     def write(self, ident: int) -> None:
-        """What a call writes."""
         view = self.array[1000:]
         view[ident * 4099 % len(view) :: _APART] = ident % 251
 
     def digest(self) -> int:
-        """Of all bytes, where they are."""
         return zlib.crc32(self.array.data)
 
     def save(self, path: Path) -> None:
-        """Write it down."""
         path.write_bytes(self.array.data)
 
     def restore(self, path: Path) -> None:
-        """Have it be what was written down."""
         self.array[:] = np.frombuffer(path.read_bytes(), dtype=np.uint8)
         self.sum = self.digest()
 

@@ -26,14 +26,8 @@ Submit = Callable[[Any, int], Any]
 
 
 class Caller:
-    """Makes calls and waits for them.
-
-    Attributes:
-        hangs: What has outlived its bound, in words.
-    """
-
     def __init__(self, idents: Iterator[int], say: Say) -> None:
-        self.hangs: list[str] = []
+        self.hangs: list[str] = []  # what has outlived its bound, in words
         self._idents = idents
         self._say = say
 
@@ -51,12 +45,10 @@ class Caller:
                 self.hangs.append(f"{what} took {took:.2f} s, and has a bound of {seconds:.2f} s")
 
     def settle(self, calls: Iterable[Sent]) -> None:
-        """Wait for calls, each within its own timeout."""
         for sent in calls:
             self.wait(sent)
 
     def wait(self, sent: Sent) -> None:
-        """Wait for the end of a call."""
         if sent.settled is not None or sent.call is None:
             return
         at_most = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
@@ -75,7 +67,6 @@ class Caller:
         sent.settled = time.monotonic()
 
     def submit(self, played: Played, sent: Sent, call: Submit, role: str = "a") -> Any:
-        """Submit a call, or find out that the group takes none any more."""
         assert played.group is not None
         played.sent.append(sent)
         sent.generation, sent.role = played.generation, role
@@ -89,5 +80,4 @@ class Caller:
         return made
 
     def new(self, what: str, ranks: Sequence[int], timeout: float | None, **more: Any) -> Sent:
-        """The record of a call that is about to be made."""
         return Sent(next(self._idents), what, tuple(ranks), timeout, value_of(None), **more)

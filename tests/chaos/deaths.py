@@ -30,28 +30,17 @@ Tell = Callable[[str], None]
 
 @attrs.define(eq=False)
 class Doomed:
-    """A driver that is going to be killed.
+    """A driver that is going to be killed."""
 
-    Attributes:
-        seed: Of the program that it plays, again and again.
-        moment: When it is to be killed.
-        delay_s: How long after that has begun.
-        killed: When it was.
-        doing: What it was doing then.
-        gone_s: After how long none of its processes was left, and nothing that the engine had for it.
-        left: The processes that were left at last.
-        held: What the engine had for it at last.
-    """
-
-    seed: int
-    moment: str
-    delay_s: float
+    seed: int  # of the program that it plays, again and again
+    moment: str  # when it is to be killed
+    delay_s: float  # how long after that has begun
     watched: Watched
-    killed: float = 0.0
-    doing: str = ""
-    gone_s: float = 0.0
-    left: dict[int, str] = attrs.field(factory=dict)
-    held: list[str] = attrs.field(factory=list)
+    killed: float = 0.0  # when it was
+    doing: str = ""  # what it was doing then
+    gone_s: float = 0.0  # after how long none of its processes was left, and nothing that the engine had for it
+    left: dict[int, str] = attrs.field(factory=dict)  # the processes that were left at last
+    held: list[str] = attrs.field(factory=list)  # what the engine had for it at last
 
     def meet(self, engine: Engine) -> None:
         """Kill it when its moment has come, and wait until nothing of it is left."""
@@ -77,7 +66,6 @@ class Doomed:
 
     @property
     def phase(self) -> str:
-        """What it was doing, in a word."""
         return _phase(self.doing)
 
 

@@ -37,7 +37,6 @@ GONE_AT_LAST_S = 20.0
 
 
 def say(**what: Any) -> None:
-    """Tell whoever watches."""
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
@@ -67,7 +66,6 @@ class Stage:
         return self.runtime
 
     def reserve(self, slots: int) -> Pool:
-        """Slots; the whole of what this driver may have is free between programs."""
         say_bound("reserve", RESERVE_S + STARTS_S)
         try:
             return self.open().reserve(slots, cpus=1, timeout=RESERVE_S, env={marks.MARK: self.mark})
@@ -81,12 +79,10 @@ class Stage:
         return self.held
 
     def let_go(self, grace: float) -> list[str]:
-        """Close that."""
         held, self.held = self.held, None
         return [] if held is None else self.close(held, grace)
 
     def take_hangs(self) -> list[str]:
-        """What has outlived its bound here since the last time."""
         hangs, self.hangs = self.hangs, []
         return hangs
 
@@ -105,7 +101,6 @@ class Stage:
         return []
 
     def leave(self) -> list[str]:
-        """Close the runtime."""
         runtime, self.runtime = self.runtime, None
         if runtime is None:
             return []
@@ -127,7 +122,6 @@ class Stage:
 
 
 def play(stage: Stage, played: Program, episodes: int | None) -> None:
-    """Play a program, or its first episodes, and say what came of each of them."""
     idents = itertools.count(1)
     for number, episode in enumerate(played.episodes[:episodes]):
         began = time.monotonic()
@@ -217,7 +211,6 @@ def asked() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Play until the input ends."""
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)  # and end
     executor, options, mark, *endless = sys.argv[1:]
     os.environ[marks.MARK] = mark

@@ -28,17 +28,9 @@ FREE_WITHIN_S = 20.0
 
 @attrs.define(eq=False)
 class Engine:
-    """What an executor runs on in this run.
-
-    Attributes:
-        executor: Its name.
-        options: What to connect with.
-        slots: How many slots there are; None where each driver has its own.
-    """
-
-    executor: str
-    options: dict[str, Any]
-    slots: int | None = None
+    executor: str  # its name
+    options: dict[str, Any]  # what to connect with
+    slots: int | None = None  # how many slots there are; None where each driver has its own
     _process: subprocess.Popen[str] | None = None
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -147,7 +139,6 @@ def dask(slots: int) -> None:
 
 
 def tell(what: Any) -> None:
-    """Say something."""
     print(json.dumps(what), flush=True)
 
 

@@ -21,19 +21,15 @@ _LOOKS_FOR_S = 3.0
 
 
 class Injector:
-    """One fault of an episode.
-
-    Attributes:
-        applied: What has been done; None when it came too late, or there was nothing to do it to.
-        over: Whether it is settled what came of it.
-    """
+    """One fault of an episode."""
 
     _broken: BaseException | None = None
 
     def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[Played]) -> None:
         self.fault = fault
+        # what has been done; None when it came too late, or there was nothing to do it to
         self.applied: Applied | None = None
-        self.over = threading.Event()
+        self.over = threading.Event()  # whether it is settled what came of it
         self._runtime = runtime
         self._pool = pool
         self._played = played
@@ -42,7 +38,6 @@ class Injector:
         self._began = 0.0
 
     def start(self) -> None:
-        """Its moment has come: do it after its delay."""
         self._began = time.monotonic()
         self._thread.start()
 
@@ -67,7 +62,6 @@ class Injector:
             raise self._broken
 
     def go_on(self) -> None:
-        """Let a stopped worker go on."""
         assert self.applied is not None
         os.kill(self.applied.pid, signal.SIGCONT)
         self.applied.went_on = time.monotonic()

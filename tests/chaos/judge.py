@@ -22,19 +22,13 @@ ROUND = 12
 
 @attrs.define(eq=False)
 class Plan:
-    """What is still to be played on one executor.
-
-    Attributes:
-        wanted: Faults of each kind.
-        kinds: Those to play.
-        deadline: When to stop, in monotonic time.
-    """
+    """What is still to be played on one executor."""
 
     executor: str
     ledger: Ledger
-    wanted: int
-    kinds: Sequence[str] = KINDS
-    deadline: float = float("inf")
+    wanted: int  # faults of each kind
+    kinds: Sequence[str] = KINDS  # those to play
+    deadline: float = float("inf")  # when to stop, in monotonic time
     torch: bool | None = None
     _taken: dict[str, int] = attrs.field(factory=dict)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
@@ -72,26 +66,17 @@ class Enough(Exception):
 
 @attrs.define(eq=False)
 class Lane:
-    """One driver that plays program after program, as long as it lasts.
+    """One driver that plays program after program, as long as it lasts."""
 
-    Attributes:
-        engine: Where.
-        ledger: What counts.
-        tell: Hears of what goes wrong.
-        env: More environment of the driver.
-        first_only: Whether to raise `Enough` at the first thing that is wrong.
-    """
-
-    engine: Engine
-    ledger: Ledger
-    tell: Callable[[str], None] = print
-    env: dict[str, str] = attrs.field(factory=dict)
-    first_only: bool = False
+    engine: Engine  # where
+    ledger: Ledger  # what counts
+    tell: Callable[[str], None] = print  # hears of what goes wrong
+    env: dict[str, str] = attrs.field(factory=dict)  # more environment of the driver
+    first_only: bool = False  # whether to raise `Enough` at the first thing that is wrong
     _watched: Watched | None = None
     _last: int = 0  # what it has played last
 
     def play(self, seed: int, torch: bool | None = None, episodes: int | None = None) -> None:
-        """Have a program played, or its first episodes."""
         kind = kind_of(seed)
         self._have(seed, kind, seed=seed, torch=torch, episodes=episodes)
         self._last = seed
@@ -100,7 +85,6 @@ class Lane:
         self.ledger.save()
 
     def rest(self) -> None:
-        """Have its driver give everything back, and look whether it has."""
         if self._watched is not None:
             self._have(self._last, kind_of(self._last), rest=True)
 
@@ -126,7 +110,6 @@ class Lane:
         return self._watched
 
     def _note(self, seed: int, kind: str, told: dict[str, Any]) -> None:
-        """What came of an episode."""
         tally = self.ledger.tally(self.engine.executor, kind)
         bad = self._note_words(seed, kind, told)
         with self.ledger.lock:
@@ -172,7 +155,6 @@ class Lane:
         watched.clean()
 
     def close(self) -> None:
-        """End the driver in order."""
         watched, self._watched = self._watched, None
         if watched is not None:
             for name in watched.end():

@@ -25,7 +25,6 @@ STEP = len(KINDS)
 
 
 def digest(root: Path = ROOT) -> str:
-    """A hash of the code that the numbers are of."""
     found = hashlib.sha256()
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
@@ -36,7 +35,6 @@ def digest(root: Path = ROOT) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, where git can tell."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     except OSError:  # no git here
@@ -46,38 +44,22 @@ def commit() -> str:
 
 @attrs.define(eq=False)
 class Tally:
-    """What one kind of fault has come to on one executor.
+    """What one kind of fault has come to on one executor."""
 
-    Attributes:
-        seeds: Those played.
-        tried: Faults that were done.
-        survived: Those after which all was as the laws want it.
-        hangs: What outlived its bound by more than it may.
-        left: What was left behind.
-        wrong: Results, errors and orders that the laws don't allow.
-        late: Ends after more than the seconds that there are for it.
-        error_ms: From the fault to the first error that told it.
-        over_ms: What closes took beside their grace.
-        free_ms: From the end of a driver until nothing of it was left.
-        targets: Faults by what they hit: moments, sockets.
-        turns: Those of the faults tried that came where roles take turns.
-    """
-
-    seeds: list[int] = attrs.field(factory=list)
-    tried: int = 0
-    survived: int = 0
-    hangs: int = 0
-    left: int = 0
-    wrong: int = 0
-    late: int = 0
-    error_ms: list[float] = attrs.field(factory=list)
-    over_ms: list[float] = attrs.field(factory=list)
-    free_ms: list[float] = attrs.field(factory=list)
-    targets: dict[str, int] = attrs.field(factory=dict)
-    turns: int = 0
+    seeds: list[int] = attrs.field(factory=list)  # those played
+    tried: int = 0  # faults that were done
+    survived: int = 0  # those after which all was as the laws want it
+    hangs: int = 0  # what outlived its bound by more than it may
+    left: int = 0  # what was left behind
+    wrong: int = 0  # results, errors and orders that the laws don't allow
+    late: int = 0  # ends after more than the seconds that there are for it
+    error_ms: list[float] = attrs.field(factory=list)  # from the fault to the first error that told it
+    over_ms: list[float] = attrs.field(factory=list)  # what closes took beside their grace
+    free_ms: list[float] = attrs.field(factory=list)  # from the end of a driver until nothing of it was left
+    targets: dict[str, int] = attrs.field(factory=dict)  # faults by what they hit: moments, sockets
+    turns: int = 0  # those of the faults tried that came where roles take turns
 
     def count(self, target: str) -> None:
-        """Note what a fault has hit."""
         self.targets[target] = self.targets.get(target, 0) + 1
 
 
@@ -108,7 +90,6 @@ class Ledger:
         return ledger
 
     def tally(self, executor: str, kind: str) -> Tally:
-        """Of one kind of fault on one executor."""
         with self.lock:
             return self.tallies.setdefault(executor, {}).setdefault(kind, Tally())
 

@@ -26,8 +26,6 @@ _HOLDS = "holds the gil"
 
 
 class Deliberate(Exception):
-    """What a machine raises when it is told to."""
-
     def __init__(self, ident: int, rank: int) -> None:
         super().__init__(ident, rank)
         self.ident = ident
@@ -58,7 +56,6 @@ class Machine(Role):
         self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
 
     def save(self, directory: str) -> None:
-        """Write the notes down, and what the memory is."""
         self.ballast.save(Path(directory, f"{self.ctx.rank}.memory"))
         if self.main:
             Path(directory, str(self.ctx.rank)).write_text(json.dumps(self.notes))
@@ -80,7 +77,6 @@ class Machine(Role):
 
     @method(collect=Gather())
     def step(self, ident: int, work_s: float, payload: bytes) -> Seen:
-        """Take a while, and mix the argument with the rank."""
         self._note(ident, work_s)
         return self._seen(mixed(ident, self.ctx.rank, payload))
 
@@ -93,7 +89,6 @@ class Machine(Role):
 
     @method(collect=Concat())
     def make(self, ident: int, work_s: float, rows: int, size: int) -> list[bytes]:
-        """Rows of its own, to be kept."""
         self._note(ident, work_s)
         return [row(ident, self.ctx.rank, index, size) for index in range(rows)]
 
@@ -105,7 +100,6 @@ class Machine(Role):
 
     @method(collect=Gather())
     def fail(self, ident: int, work_s: float, ranks: Sequence[int]) -> Seen:
-        """Raise on some ranks."""
         self._note(ident, work_s)
         if self.ctx.rank in ranks:
             raise Deliberate(ident, self.ctx.rank)
@@ -149,15 +143,12 @@ def keep_the_gil() -> None:
 
 
 def mixed(ident: int, rank: int, payload: bytes) -> int:
-    """The value of a step."""
     return zlib.crc32(payload, ident * 31 + rank)
 
 
 def row(ident: int, rank: int, index: int, size: int) -> bytes:
-    """One row of what a rank makes."""
     return bytes([ident % 251, rank, index % 251, 7]) * max(1, size // 4)
 
 
 def put_in(ident: int, rank: int) -> int:
-    """What a rank adds."""
     return ident * 1000 + (1, 10, 100, 1000)[rank]

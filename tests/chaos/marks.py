@@ -13,12 +13,10 @@ _numbers = itertools.count(1)
 
 
 def new() -> str:
-    """A mark for the processes of one driver."""
     return f"{os.getpid()}-{next(_numbers)}"
 
 
 def end(pid: int) -> None:
-    """SIGKILL, if it is still there."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -123,7 +123,6 @@ def _is_held(sent: Sent, error: BaseException, group: Played, fault: Applied) ->
 
 
 def may_follow(error: BaseException, fault: Applied) -> bool:
-    """Whether an error may come of a fault."""
     if fault.kind in DEADLY:
         return is_death(error, fault)
     if fault.kind in PEERS:
@@ -145,7 +144,6 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
 
 
 def is_death(error: BaseException, fault: Applied) -> bool:
-    """Whether an error tells the end of a worker as it was."""
     if fault.kind == "envoy":
         return isinstance(error, WorkerDied | EngineError)
     if not isinstance(error, WorkerDied) or error.rank != fault.rank:
@@ -263,8 +261,6 @@ def _told_by_close(leaf: BaseException, group: Played, mine: Applied | None) -> 
 
 
 def value_of(expected: Any) -> Any:
-    """Compares with one value."""
-
     def look(value: Any) -> str | None:
         return None if value == expected else f"{value!r:.200} instead of {expected!r:.200}"
 

@@ -52,7 +52,6 @@ class Player:
         return self._played[self._fault.group]
 
     def play(self) -> Outcome:
-        """From spawn to close."""
         try:
             self._spawn_all()
             if all(played.group is not None for played in self._played):
@@ -86,7 +85,6 @@ class Player:
                 self._steps.do(Step("memory", group=played.index))
 
     def _hits(self, played: Played) -> Applied | None:
-        """The fault, if it has been done and was to this group."""
         applied = self._injector.applied
         return applied if applied is not None and model.concerns(applied, played) else None
 
@@ -362,17 +360,14 @@ class Player:
 
 
 def _soon(played: Played) -> list[Sent]:
-    """The calls that end soon by their own timeouts."""
     return [sent for sent in played.sent if sent.timeout is not None and sent.timeout <= SHORT_S]
 
 
 def _patient(played: Played) -> list[Sent]:
-    """The calls that don't."""
     return [sent for sent in played.sent if sent.timeout is None or sent.timeout > SHORT_S]
 
 
 def declared(episode: Episode, takes_s: float, hangs: int | None) -> dict[str, colocate.RoleSpec[Any]]:
-    """The roles of an episode's groups."""
     roles: dict[str, colocate.RoleSpec[Any]] = {"a": colocate.role(Machine, takes_s, hangs)}
     if episode.second:
         second = colocate.role(Machine, 0.0, None, "a")

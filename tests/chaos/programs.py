@@ -37,84 +37,44 @@ FREED = ("before", "backward")
 
 @attrs.frozen
 class Step:
-    """One thing that a program does.
-
-    Attributes:
-        what: Its kind: a method of the player.
-        role: "a" or "b".
-        group: Which of the episode's groups.
-        work_s: How long role code takes.
-        ranks: Ranks that it concerns: those called, or those that raise.
-        size: Bytes of what is passed on.
-        count: How many calls.
-        where: In a step of training, where the ranks raise.
-        roles: The order in which roles are called, again and again.
-    """
-
-    what: str
-    role: str = "a"
-    group: int = 0
-    work_s: float = 0.0
-    ranks: tuple[int, ...] = ()
-    size: int = 0
-    count: int = 1
-    where: str = ""
-    roles: tuple[str, ...] = ()
+    what: str  # its kind: a method of the player
+    role: str = "a"  # "a" or "b"
+    group: int = 0  # which of the episode's groups
+    work_s: float = 0.0  # how long role code takes
+    ranks: tuple[int, ...] = ()  # ranks that it concerns: those called, or those that raise
+    size: int = 0  # bytes of what is passed on
+    count: int = 1  # how many calls
+    where: str = ""  # in a step of training, where the ranks raise
+    roles: tuple[str, ...] = ()  # the order in which roles are called, again and again
 
 
 @attrs.frozen
 class Fault:
-    """One fault.
-
-    Attributes:
-        kind: What is done.
-        moment: What is under way then.
-        group: To which of the groups.
-        rank: To which of its slots.
-        delay_s: How long after the moment has begun.
-        target: What is dropped.
-        ending: How what hangs is ended: by the group's close, the pool's, the group's own grace, or (of a stop) by
-            going on.
-        grace: That of the close.
-    """
-
-    kind: str
-    moment: str
-    group: int
-    rank: int
-    delay_s: float
-    target: str = ""
+    kind: str  # what is done
+    moment: str  # what is under way then
+    group: int  # to which of the groups
+    rank: int  # to which of its slots
+    delay_s: float  # how long after the moment has begun
+    target: str = ""  # what is dropped
+    # how what hangs is ended: by the group's close, the pool's, the group's own grace, or (of a stop) by going on
     ending: str = "close"
-    grace: float = 0.2
+    grace: float = 0.2  # that of the close
 
 
 @attrs.frozen
 class Episode:
-    """Groups are spawned on the pool, do something, suffer one fault, and are closed.
+    """Groups are spawned on the pool, do something, suffer one fault, and are closed."""
 
-    Attributes:
-        groups: The number of slots of each.
-        second: Whether there is a role "b", and on which slots it is: "all", "first" or "".
-        trains: Whether there is a role "t", which trains a model on all slots.
-        before: What is done first.
-        settled: Whether that is awaited before the fault, or still under way.
-        fault: What happens then.
-        restart: Whether the group that is hit is restarted; if `settled`, from a checkpoint made before the fault.
-        after: What is done once it has; with a group that has not failed it must work.
-        budget: The bytes that roles may have on each slot, so that they take turns; 0 where they don't.
-        declared: The order of calls of which the groups are told.
-    """
-
-    groups: tuple[int, ...]
-    second: str
-    trains: bool
-    before: tuple[Step, ...]
-    settled: bool
-    restart: bool
-    fault: Fault
-    after: tuple[Step, ...]
-    budget: int = 0
-    declared: tuple[str, ...] = ()
+    groups: tuple[int, ...]  # the number of slots of each
+    second: str  # whether there is a role "b", and on which slots it is: "all", "first" or ""
+    trains: bool  # whether there is a role "t", which trains a model on all slots
+    before: tuple[Step, ...]  # what is done first
+    settled: bool  # whether that is awaited before the fault, or still under way
+    restart: bool  # whether the group that is hit is restarted; if `settled`, from a checkpoint made before the fault
+    fault: Fault  # what happens then
+    after: tuple[Step, ...]  # what is done once it has; with a group that has not failed it must work
+    budget: int = 0  # the bytes that roles may have on each slot, so that they take turns; 0 where they don't
+    declared: tuple[str, ...] = ()  # the order of calls of which the groups are told
 
 
 @attrs.frozen
@@ -134,7 +94,6 @@ def kind_of(seed: int) -> str:
 
 
 def program(executor: str, seed: int, torch: bool | None = None) -> Program:
-    """The program of a seed on an executor."""
     draw = random.Random(f"{seed}")
     with_torch = draw.random() < TORCH[executor] if torch is None else torch
     kind = kind_of(seed)

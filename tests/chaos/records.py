@@ -17,69 +17,43 @@ _LONGEST = 4000
 
 @attrs.define(eq=False)
 class Sent:
-    """One call.
-
-    Attributes:
-        ident: Its number, unique in the program; the order of numbers is the order of submission.
-        what: The method, in words.
-        ranks: The slots of the group that run it.
-        timeout: Its own.
-        expected: Looks at its value; a complaint, or None.
-        fails: The slots on which the method is told to raise.
-        times_out: Whether it has been made to outlive its timeout.
-        call: What was submitted; None when that failed.
-        generation: The group's, when it was made.
-        value: Its value.
-        error: What it ended with.
-        submitted: When, in monotonic time.
-        settled: When it was known how it ended.
-        where: In a step of training, where it is told to raise.
-        role: The role that it was made on.
-    """
-
-    ident: int
-    what: str
-    ranks: tuple[int, ...]
-    timeout: float | None
-    expected: Callable[[Any], str | None]
-    fails: tuple[int, ...] = ()
-    times_out: bool = False
-    call: Call[Any] | None = None
-    value: Any = None
-    error: BaseException | None = None
-    generation: int = 0
-    submitted: float = 0.0
-    settled: float | None = None
-    where: str = ""
-    role: str = "a"
+    ident: int  # its number, unique in the program; the order of numbers is the order of submission
+    what: str  # the method, in words
+    ranks: tuple[int, ...]  # the slots of the group that run it
+    timeout: float | None  # its own
+    expected: Callable[[Any], str | None]  # looks at its value; a complaint, or None
+    fails: tuple[int, ...] = ()  # the slots on which the method is told to raise
+    times_out: bool = False  # whether it has been made to outlive its timeout
+    call: Call[Any] | None = None  # what was submitted; None when that failed
+    value: Any = None  # its value
+    error: BaseException | None = None  # what it ended with
+    generation: int = 0  # the group's, when it was made
+    submitted: float = 0.0  # when, in monotonic time
+    settled: float | None = None  # when it was known how it ended
+    where: str = ""  # in a step of training, where it is told to raise
+    role: str = "a"  # the role that it was made on
 
     @property
     def noted(self) -> str:
-        """The role whose notes it is in."""
         return self.role if self.role in TURNERS else "a"
 
     @property
     def writes(self) -> bool:
-        """Whether it writes into its role's memory."""
         return self.what not in ("look", "sleep", "wake", "memory")
 
     @property
     def fine(self) -> bool:
-        """Whether it has succeeded."""
         return self.settled is not None and self.error is None
 
     @property
     def trains(self) -> bool:
-        """Whether it is a step of training."""
         return self.what == "train"
 
     @property
     def raised(self) -> bool:
-        """Whether it has failed as it was told to."""
         return self.error is not None and self.is_told_by(self.error)
 
     def is_told_by(self, error: BaseException) -> bool:
-        """Whether this is the error that it was told to end with."""
         cause = error.__cause__
         return (
             isinstance(error, RoleError)
@@ -96,16 +70,7 @@ class Sent:
 
 @attrs.define(eq=False)
 class Played:
-    """One group of an episode, and its calls in order of submission.
-
-    Attributes:
-        generation: How often it has been restarted.
-        struck: Which generation the fault comes to.
-        checkpoint: The tag of its last one.
-        saved: The generation of which each checkpoint is, by tag.
-        restored: The tag of the checkpoint that a generation has begun from, if there was one.
-        budget: What its roles may have of each slot's memory, where they take turns.
-    """
+    """One group of an episode, and its calls in order of submission."""
 
     index: int
     name: str
@@ -117,65 +82,40 @@ class Played:
     closing: float | None = None
     grace: float = 0.0
     restarts: bool = False
-    generation: int = 0
-    struck: int = 0
-    checkpoint: int | None = None
-    saved: dict[int, int] = attrs.field(factory=dict)
+    generation: int = 0  # how often it has been restarted
+    struck: int = 0  # which generation the fault comes to
+    checkpoint: int | None = None  # the tag of its last one
+    saved: dict[int, int] = attrs.field(factory=dict)  # the generation of which each checkpoint is, by tag
+    # the tag of the checkpoint that a generation has begun from, if there was one
     restored: dict[int, int | None] = attrs.field(factory=dict)
     wrong: list[str] = attrs.field(factory=list)
     hurried: bool = False
-    budget: int = 0
+    budget: int = 0  # what its roles may have of each slot's memory, where they take turns
     spawn_error: BaseException | None = None
 
 
 @attrs.define(eq=False)
 class Applied:
-    """A fault that has been done.
-
-    Attributes:
-        kind: As in the program; of a dropped connection its target.
-        group: Index of the group.
-        rank: The slot.
-        pid: Of the worker; where that hadn't said hello yet, of its upper supervisor.
-        began: When it began to be done, in monotonic time.
-        done: When it was done.
-        moment: What was under way.
-        went_on: When a stopped worker was made to go on.
-        below: The worker's then: its hello may have been on its way.
-        name: That of the group: another one may have been spawned in its place before.
-    """
-
-    kind: str
-    group: int
-    rank: int
-    pid: int
-    began: float
-    done: float
-    moment: str
-    went_on: float | None = None
-    below: int = 0
-    name: str = ""
+    kind: str  # as in the program; of a dropped connection its target
+    group: int  # index of the group
+    rank: int  # the slot
+    pid: int  # of the worker; where that hadn't said hello yet, of its upper supervisor
+    began: float  # when it began to be done, in monotonic time
+    done: float  # when it was done
+    moment: str  # what was under way
+    went_on: float | None = None  # when a stopped worker was made to go on
+    below: int = 0  # the worker's then: its hello may have been on its way
+    name: str = ""  # that of the group: another one may have been spawned in its place before
 
 
 @attrs.define(eq=False)
 class Outcome:
-    """What came of an episode.
-
-    Attributes:
-        played: Its groups, those that others have taken the place of among them.
-        applied: Its fault, if it could be done.
-        hangs: What outlived its bound.
-        error_s: From the fault to the first error that tells it.
-        close_over_s: What the close of a group that hung took beside its grace.
-        pool_closed: Whether the pool was closed with it.
-    """
-
-    played: list[Played]
-    applied: Applied | None = None
-    hangs: list[str] = attrs.field(factory=list)
-    error_s: float | None = None
-    close_over_s: float | None = None
-    pool_closed: bool = False
+    played: list[Played]  # its groups, those that others have taken the place of among them
+    applied: Applied | None = None  # its fault, if it could be done
+    hangs: list[str] = attrs.field(factory=list)  # what outlived its bound
+    error_s: float | None = None  # from the fault to the first error that tells it
+    close_over_s: float | None = None  # what the close of a group that hung took beside its grace
+    pool_closed: bool = False  # whether the pool was closed with it
 
 
 def leaves(error: BaseException) -> tuple[BaseException, ...]:

@@ -20,7 +20,6 @@ NOT_APPLICABLE = {"local": "keeper, envoy: local has none", "dask": "envoy: Dask
 
 
 def show(ledger: Ledger, console: Console) -> None:
-    """Print what a ledger holds."""
     table = Table(title=f"chaos, code {ledger.code} ({ledger.commit})")
     for name in ("executor", "fault", "tried", "survived", "hangs", "leftovers", "wrong", "late"):
         table.add_column(name, justify="left" if name in ("executor", "fault") else "right")
@@ -50,12 +49,10 @@ def show(ledger: Ledger, console: Console) -> None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which that share of them lies."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def times(tally: Tally) -> str:
-    """The times that a kind of fault has."""
     parts = []
     if tally.error_ms:
         parts.append(f"to error {percentiles(tally.error_ms)}")
@@ -67,7 +64,6 @@ def times(tally: Tally) -> str:
 
 
 def percentiles(values: Sequence[float]) -> str:
-    """p50 / p90 / p99 / max."""
     ordered = sorted(values)
     picked = [quantile(ordered, share) for share in (0.5, 0.9, 0.99)]
     return " / ".join(f"{value:.0f}" for value in (*picked, ordered[-1]))

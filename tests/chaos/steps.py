@@ -38,20 +38,15 @@ def moved(outcomes: Sequence[Any]) -> str | None:
 
 
 class Steps(Caller):
-    """Does steps on the groups of one episode.
-
-    Attributes:
-        folders: Where checkpoints are.
-    """
+    """Does steps on the groups of one episode."""
 
     def __init__(self, played: Sequence[Played], idents: Iterator[int], say: Say) -> None:
         super().__init__(idents, say)
-        self.folders: list[str] = []
+        self.folders: list[str] = []  # where checkpoints are
         self._played = played
         self._kept: list[_Kept] = []
 
     def do(self, step: Step, timeout: float | None = LONG_S) -> Sent | None:
-        """Do a step; its last call."""
         played = self._played[step.group]
         if played.group is None:
             return None
@@ -91,7 +86,6 @@ class Steps(Caller):
         return [self._plain(step, played, timeout) for _ in range(step.count)][-1]
 
     def _look(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """What a role's memory is."""
         role, slots = self._role(played, step)
         sent = self.new("look", slots, timeout)
         sent.expected = as_written(played, role, len(slots))
@@ -107,7 +101,6 @@ class Steps(Caller):
         return sent
 
     def _memory(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """What is awake, when nothing runs."""
         self.settle(played.sent)
         sent = self.new("memory", (), timeout)
         sent.expected = within(played.budget)
@@ -126,7 +119,6 @@ class Steps(Caller):
         self.settle(played.sent)
 
     def _checkpoint(self, step: Step, played: Played, timeout: float | None) -> None:
-        """What has been called so far is kept."""
         assert played.group is not None
         self.settle(played.sent)
         tag = next(self._idents)
@@ -231,7 +223,6 @@ class Steps(Caller):
         return self._add(step, played, timeout, tuple(rank for rank in step.ranks if rank < played.slots) or (0,))
 
     def _train(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """Steps of training."""
         return [self._one_train(played, timeout) for _ in range(step.count)][-1]
 
     def _train_failing(self, step: Step, played: Played, timeout: float | None) -> Sent:

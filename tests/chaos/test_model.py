@@ -40,7 +40,6 @@ def wrong(*calls: Sent, applied: Applied | None = None, **more: Any) -> str:
 
 
 def test_right() -> None:
-    """What is as it should be is no matter."""
     assert wrong(sent(1, [1]), sent(2, [1, 2])) == ""
 
 
@@ -62,7 +61,6 @@ def test_right() -> None:
     ],
 )
 def test_wrong(calls: list[Sent], words: str) -> None:
-    """Each of these is."""
     assert words in wrong(*calls)
 
 

@@ -39,7 +39,6 @@ class Trainer(Machine):
     """What it has trained is in its weights and in Adam's state, and nowhere else: each rank has its shards."""
 
     def __init__(self, main: str) -> None:
-        """Args: main: Whose notes it adds to."""
         import torch
         from torch.distributed.fsdp import fully_shard
 
@@ -52,7 +51,6 @@ class Trainer(Machine):
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
 
     def renew(self) -> None:
-        """Go on after a step that failed."""
         from colocate.torch import renew
 
         renew(self.net, self.optimizer, self.ctx)
@@ -90,7 +88,6 @@ class Trainer(Machine):
         return found
 
     def save(self, directory: str) -> None:
-        """This rank's shards, and Adam's state of them."""
         import torch
 
         super().save(directory)
@@ -102,7 +99,6 @@ class Trainer(Machine):
         torch.save(saved, Path(directory, f"{self.ctx.rank}.pt"))
 
     def restore(self, directory: str) -> None:
-        """As they were."""
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -120,6 +116,5 @@ class Trainer(Machine):
 
 
 def _shard(value: Any) -> torch.Tensor:
-    """What this rank has of a tensor."""
     found: torch.Tensor = (value.to_local() if hasattr(value, "to_local") else value).detach()
     return found

@@ -36,7 +36,6 @@ def reached(group: Played, generation: int, before: int) -> set[int]:
 
 
 def _told(sent: Sent) -> list[tuple[int, float]]:
-    """The updates that there are after a step, and the loss in it, by rank."""
     return [own for _, _, _, own in sent.value]
 
 

@@ -36,20 +36,13 @@ class Ended(Exception):
 
 @attrs.define(eq=False)
 class Watched:
-    """One driver process, in a folder of its own for its temporary files.
+    """One driver process, in a folder of its own for its temporary files."""
 
-    Attributes:
-        mark: What all its processes carry in their environment.
-        folder: Its temporary files.
-        begun: What it is doing now.
-        forked: Its children that live on after it, and aren't ours.
-    """
-
-    mark: str
-    folder: Path
+    mark: str  # what all its processes carry in their environment
+    folder: Path  # its temporary files
     process: subprocess.Popen[str]
-    begun: str = "start"
-    forked: list[int] = attrs.field(factory=list)
+    begun: str = "start"  # what it is doing now
+    forked: list[int] = attrs.field(factory=list)  # its children that live on after it, and aren't ours
     _deadline: float = attrs.field(factory=lambda: time.monotonic() + _STARTS_S)
     _heard: queue.SimpleQueue[dict[str, Any] | None] = attrs.field(factory=queue.SimpleQueue)
     _log: Path | None = None
@@ -57,7 +50,6 @@ class Watched:
 
     @classmethod
     def start(cls, executor: str, options: dict[str, Any], mark: str, *more: str, **env: str) -> Watched:
-        """Start it."""
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         log = folder.with_suffix(".log")
         with log.open("w") as errors:
@@ -75,7 +67,6 @@ class Watched:
         return watched
 
     def ask(self, **what: Any) -> None:
-        """Tell it what to play."""
         assert self.process.stdin is not None
         self._deadline = time.monotonic() + _STARTS_S  # it may have had nothing to do for long
         try:
@@ -125,12 +116,10 @@ class Watched:
         return self.tail()
 
     def tail(self) -> str:
-        """The end of what it has written to stderr."""
         assert self._log is not None
         return self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
 
     def kill(self) -> float:
-        """SIGKILL; when it was, in monotonic time."""
         at = time.monotonic()
         self.process.kill()
         return at
@@ -148,11 +137,9 @@ class Watched:
         return left
 
     def files(self) -> list[str]:
-        """What there is in its folder."""
         return sorted(path.name for path in self.folder.iterdir())
 
     def clean(self) -> None:
-        """Remove its files. It has ended."""
         self._say_no_more()
         self._reader.join(_GRACE_S)  # longer only where something lives on that writes to its stdout
         shutil.rmtree(self.folder, ignore_errors=True)

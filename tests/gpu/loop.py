@@ -32,7 +32,6 @@ class Size:
 
     @property
     def config(self) -> LlamaConfig:
-        """The model's."""
         return LlamaConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,

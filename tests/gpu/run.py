@@ -77,7 +77,6 @@ def _words(part: str) -> str:
 
 
 def write(out: Path, record: dict[str, Any]) -> None:
-    """Write down, and print, what came out."""
     (out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
     text = section(record)
     (out / "gpu.md").write_text(text)

@@ -75,8 +75,6 @@ class Graphed(Role):
 
 
 class Filling(Role):
-    """Writes into all of the GPU that it can get."""
-
     @method
     def fill(self) -> int:
         """Take what is free, but for 1 GiB, and write it; how much that was."""
@@ -86,7 +84,6 @@ class Filling(Role):
 
     @method
     def give_back(self) -> None:
-        """Let go of it."""
         del self.taken
         torch.cuda.empty_cache()
 
@@ -153,8 +150,6 @@ def has_all_back() -> bool:
 
 
 class TestAddresses:
-    """What a constructor has made is where it was."""
-
     @needs_cuda
     def test_what_other_threads_have_made(self) -> None:
         """It would be elsewhere: the role isn't spawned. Gradients may be."""

@@ -39,8 +39,6 @@ SIZE = "tiny" if DRY else "half-a-billion"
 
 
 class Busy(Role):
-    """Has the GPU do many small things, one that takes long, or nothing."""
-
     def __init__(self) -> None:
         self.x = torch.zeros(64, device=self.ctx.device)
 
@@ -51,12 +49,10 @@ class Busy(Role):
 
     @method
     def stay_on(self, core: int) -> None:
-        """Compute on one of the machine's from now on."""
         os.sched_setaffinity(0, {core})
 
     @method
     def spin(self) -> None:
-        """For minutes."""
         torch.cuda._sleep(10**12)
         torch.cuda.synchronize()
 
@@ -91,13 +87,11 @@ class Script:
     """A process that does something for each line that it is told, and says in a line what came of it."""
 
     def __init__(self, stack: contextlib.ExitStack, command: list[str]) -> None:
-        """Start it; it ends with the stack."""
         self._process = stack.enter_context(
             subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         )
 
     def ask(self, told: int) -> Any:
-        """Tell it a number."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(told, file=self._process.stdin, flush=True)
@@ -105,8 +99,6 @@ class Script:
 
 
 class TestOverhead:
-    """Beside a plain script."""
-
     def test_small_kernels(self, record_property: Any) -> None:
         """What a method launches it launches as fast as a script, by several processes of either.
 
@@ -179,8 +171,6 @@ class TestPinning:
 
 
 class TestContexts:
-    """Several roles in one process."""
-
     @needs_cuda
     def test_four_roles(self, record_property: Any) -> None:
         """Beside four processes with one each: how much of the GPU is used."""

@@ -72,8 +72,6 @@ class OneGpu(LocalProcesses):
 
 
 class OneGpuOfThreads(LocalThreads):
-    """Threads that share it."""
-
     def __init__(self) -> None:
         super().__init__(attrs.evolve(ALL, gpus=0), strict=False)
         self._node, self._ledger = ALL, Ledger([ALL], self._device)
@@ -128,8 +126,6 @@ class TestWeights(WeightSyncs, WeightSyncsBetween):
 
 
 class Maker(Role):
-    """Makes tensors on its device."""
-
     def __init__(self) -> None:
         self.net = torch.nn.Linear(4, 4).to(self.ctx.device)
         self.taken: list[Any] = []
@@ -190,8 +186,6 @@ class Maker(Role):
 
 
 class User(Role):
-    """Uses tensors that another role made."""
-
     @method(dispatch=Broadcast(), collect=Gather())
     def seen(self, x: torch.Tensor) -> tuple[int, str]:
         return x.data_ptr(), str(x.device)
@@ -239,8 +233,6 @@ def processes() -> Iterator[ColocatedGroup]:
 
 
 class TestDevices:
-    """Where things are."""
-
     @needs_cuda
     def test_a_slot_sees_its_own_device_only(self, processes: ColocatedGroup) -> None:
         assert processes.role("maker", Maker).device() == [("cuda:0", 1)]
@@ -322,8 +314,6 @@ def _begin_of_code(pid: int) -> str:
 
 
 class TestChoice:
-    """Which GPU a slot has."""
-
     @needs_cuda
     def test_count(self) -> None:
         """What is counted without CUDA is what CUDA counts."""
@@ -374,7 +364,6 @@ class Sharded(Renewing):
 
     @method
     def bound(self) -> str:
-        """The device that torch has bound the default group to."""
         return str(dist.group.WORLD.bound_device_id)  # type: ignore[union-attr]
 
 
@@ -513,8 +502,6 @@ def in_turns(role: Any, mib: int, name: str, budget: str | None, moves: list[Any
 
 
 class TestTurns:
-    """Roles that don't fit together take turns on the GPU."""
-
     @needs_cuda
     def test_memory_that_moves_while_one_captures(self) -> None:
         """The next role's comes beside it: no graph ends of it, and results are the same."""
@@ -615,8 +602,6 @@ def record_naps(record_property: Any, group: ColocatedGroup, what: str, size: in
 
 
 class TestSleep:
-    """A role's memory on the GPU goes to the host, and comes back."""
-
     @pytest.mark.parametrize("threads", [False, True])
     def test_sleep_and_wake(self, threads: bool) -> None:
         """All comes back as it was, and training goes on as where nothing has slept."""
@@ -733,7 +718,6 @@ class Spoiler(Role):
 
     @method
     def fill(self, mib: int) -> int:
-        """Has so much for a while."""
         return torch.ones(mib * 2**20, dtype=torch.uint8, device=self.ctx.device).numel()
 
     @method
@@ -788,7 +772,6 @@ class Spoiler(Role):
 
     @method(collect=Concat())
     def rows(self, count: int, value: float) -> torch.Tensor:
-        """So many rows of a value."""
         return torch.full((count,), value, device=self.ctx.device)
 
     @method
@@ -800,16 +783,12 @@ class Spoiler(Role):
 
 
 class OnASide(Spoiler):
-    """Has a stream of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.cuda.set_stream(torch.cuda.Stream())
 
 
 class TestErrors:
-    """What the device complains of when a method has returned."""
-
     @needs_cuda
     def test_a_lost_context(self) -> None:
         """The call that has caused it fails, and then the group, whose process can't go on; another group can."""
@@ -918,8 +897,6 @@ class TestErrors:
 
 
 class TestPpo:
-    """The roles of `ppo.train`."""
-
     @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
     def test_an_update_is_that_of_a_cpu(self, parallel: str, tmp_path: Path) -> None:
         """From the same weights; and it goes on from its checkpoint."""
@@ -1018,8 +995,6 @@ class TestLending:
 
 
 class TestWork:
-    """What is done there."""
-
     def test_random_numbers_follow_from_the_seed(self) -> None:
         drawn = []
         for _ in range(2):

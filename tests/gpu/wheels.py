@@ -61,7 +61,6 @@ def gather(folder: Path, version: str) -> None:
 
 
 def requirements(text: str) -> Iterator[str]:
-    """The names in a requirements file."""
     for line in text.splitlines():
         if name := line.partition("#")[0].strip():
             yield name
