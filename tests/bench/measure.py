@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from attrs import frozen
 
@@ -29,39 +28,23 @@ class Rounds:
         return statistics.median(mine / its for mine, its in zip(self.medians, other.medians, strict=True))
 
 
-def side_by_side(
-    functions: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    calls: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Rounds]:
-    """Time functions in turns, so that what disturbs one round disturbs all of them in it.
-
-    Args:
-        functions: The functions by name.
-        rounds: How often it is each one's turn, after one turn to warm up.
-        calls: How often it is called in a turn.
-        clock: In seconds.
-
-    Returns:
-        The medians of the rounds by name.
-    """
+def side_by_side(functions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, Rounds]:
+    """Time functions in turns, so that what disturbs one round disturbs all of them in it; after one to warm up."""
     medians: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
-            median = median_s(function, calls, clock)
+            median = median_s(function, calls)
             if number:
                 medians[name].append(median)
     return {name: Rounds(found) for name, found in medians.items()}
 
 
-def median_s(function: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
+def median_s(function: Callable[[], object], calls: int) -> float:
     times = []
     for _ in range(calls):
-        start = clock()
+        start = time.perf_counter()
         function()
-        times.append(clock() - start)
+        times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
@@ -69,9 +52,7 @@ def median_s(function: Callable[[], object], calls: int, clock: Callable[[], flo
 def asking(command: Sequence[str], **env: str) -> Iterator[Callable[..., str]]:
     """What gives a process a line, where there is one, and returns the next line that it says; it ends with the block.
 
-    Args:
-        command: What starts it.
-        env: What of its environment isn't this process's.
+    `env` is what of its environment isn't this process's.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env={**os.environ, **env}, text=True, **pipes) as process:  # type: ignore[call-overload]
@@ -86,21 +67,3 @@ def asking(command: Sequence[str], **env: str) -> Iterator[Callable[..., str]]:
         yield ask
         process.communicate()
     assert process.returncode == 0, process.returncode
-
-
-def taken_out(commit: str, folder: Path) -> list[str]:
-    """The import path of an earlier commit, put into a folder; empty where its history isn't here."""
-    command = ["git", "-C", str(Path(__file__).parents[2]), "archive", commit, "core", "executors"]
-    packed = subprocess.run(command, capture_output=True, check=False)
-    if packed.returncode:
-        return []
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
-    return [str(folder / name) for name in ("core", "executors")]
-
-
-def check_core(core: str, path: Sequence[str]) -> None:
-    """Raise unless the colocate that was measured is that of an import path: a ratio of a commit to itself would look
-    like a number.
-    """
-    if path and core != path[0]:
-        raise RuntimeError(f"colocate of {path[0]} was to be measured, but it was that of {core}")

@@ -1,7 +1,4 @@
-"""A driver that starts workers and says how long that took: `python starting.py EXECUTOR light|torch|memory`.
-
-It stands by itself and uses what every commit has, so that `starts.py` can run it with the commit before.
-"""
+"""A driver that starts workers and says how long that took: `python starting.py EXECUTOR light|memory`."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def main() -> None:
                     before = _summed()
                     with pool[1:2].spawn(roles):
                         steps["one more"] = _summed() - before
-    print(json.dumps({"of": str(Path(colocate.__file__).parents[1]), **steps}))
+    print(json.dumps(steps))
 
 
 def _summed() -> float:

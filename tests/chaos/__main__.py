@@ -11,59 +11,60 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.pretty import pretty_repr
-from tests.chaos import deaths, engine, judge, report
-from tests.chaos.ledger import ROOT, Ledger
+from rich.table import Table
+from tests.chaos import deaths, engine, judge
+from tests.chaos.ledger import ROOT, Ledger, Tally
 from tests.chaos.programs import KINDS, SLOTS, kind_of, program
 
 EXECUTORS = ("local", "ray", "dask")
-LANES = 2
 WIDTH = 160  # of the table where nobody says how wide it may be
+NAMES = {
+    "kill": "SIGKILL of a worker",
+    "stop": "SIGSTOP of a worker",
+    "gil": "hang with the GIL held",
+    "drop": "dropped connection",
+    "driver": "SIGKILL of the driver",
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    ledger = Ledger.open(None if options.seed else options.ledger)
-    executors = [options.executor] if options.executor else list(EXECUTORS)
-    if options.seed:
-        for name in executors:
-            _replay(name, options.seed, ledger, console, options.verbose, options.torch)
-    elif not options.show:
-        kinds = [options.kind] if options.kind else list(KINDS)
-        _play(executors, kinds, ledger, options.count, options.minutes * 60, options.lanes)
-    report.show(ledger, console)
-    return 1 if ledger.problems else 0
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main() -> int:
+    """Play, and print; 1 when something went wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Random programs, random faults.")
     parser.add_argument("--executor", choices=EXECUTORS, help="only this one")
     parser.add_argument("--kind", choices=KINDS, help="only this kind of fault")
     parser.add_argument("--count", type=int, default=250, help="faults of each kind on each executor (250)")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after so long (60)")
-    parser.add_argument("--lanes", type=int, default=LANES, help=f"programs at once on each executor ({LANES})")
+    parser.add_argument("--lanes", type=int, default=2, help="programs at once on each executor (2)")
     parser.add_argument("--ledger", type=Path, default=ROOT / "docs" / "chaos.json", help="the file to continue")
     parser.add_argument("--seed", type=int, action="append", help="play this one only, and count nothing")
-    parser.add_argument("--torch", action="store_true", default=None, help="with --seed: with process groups")
     parser.add_argument("--verbose", action="store_true", help="print the programs")
     parser.add_argument("--show", action="store_true", help="play nothing")
-    return parser.parse_args(arguments)
+    options = parser.parse_args()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    ledger = Ledger() if options.seed else Ledger.open(options.ledger, of_any_code=options.show)
+    executors = [options.executor] if options.executor else list(EXECUTORS)
+    if options.seed:
+        for name in executors:
+            _replay(name, options.seed, ledger, console, options.verbose)
+    elif not options.show:
+        kinds = [options.kind] if options.kind else list(KINDS)
+        _play(executors, kinds, ledger, options.count, options.minutes * 60, options.lanes)
+    _show(ledger, console)
+    return 1 if ledger.problems else 0
 
 
-def _replay(
-    name: str, seeds: Sequence[int], ledger: Ledger, console: Console, verbose: bool, torch: bool | None
-) -> None:
+def _replay(name: str, seeds: Sequence[int], ledger: Ledger, console: Console, verbose: bool) -> None:
     with engine.running(name, judge.SHARED_SLOTS, SLOTS) as made:
         lane = judge.Lane(made, ledger)
         for seed in seeds:
             if verbose:
-                console.print(pretty_repr(program(name, seed, torch)), markup=False)
+                console.print(pretty_repr(program(name, seed)), markup=False)
             if kind_of(seed) == "driver":
                 deaths.burst(made, ledger, [seed])
             else:
-                lane.play(seed, torch)
+                lane.play(seed)
         lane.rest()
         lane.close()
 
@@ -89,6 +90,39 @@ def _play(
         for plan in plans:
             plan.deadline = 0.0
         raise
+
+
+def _show(ledger: Ledger, console: Console) -> None:
+    table = Table(title=f"chaos, code {ledger.code} ({ledger.commit})")
+    for name in ("executor", "fault", "tried", "survived", "hangs", "leftovers", "wrong", "late"):
+        table.add_column(name, justify="left" if name in ("executor", "fault") else "right")
+    table.add_column("times in ms: p50 / p90 / p99 / max", justify="left")
+    tallies = [
+        (executor, kind, kinds[kind])
+        for executor, kinds in sorted(ledger.tallies.items())
+        for kind in KINDS
+        if kind in kinds
+    ]
+    for executor, kind, tally in tallies:
+        counts = (tally.tried, tally.survived, tally.hangs, tally.left, tally.wrong, tally.late)
+        table.add_row(executor, NAMES[kind], *map(str, counts), _times(tally))
+    console.print(table)
+    for executor, kind, tally in tallies:
+        hit = ", ".join(f"{name} {count}" for name, count in sorted(tally.targets.items()))
+        console.print(f"{executor} {kind}: hit: {hit}", style="dim")
+    for problem in ledger.problems:
+        words = "{executor} seed {seed} ({kind}): {what}: {words}".format(**problem)
+        console.print(words, style="red", markup=False)
+
+
+def _times(tally: Tally) -> str:
+    parts = []
+    named = (("to error", tally.error_ms), ("close beside grace", tally.over_ms), ("to free", tally.free_ms))
+    for name, values in named:
+        if ordered := sorted(values):
+            picked = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99)]
+            parts.append(f"{name} " + " / ".join(f"{value:.0f}" for value in (*picked, ordered[-1])))
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":

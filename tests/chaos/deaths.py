@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 from tests.chaos import marks
@@ -13,19 +13,13 @@ from tests.chaos.engine import Engine
 from tests.chaos.ledger import Ledger
 from tests.chaos.watch import Ended, Hung, Watched
 
-FREE_S = 2.0
-"""All that a driver had is to be free so soon after its end."""
-FREE_AT_LAST_S = 20.0
-"""What is still there then is left behind for ever."""
-BURST = 3
-"""So many drivers at once: starting one takes seconds, most of which it waits."""
+FREE_S = 2.0  # all that a driver had is to be free so soon after its end
+FREE_AT_LAST_S = 20.0  # what is still there then is left behind for ever
+BURST = 3  # so many drivers at once: starting one takes seconds, most of which it waits
 MOMENTS = ("start", "reserve", "reserve", "spawn", "spawn", "call", "call", "close", "close", "anything")
-MOVES = "sleep", "wake"
-"""Calls that are moments of their own: a role's memory is on its way."""
+MOVES = "sleep", "wake"  # calls that are moments of their own: a role's memory is on its way
 _COMES_WITHIN_S = 15.0  # the moment at which a driver is to be killed; otherwise any will do
 _ASK_AGAIN_S = 0.02
-
-Tell = Callable[[str], None]
 
 
 @attrs.define(eq=False)
@@ -74,7 +68,7 @@ def _phase(doing: str) -> str:
     return next((each for each in MOVES if f"({each} on" in doing), first)
 
 
-def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = print) -> None:
+def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int]) -> None:
     """Start drivers, kill each at its moment, and look at what is left of them on this machine and in the engine."""
     doomed = [_doomed(engine, seed) for seed in seeds]
     wrong: list[str] = []
@@ -94,12 +88,12 @@ def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = pri
     last = max(doomed, key=lambda each: each.killed)
     free_s, holders = engine.all_free()
     for words in wrong:
-        _problem(engine, ledger, last, "wrong", words, tell)
+        _problem(engine, ledger, last, "wrong", words)
     if free_s is None:
         since = time.monotonic() - last.killed
-        _problem(engine, ledger, last, "left", f"{since:.1f} s after its end not all is free: {holders}", tell)
+        _problem(engine, ledger, last, "left", f"{since:.1f} s after its end not all is free: {holders}")
     for each in doomed:
-        _count(engine, ledger, each, survived=free_s is not None and not wrong, tell=tell)
+        _count(engine, ledger, each, survived=free_s is not None and not wrong)
         for pid in (*each.watched.forked, *each.left):
             marks.end(pid)
         each.watched.process.wait()
@@ -115,17 +109,17 @@ def _doomed(engine: Engine, seed: int) -> Doomed:
     return Doomed(seed, moment, delay_s, watched)
 
 
-def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool, tell: Tell) -> None:
+def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool) -> None:
     problems = [f"process {pid} is left: {line}" for pid, line in each.left.items()]
     problems += [f"the engine has still {name}" for name in each.held]
     problems += [f"file {name} is left" for name in each.watched.files()]
     for words in problems:
-        _problem(engine, ledger, each, "left", words, tell)
+        _problem(engine, ledger, each, "left", words)
     if each.gone_s > FREE_S and not problems:
-        tell(f"{engine.executor} seed {each.seed} (driver): all was free only after {each.gone_s:.1f} s")
+        print(f"{engine.executor} seed {each.seed} (driver): all was free only after {each.gone_s:.1f} s")
     with ledger.lock:
         tally = ledger.tally(engine.executor, "driver")
-        tally.seeds.append(each.seed)
+        tally.played(each.seed)
         tally.tried += 1
         tally.survived += survived and not problems
         tally.late += each.gone_s > FREE_S
@@ -133,7 +127,5 @@ def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool, tell: T
         tally.count(each.phase)
 
 
-def _problem(engine: Engine, ledger: Ledger, each: Doomed, what: str, words: str, tell: Tell) -> None:
-    text = f"killed in {each.doing or 'between'!r}: {words}"
-    tell(f"{engine.executor} seed {each.seed} (driver): {what}: {text}")
-    ledger.problem(engine.executor, "driver", each.seed, what, text)
+def _problem(engine: Engine, ledger: Ledger, each: Doomed, what: str, words: str) -> None:
+    ledger.problem(engine.executor, "driver", each.seed, what, f"killed in {each.doing or 'between'!r}: {words}")

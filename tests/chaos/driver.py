@@ -16,21 +16,21 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 from tests.chaos import marks, model, mutants
-from tests.chaos.calls import HANG_S
 from tests.chaos.player import CLOSE_S, Player
 from tests.chaos.programs import SLOTS, Program, program
+from tests.chaos.steps import HANG_S
 
 import colocate
 from colocate import Pool, Runtime
 from colocate.keeper import forks
 
 RESERVE_S = 5.0
-STARTS_S = 60.0
-"""How long an engine may take to start what holds the slots, beside waiting for them."""
+STARTS_S = 60.0  # how long an engine may take to start what holds the slots, beside waiting for them
 CONNECT_S = 60.0
 GONE_S = 2.0
 GONE_AT_LAST_S = 20.0
@@ -44,6 +44,15 @@ def say(**what: Any) -> None:
 def say_bound(what: str, seconds: float) -> None:
     """Something begins that must end within a time; "": it has ended."""
     say(begin=what, bound_s=seconds)
+
+
+@contextmanager
+def bound(what: str, seconds: float) -> Iterator[None]:
+    say_bound(what, seconds)
+    try:
+        yield
+    finally:
+        say_bound("", 0.0)
 
 
 @attrs.define(eq=False)
@@ -60,17 +69,14 @@ class Stage:
     def open(self) -> Runtime:
         """The runtime; connected now if there is none."""
         if self.runtime is None:
-            say_bound("connect", CONNECT_S)
-            self.runtime = colocate.connect(self.executor, **self.options)
-            say_bound("", 0.0)
+            with bound("connect", CONNECT_S):
+                self.runtime = colocate.connect(self.executor, **self.options)
         return self.runtime
 
     def reserve(self, slots: int) -> Pool:
-        say_bound("reserve", RESERVE_S + STARTS_S)
-        try:
-            return self.open().reserve(slots, cpus=1, timeout=RESERVE_S, env={marks.MARK: self.mark})
-        finally:
-            say_bound("", 0.0)
+        runtime = self.open()
+        with bound("reserve", RESERVE_S + STARTS_S):
+            return runtime.reserve(slots, cpus=1, timeout=RESERVE_S, env={marks.MARK: self.mark})
 
     def pool(self) -> Pool:
         """All that this driver may have; it is kept from program to program, until one closes it."""
@@ -89,13 +95,12 @@ class Stage:
     def close(self, pool: Pool, grace: float) -> list[str]:
         """Close a pool whose groups are closed: nothing can have gone wrong."""
         began = time.monotonic()
-        say_bound("close of an empty pool", grace + CLOSE_S)
         try:
-            pool.close(grace)
+            with bound("close of an empty pool", grace + CLOSE_S):
+                pool.close(grace)
         except BaseExceptionGroup as error:
             return [f"close of a pool without groups raised {error.exceptions!r}"]
         finally:
-            say_bound("", 0.0)
             if time.monotonic() - began > grace + CLOSE_S + HANG_S:
                 self.hangs.append("close of an empty pool")
         return []
@@ -104,13 +109,11 @@ class Stage:
         runtime, self.runtime = self.runtime, None
         if runtime is None:
             return []
-        say_bound("close of the runtime", CLOSE_S + 20.0)
         try:
-            runtime.close(0.0)
+            with bound("close of the runtime", CLOSE_S + 20.0):
+                runtime.close(0.0)
         except BaseExceptionGroup as error:
             return [f"close of an empty runtime raised {error.exceptions!r}"]
-        finally:
-            say_bound("", 0.0)
         return []
 
     def own(self) -> set[int]:
@@ -123,8 +126,7 @@ class Stage:
 
 def play(stage: Stage, played: Program, episodes: int | None) -> None:
     idents = itertools.count(1)
-    for number, episode in enumerate(played.episodes[:episodes]):
-        began = time.monotonic()
+    for episode in played.episodes[:episodes]:
         pool = stage.pool()
         outcome = Player(stage.open(), pool, episode, idents, say_bound).play()
         wrong = model.complaints(outcome.played, outcome.applied)
@@ -139,20 +141,14 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
             wrong += stage.leave()
         left = _left(stage) if outcome.pool_closed or lost else []
         say(
-            episode=number,
-            kind=episode.fault.kind,
             target=episode.fault.target,
             moment=episode.fault.moment,
-            ending=episode.fault.ending,
             applied=outcome.applied is not None,
             error_s=outcome.error_s,
             close_over_s=outcome.close_over_s,
             wrong=wrong,
             hangs=outcome.hangs,
             left=left,
-            took_s=time.monotonic() - began,
-            calls=sum(len(each.sent) for each in outcome.played),
-            turns=bool(episode.budget),
         )
     say(program=played.seed, wrong=[], left=[], hangs=stage.take_hangs())
 

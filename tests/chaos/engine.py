@@ -60,13 +60,7 @@ class Engine:
 
 @contextmanager
 def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
-    """Start the engine of an executor.
-
-    Args:
-        executor: Which.
-        slots: How many all drivers share.
-        own: How many each driver has, where they share nothing.
-    """
+    """Start the engine of an executor: drivers share so many slots, or have so many of their own each."""
     if executor == "local":
         yield Engine(executor, {"processes": True, "cpus": own})
         return

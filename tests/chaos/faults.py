@@ -49,11 +49,7 @@ class Injector:
         self.over.set()
 
     def give_up(self) -> None:
-        """Nothing is there any more that it could be done to; waits until it is decided.
-
-        Raises:
-            BaseException: It could not be done, for a mistake here.
-        """
+        """Nothing is left that it could be done to; waits until that is decided, and raises a mistake made here."""
         self._given_up.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -16,8 +16,7 @@ from tests.chaos.programs import KINDS, SLOTS, kind_of
 from tests.chaos.watch import Ended, Hung, Watched
 
 SHARED_SLOTS = BURST * SLOTS
-ROUND = 12
-"""So many programs of faults that a driver survives go before the next drivers are killed."""
+ROUND = 12  # so many programs of faults that a driver survives go before the next drivers are killed
 
 
 @attrs.define(eq=False)
@@ -29,7 +28,6 @@ class Plan:
     wanted: int  # faults of each kind
     kinds: Sequence[str] = KINDS  # those to play
     deadline: float = float("inf")  # when to stop, in monotonic time
-    torch: bool | None = None
     _taken: dict[str, int] = attrs.field(factory=dict)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -53,9 +51,9 @@ class Plan:
             if self.over(kinds):
                 return None
             kind = self._open(kinds)[0]
-            played = self.ledger.tally(self.executor, kind).seeds
-            first = KINDS.index(kind)
-            number = self._taken.get(kind, max(played, default=first - len(KINDS))) + len(KINDS)
+            last = self.ledger.tally(self.executor, kind).last
+            before = KINDS.index(kind) - len(KINDS) if last is None else last
+            number = self._taken.get(kind, before) + len(KINDS)
             self._taken[kind] = number
             return number
 
@@ -70,7 +68,6 @@ class Lane:
 
     engine: Engine  # where
     ledger: Ledger  # what counts
-    tell: Callable[[str], None] = print  # hears of what goes wrong
     env: dict[str, str] = attrs.field(factory=dict)  # more environment of the driver
     first_only: bool = False  # whether to raise `Enough` at the first thing that is wrong
     _watched: Watched | None = None
@@ -81,7 +78,7 @@ class Lane:
         self._have(seed, kind, seed=seed, torch=torch, episodes=episodes)
         self._last = seed
         with self.ledger.lock:
-            self.ledger.tally(self.engine.executor, kind).seeds.append(seed)
+            self.ledger.tally(self.engine.executor, kind).played(seed)
         self.ledger.save()
 
     def rest(self) -> None:
@@ -116,7 +113,6 @@ class Lane:
             if told["applied"]:
                 tally.tried += 1
                 tally.survived += not bad
-                tally.turns += told["turns"]
                 tally.count(told["target"] or told["moment"])
             if told["error_s"] is not None and (kind == "kill" or told["target"] == "lane"):
                 tally.error_ms.append(round(told["error_s"] * 1000, 1))
@@ -130,7 +126,6 @@ class Lane:
         return any(told[what] for what in ("wrong", "hangs", "left"))
 
     def _problem(self, seed: int, kind: str, what: str, words: str) -> None:
-        self.tell(f"{self.engine.executor} seed {seed} ({kind}): {what}: {words}")
         self.ledger.problem(self.engine.executor, kind, seed, what, words)
         if self.first_only:
             raise Enough(words)
@@ -161,9 +156,9 @@ class Lane:
                 self._problem(self._last, kind_of(self._last), "left", f"file {name} is left")
 
 
-def campaign(engine: Engine, plan: Plan, lanes: int, tell: Callable[[str], None] = print) -> None:
+def campaign(engine: Engine, plan: Plan, lanes: int) -> None:
     """Play on one executor until there is enough of each kind, or no time."""
-    drivers = [Lane(engine, plan.ledger, tell) for _ in range(lanes)]
+    drivers = [Lane(engine, plan.ledger) for _ in range(lanes)]
     survivable = tuple(kind for kind in KINDS if kind != "driver")
     try:
         while not plan.over(KINDS):
@@ -175,7 +170,7 @@ def campaign(engine: Engine, plan: Plan, lanes: int, tell: Callable[[str], None]
             while plan.behind("driver", survivable):
                 seeds = [seed for _ in range(BURST) if (seed := plan.next_seed(("driver",))) is not None]
                 if seeds:  # otherwise the time is just up
-                    deaths.burst(engine, plan.ledger, seeds, tell)
+                    deaths.burst(engine, plan.ledger, seeds)
     finally:
         for lane in drivers:
             lane.close()
@@ -186,5 +181,5 @@ def _round(lane: Lane, plan: Plan, kinds: Sequence[str]) -> None:
         seed = plan.next_seed(kinds)
         if seed is None:
             break
-        lane.play(seed, plan.torch)
+        lane.play(seed)
     lane.rest()

@@ -7,29 +7,24 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import attrs
-from tests.chaos.programs import KINDS
 
 ROOT = Path(__file__).parents[2]
+# What makes a difference to the numbers: with another text in there they begin anew. What tests colocate in other ways
+# doesn't.
 FOLDERS = ("core", "executors", "tests/chaos")
-"""What makes a difference to the numbers: with another text in there they begin anew."""
 BUT_FOR = ("core/colocate/testing/", "tests/chaos/test_")
-"""What tests colocate in other ways doesn't."""
-SUFFIXES = (".py",)
-STEP = len(KINDS)
-"""Seeds of one kind are so far apart."""
 
 
-def digest(root: Path = ROOT) -> str:
+def digest() -> str:
     found = hashlib.sha256()
     for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*")):
-            name = str(path.relative_to(root))
-            if path.suffix in SUFFIXES and path.is_file() and not name.startswith(BUT_FOR):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if not name.startswith(BUT_FOR):
                 found.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
 
@@ -46,7 +41,7 @@ def commit() -> str:
 class Tally:
     """What one kind of fault has come to on one executor."""
 
-    seeds: list[int] = attrs.field(factory=list)  # those played
+    last: int | None = None  # the last seed that was played: the kind's others before it were, too
     tried: int = 0  # faults that were done
     survived: int = 0  # those after which all was as the laws want it
     hangs: int = 0  # what outlived its bound by more than it may
@@ -57,7 +52,9 @@ class Tally:
     over_ms: list[float] = attrs.field(factory=list)  # what closes took beside their grace
     free_ms: list[float] = attrs.field(factory=list)  # from the end of a driver until nothing of it was left
     targets: dict[str, int] = attrs.field(factory=dict)  # faults by what they hit: moments, sockets
-    turns: int = 0  # those of the faults tried that came where roles take turns
+
+    def played(self, seed: int) -> None:
+        self.last = seed if self.last is None else max(self.last, seed)
 
     def count(self, target: str) -> None:
         self.targets[target] = self.targets.get(target, 0) + 1
@@ -75,18 +72,16 @@ class Ledger:
     lock: threading.RLock = attrs.field(factory=threading.RLock)
 
     @classmethod
-    def open(cls, path: Path | None) -> Ledger:
-        """Continue a file, if it is of this very code."""
+    def open(cls, path: Path, of_any_code: bool = False) -> Ledger:
+        """Continue a file, if it is of this very code; or look at one."""
         ledger = cls(path)
-        if path is None or not path.exists():
-            return ledger
-        data = json.loads(path.read_text())
-        if data.get("code") == ledger.code:
+        data = json.loads(path.read_text()) if path.exists() else {}
+        if data and (of_any_code or data["code"] == ledger.code):
+            ledger.code, ledger.commit, ledger.problems = data["code"], data["commit"], data["problems"]
             for executor, kinds in data["executors"].items():
-                for kind, fields in kinds.items():
-                    fields["seeds"] = list(spelled_out(fields["seeds"]))
-                    ledger.tallies.setdefault(executor, {})[kind] = Tally(**fields)
-            ledger.problems = data["problems"]
+                for kind, fields in kinds.items():  # an older file may have more of them
+                    known = {name: fields[name] for name in attrs.fields_dict(Tally) if name in fields}
+                    ledger.tallies.setdefault(executor, {})[kind] = Tally(**known)
         return ledger
 
     def tally(self, executor: str, kind: str) -> Tally:
@@ -94,7 +89,8 @@ class Ledger:
             return self.tallies.setdefault(executor, {}).setdefault(kind, Tally())
 
     def problem(self, executor: str, kind: str, seed: int, what: str, words: str) -> None:
-        """Note what went wrong: `what` is hangs, left or wrong. Where the code lies on this machine isn't kept."""
+        """Note, and say, what went wrong: `what` is hangs, left or wrong. Where the code lies here isn't kept."""
+        print(f"{executor} seed {seed} ({kind}): {what}: {words}")
         words = words.replace(f"{ROOT}/", "")[:4000]
         with self.lock:
             tally = self.tally(executor, kind)
@@ -107,44 +103,18 @@ class Ledger:
         if self.path is None:
             return
         with self.lock:
-            executors = {
-                name: {
-                    kind: {**attrs.asdict(tally), "seeds": ranges(tally.seeds)} for kind, tally in sorted(kinds.items())
-                }
-                for name, kinds in sorted(self.tallies.items())
-            }
-            data = {"code": self.code, "commit": self.commit, "executors": executors, "problems": self.problems}
             new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            new.write_text(_text(data))
+            new.write_text(self._text())
             new.replace(self.path)
 
-
-def _text(data: dict[str, Any]) -> str:
-    """JSON with a line for each kind of fault on each executor, so that a change can be read."""
-    executors = ",\n".join(
-        f"  {json.dumps(name)}: {{\n"
-        + ",\n".join(f"   {json.dumps(kind)}: {json.dumps(tally)}" for kind, tally in kinds.items())
-        + "\n  }"
-        for name, kinds in data["executors"].items()
-    )
-    head = ",\n".join(f" {json.dumps(key)}: {json.dumps(data[key])}" for key in ("code", "commit"))
-    problems = ",\n".join(f"  {json.dumps(problem)}" for problem in data["problems"])
-    return f'{{\n{head},\n "executors": {{\n{executors}\n }},\n "problems": [\n{problems}\n ]\n}}\n'
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in short, those of one step as a range: "0-45, 60"."""
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and number == found[-1][-1] + STEP:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
-
-
-def spelled_out(text: str) -> Iterable[int]:
-    """The reverse of `ranges`."""
-    for part in filter(None, text.split(", ")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1, STEP)
+    def _text(self) -> str:
+        """JSON with a line for each kind of fault on each executor, so that a change can be read."""
+        executors = ",\n".join(
+            f"  {json.dumps(name)}: {{\n"
+            + ",\n".join(f"   {json.dumps(kind)}: {json.dumps(attrs.asdict(kinds[kind]))}" for kind in sorted(kinds))
+            + "\n  }"
+            for name, kinds in sorted(self.tallies.items())
+        )
+        head = f' "code": {json.dumps(self.code)},\n "commit": {json.dumps(self.commit)}'
+        problems = ",\n".join(f"  {json.dumps(problem)}" for problem in self.problems)
+        return f'{{\n{head},\n "executors": {{\n{executors}\n }},\n "problems": [\n{problems}\n ]\n}}\n'

@@ -9,14 +9,11 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from tests.chaos.ballast import Ballast
 
 from colocate import Concat, Gather, Role, method
-
-if TYPE_CHECKING:
-    pass
 
 Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
@@ -36,13 +33,7 @@ class Machine(Role):
     """Its whole state is the list of the calls that it has begun, and what these have written into its memory."""
 
     def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "") -> None:
-        """Make it.
-
-        Args:
-            takes_s: How long this takes.
-            hangs: The rank that keeps the GIL here.
-            main: Whose notes it adds to.
-        """
+        """In so many seconds; the rank that `hangs` keeps the GIL here; `main` is whose notes it adds to."""
         from tests.chaos import mutants  # here: by its name it would be pickled along
 
         mutants.apply_from_environment()

@@ -23,15 +23,11 @@ from colocate.errors import (
     WorkerDied,
 )
 
-DEADLY = ("kill", "lane", "keeper", "envoy")
-"""Faults that end a worker."""
-HANGING = ("stop", "gil")
-"""Faults after which a worker doesn't answer, and lives."""
+DEADLY = ("kill", "lane", "keeper", "envoy")  # faults that end a worker
+HANGING = ("stop", "gil")  # faults after which a worker doesn't answer, and lives
 
-AT_A_PEER = "colocate/worker/residents/peers.py"
-"""In the stack of a rank that asks another one for a part of a value."""
-AMPLE_S = 1.0
-"""A grace in which every rank that isn't hit by anything ends."""
+AT_A_PEER = "colocate/worker/residents/peers.py"  # in the stack of a rank that asks another one for a part of a value
+AMPLE_S = 1.0  # A grace in which every rank that isn't hit by anything ends
 
 
 def complaints(played: Sequence[Played], applied: Applied | None) -> list[str]:
@@ -258,13 +254,6 @@ def _told_by_close(leaf: BaseException, group: Played, mine: Applied | None) -> 
         # Any rank may need a moment: to come out of a wait for the one that hangs, or because the machine is busy.
         return group.grace < AMPLE_S or (mine is not None and mine.kind in HANGING and leaf.rank == mine.rank)
     return mine is not None and may_follow(leaf, mine)
-
-
-def value_of(expected: Any) -> Any:
-    def look(value: Any) -> str | None:
-        return None if value == expected else f"{value!r:.200} instead of {expected!r:.200}"
-
-    return look
 
 
 def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:

@@ -18,7 +18,7 @@ def apply_from_environment() -> None:
     name = os.environ.get(VARIABLE)
     if name and name not in _applied:
         _applied.add(name)
-        MUTANTS[name]()
+        globals()[name]()
 
 
 def skipped_kill() -> None:
@@ -82,13 +82,6 @@ def uncounted_updates() -> None:
     _replace(_Hold, "torn", lambda self: None)
 
 
-def unwritten_changes() -> None:
-    """Memory that was away before goes again as it was then."""
-    from colocate.worker.memory import offload
-
-    vars(offload)["_is_same"] = lambda known, storage, digest: known.room is not None
-
-
 def lost_byte() -> None:
     """What goes lacks its last byte when it comes back."""
     from colocate.worker.memory.offload import Offload
@@ -116,20 +109,3 @@ def unkept_budget() -> None:
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: the mutant breaks nothing"
     setattr(owner, name, patch)
-
-
-MUTANTS: dict[str, Callable[[], None]] = {
-    mutant.__name__: mutant
-    for mutant in (
-        skipped_kill,
-        unfreed_reservation,
-        swallowed_error,
-        unresolved_future,
-        stale_pairing,
-        unrenewed_model,
-        uncounted_updates,
-        unwritten_changes,
-        lost_byte,
-        unkept_budget,
-    )
-}

@@ -8,29 +8,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.chaos import model
-from tests.chaos.calls import HANG_S, LONG_S, SHORT_S, STACKS_S, Say
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Machine, holds_the_gil
 from tests.chaos.programs import PEERS, TURNERS, Episode, Step
 from tests.chaos.records import Applied, Outcome, Played, Sent, leaves
-from tests.chaos.steps import Steps
+from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
 from tests.chaos.trainer import Trainer
 
 import colocate
 from colocate import Pool, Runtime
 from colocate.testing.waiting import becomes_true
 
-SPAWN_S = 60.0
-"""Each worker that trains imports what torch has for it: seconds, and many on a busy machine."""
+SPAWN_S = 60.0  # each worker that trains imports what torch has for it: seconds, and many on a busy machine
 SPAWN_HUNG_S = 2.0
-CLOSE_S = 1.0
-"""What a close may take beside its grace."""
-ENVOY_S = 10.0
-"""How long an envoy that is told to leave may take to: Ray is asked kindly first."""
-RESTARTS = 9
-"""More than there are steps that can make a group restart."""
-KEEPER_S = 3.0
-"""How long a keeper may take to end its worker."""
+CLOSE_S = 1.0  # what a close may take beside its grace
+ENVOY_S = 10.0  # how long an envoy that is told to leave may take to: Ray is asked kindly first
+RESTARTS = 9  # more than there are steps that can make a group restart
+KEEPER_S = 3.0  # how long a keeper may take to end its worker
 
 
 class Player:
@@ -185,10 +179,7 @@ class Player:
         began = time.monotonic()
         timeout = None if self._fault.moment == "close" else SHORT_S
         self._settle_all()  # so that the lane takes it up at once
-        sent = self._steps.new("hold", (rank,), timeout, times_out=timeout is not None)
-        self._steps.submit(
-            played, sent, lambda view, ident: view.hold.options(timeout=timeout, ranks=[rank]).submit(ident)
-        )
+        sent = self._steps.call(played, "hold", (rank,), timeout, chosen=True, times_out=timeout is not None)
         if sent.call is None:  # the group has failed before
             return
         assert played.group is not None
@@ -282,11 +273,7 @@ class Player:
         played.restored[played.generation] = played.checkpoint
 
     def _probe_hung(self, played: Played) -> bool:
-        """A call to a group one of whose workers doesn't answer ends by its timeout, or with the group.
-
-        Returns:
-            Whether the group has failed by itself.
-        """
+        """A call to a group one of whose workers doesn't answer ends by its timeout; or with the group: whether so."""
         if self._fault.moment == "close":
             return False
         assert played.group is not None

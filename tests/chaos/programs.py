@@ -22,17 +22,14 @@ TORCH = {"local": 0.45, "ray": 0.05, "dask": 0.05}
 """The share of programs that use process groups and train: importing torch takes longer than all the rest."""
 TEARS = 0.7
 """The share of these in which a group's ranks make different numbers of updates before the fault; also after it."""
-TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal")
-"""Moments of these."""
+TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal")  # moments of these
 TURNERS = ("c", "d")
 """The roles that are there beside the others where roles take turns. They ask for no sibling, and have most."""
-TURNS = 0.3
-"""The share of episodes in which they do."""
+TURNS = 0.3  # the share of episodes in which they do
 BUDGETS = (1088 << 10, 1664 << 10)
 """With the one, role "c" has room for nobody, with the other for one more; all have 1.75 MiB at least."""
 SLOTS = 3
-FREED = ("before", "backward")
-"""Where a step of training raises when the other ranks are to wait for it."""
+FREED = ("before", "backward")  # where a step of training raises when the other ranks are to wait for it
 
 
 @attrs.frozen

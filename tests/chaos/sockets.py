@@ -24,18 +24,10 @@ class NoSuchSocket(Exception):
 
 
 def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> None:
-    """Shut down a connection of a slot.
+    """Shut down a connection of a slot, or raise `NoSuchSocket`.
 
-    Args:
-        target: "lane" (driver and worker), "keeper" (the commands to it), "envoy" (driver and envoy), "peer" (from
-            worker to worker), "peer listener" (where the others reach a worker), "keeper listener" (where drivers
-            reach a keeper).
-        runtime: Whose.
-        group: Whose.
-        slot: Which of its slots.
-
-    Raises:
-        NoSuchSocket: There is none.
+    "lane" is of driver and worker, "keeper" has the commands to it, "envoy" is of driver and envoy, "peer" from worker
+    to worker, "peer listener" where the others reach a worker, "keeper listener" where drivers reach a keeper.
     """
     if target in PEERS:
         _drop_peer(group, slot, target == "peer listener")
@@ -59,11 +51,7 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
 
 
 def shut(pid: int, fd: int) -> None:
-    """Shut down a socket of a process, as if the network had failed.
-
-    Raises:
-        NoSuchSocket: It is gone.
-    """
+    """Shut down a socket of a process, as if the network had failed."""
     sock = _borrowed(pid, fd)
     if sock is None:
         raise NoSuchSocket(f"descriptor {fd} of process {pid}")

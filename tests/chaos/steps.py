@@ -6,11 +6,11 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
-from tests.chaos.calls import LONG_S, Caller, Say
 from tests.chaos.machine import mixed, put_in, row
 from tests.chaos.model import as_written, seen_by, within
 from tests.chaos.programs import FREED, TURNERS, Step
@@ -19,6 +19,14 @@ from tests.chaos.records import Played, Sent
 import colocate
 from colocate._signals.off_main import off_main
 from colocate._views.sleeping import start_sleep, start_wake
+
+LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
+"""The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
+SHORT_S = 0.3
+STACKS_S = 0.5  # how long a timed out call asks its late ranks for their stacks
+HANG_S = 5.0  # what outlives its bound by so much hangs
+
+Say = Callable[[str, float], None]
 
 
 @attrs.define(eq=False)
@@ -37,14 +45,87 @@ def moved(outcomes: Sequence[Any]) -> str | None:
     return f"refused: {refused}" if refused else None
 
 
-class Steps(Caller):
+class Steps:
     """Does steps on the groups of one episode."""
 
     def __init__(self, played: Sequence[Played], idents: Iterator[int], say: Say) -> None:
-        super().__init__(idents, say)
         self.folders: list[str] = []  # where checkpoints are
+        self.hangs: list[str] = []  # what has outlived its bound, in words
+        self._idents = idents
+        self._say = say
         self._played = played
         self._kept: list[_Kept] = []
+
+    @contextmanager
+    def bound(self, what: str, seconds: float) -> Iterator[None]:
+        """What must end within a time. Who watches from outside is told."""
+        self._say(what, seconds)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            took = time.monotonic() - began
+            self._say("", 0.0)
+            if took > seconds + HANG_S:
+                self.hangs.append(f"{what} took {took:.2f} s, and has a bound of {seconds:.2f} s")
+
+    def settle(self, calls: Iterable[Sent]) -> None:
+        for sent in calls:
+            self.wait(sent)
+
+    def wait(self, sent: Sent) -> None:
+        if sent.settled is not None or sent.call is None:
+            return
+        at_most = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
+        self._say(str(sent), at_most)
+        try:
+            sent.value = sent.call.result(at_most + HANG_S)
+        except TimeoutError as error:
+            if not sent.call.done():
+                self.hangs.append(f"{sent} is not done {HANG_S:g} s after its timeout of {sent.timeout} s")
+                return
+            sent.error = error
+        except Exception as error:
+            sent.error = error
+        finally:
+            self._say("", 0.0)
+        sent.settled = time.monotonic()
+
+    def submit(self, played: Played, sent: Sent, call: Callable[[Any, int], Any], role: str = "a") -> Any:
+        """What the call gives; None where the group takes none any more."""
+        assert played.group is not None
+        played.sent.append(sent)
+        sent.generation, sent.role = played.generation, role
+        sent.submitted = time.monotonic()
+        try:
+            made = call(played.group.role(role), sent.ident)
+        except Exception as error:
+            sent.error, sent.settled = error, time.monotonic()
+            return None
+        sent.call = made if isinstance(made, colocate.Call) else colocate.Call(made._kept.call)
+        return made
+
+    def new(self, what: str, ranks: Sequence[int], timeout: float | None, **more: Any) -> Sent:
+        return Sent(next(self._idents), what, tuple(ranks), timeout, lambda value: None, **more)
+
+    def call(
+        self,
+        played: Played,
+        what: str,
+        ranks: Sequence[int],
+        timeout: float | None,
+        *arguments: Any,
+        role: str = "a",
+        chosen: bool = False,
+        **more: Any,
+    ) -> Sent:
+        """Submit a call of a role's method, on all of its ranks or on chosen ones."""
+        sent = self.new(what, ranks, timeout, **more)
+        options: dict[str, Any] = {"timeout": timeout, **({"ranks": list(ranks)} if chosen else {})}
+        self.submit(
+            played, sent, lambda view, ident: getattr(view, what).options(**options).submit(ident, *arguments), role
+        )
+        return sent
 
     def do(self, step: Step, timeout: float | None = LONG_S) -> Sent | None:
         played = self._played[step.group]
@@ -64,15 +145,8 @@ class Steps(Caller):
         role, slots = self._role(played, step)
         ranks = tuple(rank for rank in chosen if rank in slots) or slots
         payload = bytes(step.size)
-        sent = self.new("step", ranks, timeout)
+        sent = self.call(played, "step", ranks, timeout, step.work_s, payload, role=role, chosen=ranks != slots)
         sent.expected = seen_by([(rank, mixed(sent.ident, rank, payload)) for rank in ranks])
-        options: dict[str, Any] = {"ranks": list(ranks)} if ranks != slots else {}
-        self.submit(
-            played,
-            sent,
-            lambda view, ident: view.step.options(timeout=timeout, **options).submit(ident, step.work_s, payload),
-            role,
-        )
         return sent
 
     # -- the steps
@@ -87,9 +161,8 @@ class Steps(Caller):
 
     def _look(self, step: Step, played: Played, timeout: float | None) -> Sent:
         role, slots = self._role(played, step)
-        sent = self.new("look", slots, timeout)
+        sent = self.call(played, "look", slots, timeout, role=role)
         sent.expected = as_written(played, role, len(slots))
-        self.submit(played, sent, lambda view, ident: view.look.options(timeout=timeout).submit(ident), role)
         return sent
 
     def _turns(self, step: Step, played: Played, timeout: float | None) -> Sent:
@@ -136,7 +209,7 @@ class Steps(Caller):
             lambda view, ident: view.make.options(timeout=timeout).keep(ident, step.work_s, 2, step.size),
         )
         rows = [row(sent.ident, rank, index, step.size) for rank in slots for index in range(2)]
-        sent.expected = lambda value: None  # it stays where it is: whoever takes it looks
+        # It stays where it is: whoever takes it looks.
         if resident is None:
             return None
         self._kept.append(_Kept(played, sent, resident, rows))
@@ -145,9 +218,8 @@ class Steps(Caller):
     def _use(self, step: Step, played: Played, timeout: float | None) -> Sent | None:
         """Rows from all ranks to all ranks: worker to worker, but for each one's own."""
         kept = self._make(step, played, timeout)
-        return None if kept is None else self._take(step, played, timeout, kept)
-
-    def _take(self, step: Step, played: Played, timeout: float | None, kept: _Kept) -> Sent:
+        if kept is None:
+            return None
         role, slots = self._role(played, step)
         sent = self.new("take", slots, timeout)
         sums = [zlib.crc32(each) for each in kept.rows]
@@ -200,22 +272,14 @@ class Steps(Caller):
     def _fail(self, step: Step, played: Played, timeout: float | None) -> Sent:
         role, slots = self._role(played, step)
         ranks = tuple(rank for rank in step.ranks if rank in slots) or slots[:1]
-        sent = self.new("fail", slots, timeout, fails=ranks)
-        self.submit(
-            played,
-            sent,
-            lambda view, ident: view.fail.options(timeout=timeout).submit(ident, step.work_s, ranks),
-            role,
-        )
-        return sent
+        return self.call(played, "fail", slots, timeout, step.work_s, ranks, role=role, fails=ranks)
 
     def _add(self, step: Step, played: Played, timeout: float | None, fails: tuple[int, ...] = ()) -> Sent:
         """A collective of all ranks."""
         slots = range(played.slots)
-        sent = self.new("add", slots, timeout, fails=fails)
+        sent = self.call(played, "add", slots, timeout, fails, fails=fails)
         total = sum(put_in(sent.ident, rank) for rank in slots)
         sent.expected = seen_by([(rank, total) for rank in slots])
-        self.submit(played, sent, lambda view, ident: view.add.options(timeout=timeout).submit(ident, fails))
         return sent
 
     def _add_failing(self, step: Step, played: Played, timeout: float | None) -> Sent:
@@ -245,9 +309,5 @@ class Steps(Caller):
     def _one_train(self, played: Played, timeout: float | None, where: str = "", fails: Sequence[int] = ()) -> Sent:
         slots = tuple(range(played.slots))
         fails = tuple(rank for rank in fails if rank in slots)
-        sent = self.new("train", slots, timeout, fails=fails, where=where)
-        sent.expected = lambda value: None  # the model knows what all steps before it have come to
-        self.submit(
-            played, sent, lambda view, ident: view.train.options(timeout=timeout).submit(ident, fails, where), "t"
-        )
-        return sent
+        # The model knows what all steps before it have come to.
+        return self.call(played, "train", slots, timeout, fails, where, role="t", fails=fails, where=where)

@@ -24,13 +24,12 @@ def test_slice(executor: str) -> None:
     if executor in NEEDS:
         pytest.importorskip(NEEDS[executor])
     ledger = Ledger()
-    said: list[str] = []
     with engine.running(executor, SLOTS, SLOTS) as made:
         if made.slots is not None:
             with colocate.connect(executor, **made.options) as runtime, runtime.reserve(2):
                 assert made.held_by(os.getpid()) != []  # so what a killed driver leaves would be seen
             assert made.held_by(os.getpid()) == []
-        lane = judge.Lane(made, ledger, said.append)
+        lane = judge.Lane(made, ledger)
         for seed in SEEDS[executor]:
             tally = ledger.tally(executor, kind_of(seed))
             before = tally.tried
@@ -40,7 +39,7 @@ def test_slice(executor: str) -> None:
                     break
         lane.rest()
         lane.close()
-        deaths.burst(made, ledger, DRIVERS[executor], said.append)
+        deaths.burst(made, ledger, DRIVERS[executor])
     assert ledger.problems == []
     kinds = {kind_of(seed) for seed in (*SEEDS[executor], *DRIVERS[executor])}
     for kind in kinds:

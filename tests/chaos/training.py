@@ -49,7 +49,7 @@ def _of_step(sent: Sent, before: set[int]) -> Iterator[str]:
     elif not found <= {number + 1 for number in before}:
         yield f"it made update {max(found)}, after {sorted(before)}"
     else:
-        expected = losses.of_ranks(max(found) - 1, len(sent.ranks))
+        expected = _losses(max(found) - 1, len(sent.ranks))
         if any(abs(loss - due) > TOLERANCE * due for (_, loss), due in zip(told, expected, strict=True)):
             yield f"wrong losses in update {max(found)}: {[loss for _, loss in told]} instead of {expected}"
 
@@ -80,21 +80,6 @@ def explains(error: RenewalError, sent: Sent, group: Played) -> bool:
     )
 
 
-class _Losses:
-    """Of a run in one process that nothing happens to, as far as somebody has asked."""
-
-    def __init__(self) -> None:
-        self._rows: list[list[float]] = []  # by update
-        self._more = _train()
-
-    def of_ranks(self, number: int, ranks: int) -> list[float]:
-        """In the step that has so many updates before it, each rank's of its share of the rows."""
-        while len(self._rows) <= number:
-            self._rows.append(next(self._more))
-        shares = [self._rows[number][rank::ranks] for rank in range(ranks)]
-        return [sum(share) / len(share) for share in shares]
-
-
 def _train() -> Iterator[list[float]]:
     import torch
 
@@ -111,4 +96,13 @@ def _train() -> Iterator[list[float]]:
         number += 1
 
 
-losses = _Losses()
+_rows: list[list[float]] = []  # the losses of a run in one process that nothing happens to, by update
+_more = _train()
+
+
+def _losses(number: int, ranks: int) -> list[float]:
+    """In the step that has so many updates before it, each rank's of its share of the rows."""
+    while len(_rows) <= number:
+        _rows.append(next(_more))
+    shares = [_rows[number][rank::ranks] for rank in range(ranks)]
+    return [sum(share) / len(share) for share in shares]

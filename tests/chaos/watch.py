@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 from tests.chaos import marks
-from tests.chaos.calls import HANG_S
+from tests.chaos.steps import HANG_S
 
 _GRACE_S = 3.0  # what a driver finds out by itself, it says within so much
 _STARTS_S = 120.0
@@ -76,12 +76,7 @@ class Watched:
             pass
 
     def hear(self) -> dict[str, Any]:
-        """What it says next, but for what it begins.
-
-        Raises:
-            Hung: What it has begun outlives its bound by more than it may.
-            Ended: It has.
-        """
+        """What it says next, but for what it begins; `Hung` where that outlives its bound, `Ended` if it has."""
         while True:
             try:
                 told = self._heard.get(timeout=max(0.01, self._deadline - time.monotonic()))

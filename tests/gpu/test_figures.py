@@ -7,15 +7,13 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.bench.measure import asking
 from tests.gpu.test_gpu import DEVICE, DRY, Sharded, connect, needs_cuda, spawned
 
 torch = pytest.importorskip("torch")
@@ -31,7 +29,6 @@ pytestmark = [
     pytest.mark.alone,
     pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA"),
 ]
-ROOT = Path(__file__).parents[2]
 SMALL_KERNELS, ROUNDS, PROCESSES = (100, 3, 2) if DRY else (1000, 100, 4)
 STEPS = 2 if DRY else 7
 CORE = max(os.sched_getaffinity(0))
@@ -83,21 +80,6 @@ for line in sys.stdin:
 """
 
 
-class Script:
-    """A process that does something for each line that it is told, and says in a line what came of it."""
-
-    def __init__(self, stack: contextlib.ExitStack, command: list[str]) -> None:
-        self._process = stack.enter_context(
-            subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        )
-
-    def ask(self, told: int) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(told, file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
-
 class TestOverhead:
     def test_small_kernels(self, record_property: Any) -> None:
         """What a method launches it launches as fast as a script, by several processes of either.
@@ -111,13 +93,13 @@ class TestOverhead:
         command = [sys.executable, "-c", PLAIN.format(small=source), DEVICE, str(CORE)]
         with connect() as runtime, contextlib.ExitStack() as stack:
             ways: dict[str, list[Callable[[int], float]]] = {"plain": [], "ours": []}
-            scripts = [Script(stack, command) for _ in range(PROCESSES)]
-            for number, script in enumerate(scripts):
+            for number in range(PROCESSES):
+                ask = stack.enter_context(asking(command))
                 pool = runtime.reserve()
                 busy = pool.spawn({"busy": colocate.role(Busy)}, name=f"busy-{number}").role("busy", Busy)
                 busy.stay_on(CORE)
                 ways["ours"].append(busy.small)
-                ways["plain"].append(partial(Script.ask, script))
+                ways["plain"].append(lambda kernels, ask=ask: float(ask(str(kernels))))  # type: ignore[misc]
             took: dict[str, list[list[float]]] = {name: [] for name in ways}
             for _ in range(ROUNDS):
                 turn = [(name, number) for name in ways for number in range(PROCESSES)]
@@ -289,7 +271,7 @@ class TestLlama:
         command = [sys.executable, "-m", "tests.gpu.loop", SIZE, DEVICE, str(CORE)]
         seconds: dict[str, list[float]] = {"script": [], "roles": []}
         with connect() as runtime, contextlib.ExitStack() as stack:
-            script = Script(stack, command)
+            script = stack.enter_context(asking(command))
             roles = {name: colocate.role(Llama, SIZE, seed) for name, seed in (("actor", 1), ("critic", 2), ("ref", 1))}
             group = runtime.reserve().spawn(roles, name="llama")
             actor, critic, reference = (group.role(name, Llama) for name in roles)
@@ -309,7 +291,7 @@ class TestLlama:
                 return losses
 
             def ask_script(step: int) -> tuple[float, float]:
-                values, policy, took = script.ask(step)
+                values, policy, took = json.loads(script(str(step)))
                 seconds["script"].append(took)
                 return values, policy
 
