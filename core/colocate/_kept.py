@@ -384,11 +384,6 @@ class Residents:
 
     # -- telling the workers what they may forget
 
-    @property
-    def news(self) -> bool:
-        """Whether the workers may forget something."""
-        return bool(self.ended)
-
     def untold(self) -> tuple[tuple[int, ...], Callable[[], object]]:
         """Return what the workers may forget and haven't been told to, and what notes that they have been told.
 

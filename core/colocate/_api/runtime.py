@@ -125,7 +125,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             ConfigError: It has none of them, or one that doesn't exist.
         """
         check_observer(plugin, "runtime.observe")
-        self._node.services.observers.add(plugin)
+        self._node.services.observers.append(plugin)
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
         """Write calls from now on, and what else happens, into a file, for Perfetto (ui.perfetto.dev) or chrome://tracing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -277,25 +277,8 @@ def check_observer(observer: object, where: str) -> None:
         raise ConfigError(f"{where} is given {observer!r}, which has none of an observer's hooks: {', '.join(known)}")
 
 
-class Observers:
-    """Plugins that are told what happens. Costs nothing while there is none."""
-
-    def __init__(self) -> None:
-        self._plugins: list[Any] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._plugins)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._plugins))
-
-    def add(self, plugin: Any) -> None:
-        """Tell this plugin from now on."""
-        self._plugins.append(plugin)
-
-    def remove(self, plugin: Any) -> None:
-        """Tell it no longer."""
-        self._plugins.remove(plugin)
+class Observers(list[Any]):
+    """Plugins that are told what happens: `append` and `remove` them. Costs nothing while there is none."""
 
     def tell_call(self, call: Ended) -> None:
         """Tell of a finished call."""
@@ -304,7 +287,7 @@ class Observers:
     def tell(self, hook: str, *args: Any) -> None:
         """Call a hook of every plugin that has it. What one raises comes when all have been told."""
         errors: list[BaseException] = []
-        for plugin in list(self._plugins):
+        for plugin in list(self):
             function = getattr(plugin, hook, None)
             if function is not None:
                 try:

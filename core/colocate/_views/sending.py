@@ -305,7 +305,7 @@ class Messages:
         self._puts: list[Callable[[int], object]] = []
         lots, everywhere = _lots(drafts)
         frees: tuple[int, ...] = ()
-        if worker_group.residents.news and everywhere == len(worker_group.workforce.workers):
+        if worker_group.residents.ended and everywhere == len(worker_group.workforce.workers):
             frees, self._told = worker_group.residents.untold()
         for lot, slots in lots:
             calls = [_message(draft, index, HOLE + place) for place, (draft, index) in enumerate(lot)]
@@ -335,7 +335,7 @@ class Messages:
         if self._needs or not passes or worker_group.sleepers.marks:
             return False
         if (
-            self._told is None and worker_group.declared.budgets.limits and worker_group.residents.news
+            self._told is None and worker_group.declared.budgets.limits and worker_group.residents.ended
         ):  # calls may need the room
             return False
         hosts, frames = [], []
@@ -383,7 +383,7 @@ class Messages:
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)
             if (
-                self._told is None and worker_group.declared.budgets and worker_group.residents.news
+                self._told is None and worker_group.declared.budgets and worker_group.residents.ended
             ):  # the calls may need the room
                 worker_group.residents.tell()
             for frame, slots in self._frames:

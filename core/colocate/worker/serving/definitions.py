@@ -24,7 +24,7 @@ class Definitions:
         self._ask = ask
         self._send = send
         self._in_process = in_process
-        self._received_definitions = ReceivedDefinitions(
+        self.received = ReceivedDefinitions(
             lambda ids, names: send(from_worker.Undefined(tuple(ids), tuple(names)), None)
         )
         self._driver = Table("runs it")
@@ -38,17 +38,12 @@ class Definitions:
 
     def arrived(self, message: to_worker.Define, body: Any) -> None:
         """Take a bundle of the driver's. On the receiving thread, where nothing is loaded."""
-        self._received_definitions.put(message.ids, message.names, body)
+        self.received.put(message.ids, message.names, body)
         self._driver.knows.update(message.ids)
-
-    @property
-    def count(self) -> int:
-        """How many bundles have come."""
-        return self._received_definitions.count
 
     def load(self, count: int) -> None:
         """Have the first `count` bundles loaded: those that were sent before what is read next."""
-        self._received_definitions.load(count)
+        self.received.load(count)
 
     # -- modules
 

@@ -119,7 +119,7 @@ class WorkerHost(WorkerContext):
                     self.store.copies_bytes = 0  # what the host may have is for what roles make of it
                 self.residency.begin()
                 work = Work(0, self._runner.build, "build", message, body)
-                work.lots = self.definitions.count
+                work.lots = self.definitions.received.count
                 self.lane.put(work)
             case to_worker.Hold() as hold:
                 self.say(from_worker.Alive(hold.number))
@@ -200,7 +200,7 @@ class WorkerHost(WorkerContext):
             spec, label = hosted.routes[call.method]
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
-        work.lots = self.definitions.count
+        work.lots = self.definitions.received.count
         if call.keep is not None:
             if not is_expected:
                 self.store.expect(call.keep)
