@@ -44,7 +44,7 @@ class Doomed:
         else:
             watched.hear()
             deadline = time.monotonic() + _COMES_WITHIN_S
-            while not self._has_come() and time.monotonic() < deadline:
+            while self.moment not in ("anything", _phase(watched.begun)) and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(self.delay_s)
         self.doing = watched.begun
@@ -55,13 +55,6 @@ class Doomed:
         self.held = held
         self.gone_s = time.monotonic() - self.killed
 
-    def _has_come(self) -> bool:
-        return self.moment == "anything" or _phase(self.watched.begun) == self.moment
-
-    @property
-    def phase(self) -> str:
-        return _phase(self.doing)
-
 
 def _phase(doing: str) -> str:
     first = doing.split()[0] if doing else "between"
@@ -70,8 +63,14 @@ def _phase(doing: str) -> str:
 
 def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int]) -> None:
     """Start drivers, kill each at its moment, and look at what is left of them on this machine and in the engine."""
-    doomed = [_doomed(engine, seed) for seed in seeds]
+    doomed: list[Doomed] = []
     wrong: list[str] = []
+    for seed in seeds:
+        draw = random.Random(f"death {seed}")
+        moment, delay_s = draw.choice((*MOMENTS, *MOVES)), draw.choice((0.0, 0.001, 0.005, 0.02, 0.05, 0.1))
+        watched = Watched.start(engine.executor, engine.options, marks.new(), "endless")
+        watched.ask(seed=seed)
+        doomed.append(Doomed(seed, moment, delay_s, watched))
 
     def meet(each: Doomed) -> None:
         try:
@@ -101,14 +100,6 @@ def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int]) -> None:
     ledger.save()
 
 
-def _doomed(engine: Engine, seed: int) -> Doomed:
-    draw = random.Random(f"death {seed}")
-    moment, delay_s = draw.choice((*MOMENTS, *MOVES)), draw.choice((0.0, 0.001, 0.005, 0.02, 0.05, 0.1))
-    watched = Watched.start(engine.executor, engine.options, marks.new(), "endless")
-    watched.ask(seed=seed)
-    return Doomed(seed, moment, delay_s, watched)
-
-
 def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool) -> None:
     problems = [f"process {pid} is left: {line}" for pid, line in each.left.items()]
     problems += [f"the engine has still {name}" for name in each.held]
@@ -124,7 +115,7 @@ def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool) -> None
         tally.survived += survived and not problems
         tally.late += each.gone_s > FREE_S
         tally.free_ms.append(round(each.gone_s * 1000, 1))
-        tally.count(each.phase)
+        tally.count(_phase(each.doing))
 
 
 def _problem(engine: Engine, ledger: Ledger, each: Doomed, what: str, words: str) -> None:

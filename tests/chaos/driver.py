@@ -64,7 +64,6 @@ class Stage:
     mark: str
     runtime: Runtime | None = None
     held: Pool | None = None
-    hangs: list[str] = attrs.field(factory=list)
 
     def open(self) -> Runtime:
         """The runtime; connected now if there is none."""
@@ -88,10 +87,6 @@ class Stage:
         held, self.held = self.held, None
         return [] if held is None else self.close(held, grace)
 
-    def take_hangs(self) -> list[str]:
-        hangs, self.hangs = self.hangs, []
-        return hangs
-
     def close(self, pool: Pool, grace: float) -> list[str]:
         """Close a pool whose groups are closed: nothing can have gone wrong."""
         began = time.monotonic()
@@ -100,10 +95,8 @@ class Stage:
                 pool.close(grace)
         except BaseExceptionGroup as error:
             return [f"close of a pool without groups raised {error.exceptions!r}"]
-        finally:
-            if time.monotonic() - began > grace + CLOSE_S + HANG_S:
-                self.hangs.append("close of an empty pool")
-        return []
+        took = time.monotonic() - began
+        return [f"close of a pool without groups took {took:.1f} s"] if took > grace + CLOSE_S + HANG_S else []
 
     def leave(self) -> list[str]:
         runtime, self.runtime = self.runtime, None
@@ -150,14 +143,14 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
             hangs=outcome.hangs,
             left=left,
         )
-    say(program=played.seed, wrong=[], left=[], hangs=stage.take_hangs())
+    say(program=played.seed, wrong=[], left=[], hangs=[])
 
 
 def rest(stage: Stage) -> None:
     """Give everything back: others can have all of it, and nothing is left."""
     wrong = stage.let_go(1.0)
     wrong += _all_free(stage)
-    say(program=None, wrong=wrong, left=_left(stage), hangs=stage.take_hangs())
+    say(program=None, wrong=wrong, left=_left(stage), hangs=[])
 
 
 def play_endlessly(stage: Stage, played: Program) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.chaos import training
-from tests.chaos.ballast import CHANGED, digest_after, size_of
+from tests.chaos.machine import CHANGED, digest_after, size_of
 from tests.chaos.programs import PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
 
@@ -124,8 +124,6 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
     if fault.kind in PEERS:
         # A connection that is dropped while it is being made was never one of peers.
         return isinstance(error, RoleError) and ("peer" in str(error) or "before it was authenticated" in str(error))
-    if fault.kind == "keeper listener":  # it listens again; who dials just then may see it at a spawn
-        return False
     if isinstance(error, CallTimeout):
         # It may have ended its own share before, and others wait for a part of a value that lies with it.
         waits = [AT_A_PEER in stack for stack in error.stacks.values()]

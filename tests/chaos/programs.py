@@ -12,8 +12,8 @@ KINDS = ("kill", "stop", "gil", "drop", "driver")
 PEERS = ("peer", "peer listener")
 DROPS = {
     "local": ("lane", *PEERS),
-    "ray": ("lane", *PEERS, "keeper", "keeper listener", "envoy"),
-    "dask": ("lane", *PEERS, "keeper", "keeper listener"),
+    "ray": ("lane", *PEERS, "keeper", "envoy"),
+    "dask": ("lane", *PEERS, "keeper"),
 }
 """The sockets that are ours, by executor: `local` has no keeper and no envoy, Dask no envoy."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tests.chaos.programs import PEERS
@@ -16,7 +15,6 @@ from colocate import ColocatedGroup, Runtime
 from colocate._worker_group.workforce import NOT_LAUNCHED
 
 _PIDFD_GETFD = 438
-_ACCEPTS = 0x10000  # the flag of a listening socket in /proc/net/unix
 
 
 class NoSuchSocket(Exception):
@@ -27,7 +25,7 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
     """Shut down a connection of a slot, or raise `NoSuchSocket`.
 
     "lane" is of driver and worker, "keeper" has the commands to it, "envoy" is of driver and envoy, "peer" from worker
-    to worker, "peer listener" where the others reach a worker, "keeper listener" where drivers reach a keeper.
+    to worker, "peer listener" where the others reach a worker.
     """
     if target in PEERS:
         _drop_peer(group, slot, target == "peer listener")
@@ -35,9 +33,6 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
     owner: Any = group._node.workforce.workers[slot].host
     if owner is NOT_LAUNCHED:
         raise NoSuchSocket(target)
-    if target == "keeper listener":
-        _drop_listener(owner.slot.address)
-        return
     if target == "lane":
         sock = None if owner.lane is None else owner.lane._sock
     elif target == "keeper":
@@ -45,21 +40,13 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
     else:
         executor: Any = runtime._node.services.executor
         sock = executor._envoy._lane._sock
-    if sock is None or sock.fileno() < 0:
-        raise NoSuchSocket(target)
-    shut(os.getpid(), sock.fileno())
-
-
-def shut(pid: int, fd: int) -> None:
-    """Shut down a socket of a process, as if the network had failed."""
-    sock = _borrowed(pid, fd)
     if sock is None:
-        raise NoSuchSocket(f"descriptor {fd} of process {pid}")
-    with sock:
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            raise NoSuchSocket(str(error)) from error
+        raise NoSuchSocket(target)
+    try:
+        with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
+    except OSError as error:  # it is closed
+        raise NoSuchSocket(target) from error
 
 
 def _drop_peer(group: ColocatedGroup, slot: int, listening: bool) -> None:
@@ -79,21 +66,6 @@ def _drop_peer(group: ColocatedGroup, slot: int, listening: bool) -> None:
                 found = True
     if not found:
         raise NoSuchSocket("no worker has asked another")
-
-
-def _drop_listener(address: str) -> None:
-    """That of a Unix address, in whichever process it is."""
-    kind, _, name = address.partition(",")[0].partition(":")
-    assert kind == "unix"
-    with open("/proc/net/unix") as table:  # Num RefCount Protocol Flags Type St Inode Path
-        rows = [line.split() for line in table]
-    inodes = {row[6] for row in rows if row[-1] == f"@{name}" and int(row[3], 16) & _ACCEPTS}
-    for entry in os.listdir("/proc"):
-        for sock in _sockets_of(int(entry), inodes) if entry.isdigit() else ():
-            with sock:
-                sock.shutdown(socket.SHUT_RDWR)
-                return
-    raise NoSuchSocket(address)
 
 
 def _listens(sock: socket.socket) -> bool:
@@ -118,16 +90,15 @@ def _lane_addresses(host: Any) -> set[Any]:
     return {lane._sock.getsockname(), lane._sock.getpeername()} - {"", b""}
 
 
-def _sockets_of(pid: int, inodes: Collection[str] | None = None) -> Iterator[socket.socket]:
-    """Duplicates of all sockets of a process, or of those with some inodes."""
+def _sockets_of(pid: int) -> Iterator[socket.socket]:
+    """Duplicates of all sockets of a process."""
     try:
         entries = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return
     for entry in entries:
         try:
-            inode = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{entry}"))
-            if inode is None or (inodes is not None and inode[1] not in inodes):
+            if not os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
                 continue
         except OSError:  # closed meanwhile
             continue

@@ -373,9 +373,10 @@ class TestTrainers:
     @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group", "fsdp2", "tp"])
     def test_a_model_goes_on_with_new_groups(self, kind: Kind) -> None:
         """What is trained before and after its groups were cut is as by a plain script."""
-        with connect() as runtime:
-            role = colocate.role(Sharded, kind).on(default_group=True)
-            sharded = runtime.reserve().spawn({"sharded": role}, name="sharded").role("sharded", Sharded)
+        role = colocate.role(Sharded, kind).on(default_group=True)
+        with spawned({"sharded": role}, name="sharded") as group:
+            sharded = group.role("sharded", Sharded)
+            assert DRY or kind != "ddp" or sharded.bound() == [DEVICE]
             losses = [sharded.step(number)[0] for number in range(2)]
             (found,) = sharded.cut()
             assert found == ("cpu:gloo,cuda:gloo" if DRY else "cpu:gloo,cuda:nccl", [])
@@ -386,21 +387,13 @@ class TestTrainers:
     @pytest.mark.parametrize("where", ["forward", "backward", "after"])
     def test_a_failed_step_is_done_again(self, kind: Kind, where: Where) -> None:
         """A call has failed in the middle of a step: with the next one it is as if it hadn't been."""
-        with connect() as runtime:
-            role = colocate.role(Renewing, kind).on(default_group=True)
-            trainer = runtime.reserve().spawn({"trainer": role}).role("trainer", Renewing)
+        with spawned({"trainer": colocate.role(Renewing, kind).on(default_group=True)}) as group:
+            trainer = group.role("trainer", Renewing)
             losses = trainer.step(0)
             with pytest.raises(RoleError, match="Failure"):
                 trainer.step(1, 0, where)
             losses += [trainer.step(number)[0] for number in range(1, 4)]
             assert losses == pytest.approx(alone()[0], rel=1e-3)
-
-    @needs_cuda
-    def test_the_default_group_is_bound_to_the_device(self) -> None:
-        with connect() as runtime:
-            role = colocate.role(Sharded, "ddp").on(default_group=True)
-            sharded = runtime.reserve().spawn({"sharded": role}, name="sharded").role("sharded", Sharded)
-            assert sharded.bound() == [DEVICE]
 
 
 def fingerprint(*tensors: Any) -> str:
@@ -832,8 +825,8 @@ class TestErrors:
     @needs_cuda
     def test_outputs_of_graphs(self) -> None:
         """A replay changes none that was returned before."""
-        with connect() as runtime:
-            spoiler = runtime.reserve().spawn({"spoiler": colocate.role(Spoiler)}).role("spoiler", Spoiler)
+        with spawned({"spoiler": colocate.role(Spoiler)}) as group:
+            spoiler = group.role("spoiler", Spoiler)
             kept = [spoiler.replay.keep(float(value)) for value in range(4)]
             for value, each in enumerate(kept):
                 assert torch.equal(each.fetch()[0].cpu(), torch.full((1024,), 2.0 * value))
@@ -1055,17 +1048,13 @@ class TestWork:
 
     @needs_cuda
     def test_nccl_with_one_rank(self, processes: ColocatedGroup, record_property: Any) -> None:
-        """Also what it has of the GPU, where torch tells that."""
-        assert processes.role("maker", Maker).reduced(3.0) == [("cpu:gloo,cuda:nccl", 3.0)]
+        """What it has of the GPU, where torch tells that; and one that a failed call hasn't used goes on, ten times."""
+        maker = processes.role("maker", Maker)
+        assert maker.reduced(3.0) == [("cpu:gloo,cuda:nccl", 3.0)]
         parts = processes.memory().slots[0].unowned
         assert parts["context"] > 0
         told = f"{parts['nccl'] / 2**20:.0f} MiB" if "nccl" in parts else "torch doesn't tell"
         record_property("memory of the GPU that NCCL has, with one rank", told)
-
-    @needs_cuda
-    def test_nccl_after_failures(self, processes: ColocatedGroup) -> None:
-        """A group that a failed call hasn't used goes on, ten times."""
-        maker = processes.role("maker", Maker)
         for turn in range(10):
             assert maker.reduced(float(turn)) == [("cpu:gloo,cuda:nccl", float(turn))]
             with pytest.raises(RoleError):
