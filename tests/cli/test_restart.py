@@ -117,19 +117,3 @@ def test_a_killed_worker(colocate: CommandLine, after: int) -> None:
         (5, 15),
         (6, 21),
     ]
-
-
-def test_without_restart(colocate: CommandLine) -> None:
-    """The default is to end with the error."""
-    colocate.write("counting.py", COUNTING)
-    colocate.write("demo.yaml", CONFIG)
-    with colocate.start("run", "demo.yaml", stdin=True) as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
-        running.stdin.write("\n")
-        running.stdin.flush()
-        next(line for line in running.stdout if line.startswith("step 1/"))
-        os.kill(a_worker(running.pid).pid, signal.SIGKILL)
-        _, errors = running.communicate("\n" * 20)
-    assert running.returncode == 1
-    assert "was killed by SIGKILL" in errors

@@ -5,13 +5,18 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.clusters import started
+
+import colocate
+from colocate import Runtime
+from colocate.testing.probes.plain import Echo
 
 pytest.importorskip("distributed", reason="Dask is not installed")
 
@@ -43,6 +48,36 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     with running(workers) as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: str) -> Iterator[Runtime]:
+    with colocate.connect("dask", address=cluster) as runtime:
+        with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
+        at_the_same_time(runtime._node.services.executor.nodes)
+        yield runtime
+
+
+def at_the_same_time(ask: Callable[[], Any]) -> None:
+    """Have Dask open as many connections to the scheduler as any test will need: it keeps them."""
+    with ThreadPoolExecutor(3) as threads:
+        for asked in [threads.submit(ask) for _ in range(3)]:
+            asked.result()
+
+
+@pytest.fixture(scope="module")
+def other(cluster: str) -> Iterator[Any]:
+    """Somebody else, who uses the cluster as Dask is meant to be used."""
+    from distributed import Client
+
+    from colocate_dask import undocumented
+
+    made: Any = Client
+    with made(cluster, set_as_default=False) as client:
+        undocumented.ask_for_nothing(client)
+        at_the_same_time(lambda: client.run(os.getpid))
+        yield client
 
 
 def script(text: str, *arguments: str) -> subprocess.Popen[str]:

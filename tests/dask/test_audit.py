@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client
 from tests.dask.conftest import planted
 
 import colocate
@@ -17,37 +15,20 @@ from colocate import Runtime, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate_dask import undocumented
 from colocate_run.cli.cluster import Cluster, find_strays
-
-
-@pytest.fixture(scope="module")
-def runtime(cluster: str) -> Iterator[Runtime]:
-    with colocate.connect("dask", address=cluster) as runtime:
-        with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
-            pool.spawn({"echo": colocate.role(Echo)})
-        yield runtime
-
-
-@pytest.fixture(scope="module")
-def client(cluster: str) -> Iterator[Any]:
-    made: Any = Client
-    with made(cluster, set_as_default=False) as client:
-        undocumented.ask_for_nothing(client)
-        yield client
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("runtime")  # what a first driver puts into the scheduler, is there
 def test_a_config_names_the_cluster(
-    cluster: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cluster: str, other: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command joins what a config joins; without an address it says that it has looked at no cluster."""
     monkeypatch.setattr("colocate_run.cli.cluster.of_this_machine", list)
     config = tmp_path / "audited.yaml"
     config.write_text("executor: {use: dask, with: {address: 'tcp://127.0.0.1:1', timeout: 1}}\n")
     change = [f"executor.with.address={cluster}", "executor.with.timeout=30"]
-    with planted(client, "elsewhere-7-2/lost"):
+    with planted(other, "elsewhere-7-2/lost"):
         assert find_strays(Cluster(config, changes=change), json=False) == 1
         title, line = capsys.readouterr().out.splitlines()
         assert title == f"1 left on this machine and dask at {cluster}"
@@ -67,21 +48,21 @@ def test_a_config_names_the_cluster(
 @pytest.mark.long
 def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> None:
     """What living drivers hold is theirs, and in nobody else's audit."""
-    with colocate.connect("dask", address=cluster) as other, other.reserve(2, cpus=0, name="theirs") as pool:
+    with colocate.connect("dask", address=cluster) as driver, driver.reserve(2, cpus=0, name="theirs") as pool:
         pool.spawn({"echo": colocate.role(Echo)})
         assert not runtime.audit()
-        assert not other.audit()
-        (held,) = (each for each in other._node.services.executor.running() if each.kind == "reservation")
-        assert held.id == f"{other._node.services.id}/theirs"
+        assert not driver.audit()
+        (held,) = (each for each in driver._node.services.executor.running() if each.kind == "reservation")
+        assert held.id == f"{driver._node.services.id}/theirs"
         assert held.detail.startswith("2 Dask workers held for client ")
 
 
 @pytest.mark.long
-def test_lost_slot(runtime: Runtime, client: Any) -> None:
+def test_lost_slot(runtime: Runtime, other: Any) -> None:
     """A pool that has lost a Dask worker claims what the scheduler has no longer."""
     with leaks.shared(), runtime.reserve(2, cpus=2, strategy="pack") as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
-        pids: dict[str, int] = client.run(os.getpid)
+        pids: dict[str, int] = other.run(os.getpid)
         victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: group._node.failure, "the group fails")

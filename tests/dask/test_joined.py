@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from distributed import Client, Status
+from distributed import Status
 from tests.closing import ended
 from tests.dask.conftest import planted, script
 
@@ -28,32 +27,6 @@ from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 from colocate_dask import undocumented
 from colocate_run.cli.cluster import Cluster, find_strays
-
-
-@pytest.fixture(scope="module")
-def runtime(cluster: str) -> Iterator[Runtime]:
-    with colocate.connect("dask", address=cluster) as runtime:
-        with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
-            pool.spawn({"echo": colocate.role(Echo)})
-        at_the_same_time(runtime._node.services.executor.nodes)
-        yield runtime
-
-
-def at_the_same_time(ask: Callable[[], Any]) -> None:
-    """Have Dask open as many connections to the scheduler as any test will need: it keeps them."""
-    with ThreadPoolExecutor(3) as threads:
-        for asked in [threads.submit(ask) for _ in range(3)]:
-            asked.result()
-
-
-@pytest.fixture(scope="module")
-def other(cluster: str) -> Iterator[Any]:
-    """Somebody else, who uses the cluster as Dask is meant to be used."""
-    made: Any = Client
-    with made(cluster, set_as_default=False) as client:
-        undocumented.ask_for_nothing(client)
-        at_the_same_time(lambda: client.run(os.getpid))
-        yield client
 
 
 def by_status(client: Any) -> dict[str, str]:

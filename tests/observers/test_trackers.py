@@ -380,12 +380,8 @@ def test_a_config_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with colocate.launch(colocate.load_config({**config, "observe": observe})) as launched:
         record = launched.run(quiet=True)
     assert list((record.directory / "tensorboard").iterdir())
-    for wrong, words in {
-        "tensorbord": "did you mean 'tensorboard'",
-        "tracker": "no observer is called 'tracker'",
-    }.items():
-        with pytest.raises(colocate.ConfigError, match=words):
-            colocate.load_config({**config, "observe": [wrong]})
+    with pytest.raises(colocate.ConfigError, match="did you mean 'tensorboard'"):
+        colocate.load_config({**config, "observe": ["tensorbord"]})
     with pytest.raises(colocate.ConfigError, match=r"observe\[0\].with.port: must be an integer"):
         colocate.load_config({**config, "observe": [{"use": "prometheus", "with": {"port": "eighty"}}]})
     with pytest.raises(colocate.ConfigError, match=r"observe: .*list"):

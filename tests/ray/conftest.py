@@ -4,13 +4,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
 import trustme
 from tests.clusters import NONE_IDLE, SPARING, started
 
+import colocate
+from colocate import Runtime
 from colocate.testing.leaks import Watch
+from colocate.testing.probes.plain import Echo
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -20,7 +24,7 @@ class RunningCluster:
     """A cluster that other people use."""
 
     process: subprocess.Popen[str]
-    options: dict[str, str]
+    options: dict[str, Any]
     """What to connect with."""
 
     def tell(self, word: str) -> None:
@@ -34,7 +38,7 @@ class RunningCluster:
     @property
     def address(self) -> str:
         """Where it is."""
-        return self.options["address"]
+        return str(self.options["address"])
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,14 @@ def cluster() -> Iterator[RunningCluster]:
     command = [sys.executable, str(Path(__file__).with_name("clusters.py"))]
     with started("ray", command, {**SPARING, **NONE_IDLE}) as (process, options):
         yield RunningCluster(process, options)
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: RunningCluster) -> Iterator[Runtime]:
+    with colocate.connect("ray", **cluster.options) as runtime:
+        with runtime.reserve(1, cpus=0) as pool:  # what a runtime makes for its first group is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
+        yield runtime
 
 
 @pytest.fixture(scope="module")

@@ -46,14 +46,6 @@ else:
 """
 
 
-@pytest.fixture(scope="module")
-def runtime(cluster: Any) -> Iterator[Runtime]:
-    with colocate.connect("ray", **cluster.options) as runtime:
-        with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
-            pool.spawn({"echo": colocate.role(Echo)})
-        yield runtime
-
-
 def stranger(cluster: Any, what: str, name: str) -> str:
     """Run that driver to its end; what it says."""
     command = [sys.executable, "-c", STRANGER, cluster.address, what, name]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -23,19 +22,10 @@ from colocate._detached import close_detached
 from colocate.errors import ConfigError, EngineError
 from colocate.keeper import Lease, PoolKeepers
 from colocate.testing.probes.counting import Counting
-from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 # A cluster of their own; `make test` has what the suite asks of detached pools on Ray.
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def runtime(cluster: Any) -> Iterator[Runtime]:
-    with colocate.connect("ray", **cluster.options) as runtime:
-        with runtime.reserve(1, cpus=0) as pool:  # what a runtime makes for its first group is there from now on
-            pool.spawn({"echo": colocate.role(Echo)})
-        yield runtime
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ from colocate.testing.probes.plain import Echo
 
 OPTIONS = json.loads(sys.argv[1])
 """
-
-
-@pytest.fixture(scope="module")
-def runtime(cluster: Any) -> Iterator[Runtime]:
-    with colocate.connect("ray", **cluster.options) as runtime:
-        with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
-            pool.spawn({"echo": colocate.role(Echo)})
-        yield runtime
 
 
 def script(text: str, cluster: Any, **env: str) -> subprocess.Popen[str]:
@@ -222,26 +213,26 @@ def test_colocate_is_missing(cluster: Any) -> None:
             runtime.reserve(2, gpus=1, timeout=0)
 
 
-@pytest.mark.parametrize("detachable", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_an_environment_that_fails(cluster: Any, detachable: bool) -> None:
+HOOK = "worker_process_setup_hook"
+
+
+@pytest.mark.parametrize(
+    ("env", "detachable", "words"),
+    [
+        ({"working_dir": "file:///nowhere/at_all.zip"}, False, r" names can't be set up there: .*at_all\.zip"),
+        pytest.param(
+            *({"working_dir": "file:///nowhere/at_all.zip"}, True, r" names can't be set up there: .*at_all\.zip"),
+            marks=pytest.mark.long,
+        ),
+        ({HOOK: "nowhere.at_all"}, False, rf"{HOOK} nowhere.at_all ended with ModuleNotFoundError"),
+    ],
+)
+def test_an_environment_that_fails(cluster: Any, env: dict[str, str], detachable: bool, words: str) -> None:
     """Said as such, in Ray's last words: what can't be set up isn't taken for a colocate that isn't installed."""
-    env = {"working_dir": "file:///nowhere/at_all.zip"}
     with colocate.connect("ray", **cluster.options, runtime_env=env) as runtime:
-        with pytest.raises(
-            ColocateError, match=r"runtime_env=\.\.\.\) names can't be set up there: .*at_all\.zip"
-        ) as caught:
+        with pytest.raises(ColocateError, match=words) as caught:
             runtime.reserve(1, detachable=detachable)
         assert "Traceback" not in str(caught.value)
-
-
-def test_a_setup_hook_that_fails(cluster: Any) -> None:
-    """A module that it lacks isn't taken for colocate."""
-    env = {"worker_process_setup_hook": "nowhere.at_all"}
-    with (
-        colocate.connect("ray", **cluster.options, runtime_env=env) as runtime,
-        pytest.raises(ColocateError, match=r"worker_process_setup_hook nowhere.at_all ended with ModuleNotFoundError"),
-    ):
-        runtime.reserve(1)
 
 
 @pytest.mark.parametrize(
