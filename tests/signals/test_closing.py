@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 import colocate
+from colocate import Call, Runtime
 from colocate.errors import ClosedError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -19,17 +21,10 @@ from colocate.testing.waiting import PATIENCE_S
 BOUND_S = 20.0  # a handler that waits for ever takes longer
 
 
-def test_while_a_result_is_waited_for() -> None:
-    """The usual moment: nothing is held, so everything is closed when the handler returns, and its errors are there."""
-    seen: list[Any] = []
-
-    def close(number: int, frame: FrameType | None) -> None:
-        try:
-            runtime.close(grace=0.1)
-        except ExceptionGroup as group:
-            seen.extend([str(group.exceptions[0]), runtime.state])
-
-    before = signal.signal(signal.SIGUSR1, close)
+@contextmanager
+def hanging(handler: Callable[[Runtime], None], after_s: float) -> Iterator[tuple[Runtime, Call[Any]]]:
+    """A block in which a call hangs, and a moment after its begin a signal's handler interrupts it."""
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: handler(runtime))
     try:
         with Gate() as gate:
             runtime = colocate.connect("local", processes=True)
@@ -38,38 +33,39 @@ def test_while_a_result_is_waited_for() -> None:
             gate.wait_for()
             main = threading.main_thread().ident
             assert main is not None
-            threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGUSR1)).start()
-            with pytest.raises(ClosedError):
-                hung.result(PATIENCE_S)
-        assert "did not end within 0.1 s" in seen[0]
-        assert seen[1] == "closed"
+            threading.Timer(after_s, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+            yield runtime, hung
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_while_a_result_is_waited_for() -> None:
+    """The usual moment: nothing is held, so everything is closed when the handler returns, and its errors are there."""
+    seen: list[Any] = []
+
+    def close(runtime: Runtime) -> None:
+        try:
+            runtime.close(grace=0.1)
+        except ExceptionGroup as group:
+            seen.extend([str(group.exceptions[0]), runtime.state])
+
+    with hanging(close, 0.05) as (_, hung), pytest.raises(ClosedError):
+        hung.result(PATIENCE_S)
+    assert "did not end within 0.1 s" in seen[0]
+    assert seen[1] == "closed"
 
 
 def test_during_another_close() -> None:
     """A second close, by a handler that interrupts the first one, doesn't wait for it."""
     took: list[float] = []
 
-    def close(number: int, frame: FrameType | None) -> None:
+    def close(runtime: Runtime) -> None:
         began = time.monotonic()
         runtime.close()
         took.append(time.monotonic() - began)
 
-    before = signal.signal(signal.SIGUSR1, close)
-    try:
-        with Gate() as gate:
-            runtime = colocate.connect("local", processes=True)
-            group = runtime.reserve(1).spawn({"faulty": colocate.role(Faulty)})
-            group.role("faulty", Faulty).wait.submit(gate.address)
-            gate.wait_for()
-            main = threading.main_thread().ident
-            assert main is not None
-            threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
-            with pytest.raises(ExceptionGroup, match="gone wrong"):
-                runtime.close(grace=1.0)
-        assert runtime.state == "closed"
-        assert [seconds for seconds in took if seconds > BOUND_S] == []
-        assert len(took) == 1
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with hanging(close, 0.3) as (runtime, _), pytest.raises(ExceptionGroup, match="gone wrong"):
+        runtime.close(grace=1.0)
+    assert runtime.state == "closed"
+    assert [seconds for seconds in took if seconds > BOUND_S] == []
+    assert len(took) == 1
