@@ -13,7 +13,7 @@ class Part(Message):
 
     key: int  # the resident
     place: str = ""  # where whoever asks computes, when memory of a device may be lent there; otherwise ""
-    took: int = 0  # what whoever asks has taken before, as `Took` says it; 0 for nothing
+    over: tuple[int, bool] | None = None  # what whoever asks has taken before, and whether it keeps that; see `Took`
 
 
 @message

@@ -171,6 +171,10 @@ class Rows(Use):
     stop: int
 
 
+Over: TypeAlias = tuple[int, bool]
+"""The key of what was offered, and whether it is kept where it was taken, so that it mustn't be written over."""
+
+
 class Peers(abc.ABC):
     """How a worker reads parts, its own and others'. Every method blocks until the part exists."""
 
@@ -180,10 +184,10 @@ class Peers(abc.ABC):
         """Where other workers reach this one; None when they needn't ask."""
 
     @abc.abstractmethod
-    def part(self, source: Source, rank: int, taken: list[Taken] | None, took: int = 0) -> Any:
+    def part(self, source: Source, rank: int, taken: list[Taken] | None, over: Over | None = None) -> Any:
         """The whole part of a rank. It is noted in `taken`, unless that is None or it is handed over between slots.
 
-        `took`: a key of what was taken of this rank before, which it is told; see `took`.
+        `over`: what was taken of this rank before, as it is told.
         """
 
     @abc.abstractmethod

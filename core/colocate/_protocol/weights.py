@@ -8,6 +8,9 @@ import attrs
 
 from colocate._protocol.uses import Source
 
+BUCKETS = 32
+"""Bits for the numbers of what is offered in a sync: keys go down from the first one."""
+
 
 @attrs.frozen
 class SyncPlan:
@@ -23,6 +26,7 @@ class SyncPlan:
         dtype: What floating-point weights are converted to, as torch calls it; None for what they are.
         finite: Whether a weight that isn't finite is an error.
         shares: Whether the target is to have the source's very tensors.
+        described: Whether all ranks know what the source yields, where that doesn't say it itself.
         bucket: How many bytes travel together to ranks of the target on other slots.
         offers: Where that is done: what is offered there, as workers know it, with the source's ranks and slots. The
             keys of what is offered go down from its own.
@@ -39,6 +43,7 @@ class SyncPlan:
     dtype: str | None
     finite: bool
     shares: bool
+    described: bool
     bucket: int
     offers: Source | None = None
     takes: Mapping[int, int] = attrs.field(factory=dict)

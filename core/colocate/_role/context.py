@@ -166,7 +166,10 @@ class Context:
         Raises:
             ColocateError: As for `sibling`.
             SleepingError: That memory of it sleeps.
+            StaleWeightsError: Its weights are stale, and among what is used.
         """
+        if isinstance(awake, str):
+            raise ConfigError(f"ctx.borrow(awake={awake!r}) is a string; write awake=({awake!r},)")
         found = self._sibling(name, cls)
         if self._reach is not None:
             self._reach(name) if awake is None else self._reach(name, tuple(awake))
@@ -183,6 +186,7 @@ class Context:
             ColocateError: No such role on this slot (yet: roles are constructed in the order of their declaration), or
                 it is of another class.
             SleepingError: Memory of that role sleeps.
+            StaleWeightsError: Its weights are stale.
         """
         found = self._sibling(name, cls)
         if self._reach is not None:

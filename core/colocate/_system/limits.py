@@ -7,6 +7,7 @@ from __future__ import annotations
 
 # -- calls and residents
 
+CAUSE_WITHIN_S = 5.0  # what has ended a sync of weights in another group is told by that, before what follows from it
 ALIVE_WITHIN_S = 1.0  # a rank says that it has heard of a hold: its receiving thread does, whatever its lane runs
 STACKS_WITHIN_S = 0.5  # ranks say what they are doing
 SILENT_AFTER_S = 0.1  # then a rank that has said nothing is looked at from outside; it may still answer

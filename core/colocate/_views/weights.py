@@ -15,7 +15,7 @@ import attrs
 
 from colocate._calls.pending import PendingCall
 from colocate._protocol.uses import Origin, Source
-from colocate._protocol.weights import SyncPlan
+from colocate._protocol.weights import BUCKETS, SyncPlan
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_BUCKETS = 32  # bits for the numbers of what is offered in a sync
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -115,7 +114,7 @@ def sync_weights(
     given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite)
     seconds = FOREVER_S if limited is None else limited
     found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
-    found.call._then(partial(_note, other, taker.name))
+    found.call._then(partial(_note, worker_group, giver.name, other, taker.name))
     if worker_group is other:
         submit(found)
     else:
@@ -185,6 +184,9 @@ def _planned(
         serves[giver.slots[rank]] += 1
     if shares and dtype is not None:
         raise ConfigError(f"sync_weights(dtype=...): {taker.name} shares the tensors of {giver.name} as they are")
+    size = parse_bytes(bucket, "sync_weights(bucket)")
+    if not size:
+        raise ConfigError("sync_weights(bucket=0): it is a size, as '256MiB'")
     offers = None
     if takes:
         origin = Origin(
@@ -195,7 +197,7 @@ def _planned(
             f"the weights of {giver.name}",
             worker_group.generation,
         )
-        offers = Source(-((worker_group.base + services.new_key()) << _BUCKETS), origin)
+        offers = Source(-((worker_group.base + services.new_key()) << BUCKETS), origin)
     return SyncPlan(
         giver=giver.name if is_one else f"{worker_group.name}.{giver.name}",
         taker=taker.name if is_one else f"{other.name}.{taker.name}",
@@ -206,7 +208,8 @@ def _planned(
         dtype=_dtype(dtype),
         finite=finite,
         shares=shares,
-        bucket=parse_bytes(bucket, "sync_weights(bucket)"),
+        described=giver.name in worker_group.described,
+        bucket=size,
         offers=offers,
         takes=takes,
         serves=serves,
@@ -256,9 +259,10 @@ def _dtype(dtype: torch.dtype | str | None) -> str | None:
     return name
 
 
-def _note(worker_group: WorkerGroup, role: str, call: PendingCall) -> None:
-    """Note how often a role has got weights, for a group that is rebuilt, and for who looks."""
+def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: str, call: PendingCall) -> None:
+    """Note how often a role has got weights, for a group that is rebuilt, and for who looks; and what ranks know."""
     if call.exception() is None:
         found: WeightSync = call.result()
-        worker_group.synced[role] = found.version, time.time()
-        worker_group.home.changed()
+        worker_group.described.add(source)
+        other.synced[target] = found.version, time.time()
+        other.home.changed()

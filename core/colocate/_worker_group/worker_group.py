@@ -352,6 +352,7 @@ class WorkerGroup(Link):
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
         # How often roles have got weights from others, and when they last did
         self.synced: dict[str, tuple[int, float]] = {}
+        self.described: set[str] = set()  # the roles of which all ranks know what weights they give
         self._begin(places)
         self.residents = Residents(self, self.order)
         self._tell_state(State.STARTING)  # before `join`: from there on something else may be told
@@ -590,6 +591,7 @@ class WorkerGroup(Link):
             self.order.renew()
             self.published.renew()
             self.sleepers.renew()
+            self.described.clear()
             self._begin(places)
             if (failure := self.life.told()) is not None:
                 self.residents.renew(failure)

@@ -193,7 +193,7 @@ class Runner:
         for role in reversed([*self._worker_context.roles.values()]):
             try:
                 with self._role_code:
-                    role.call_hook("close")
+                    role.close()
             except BaseException as error:
                 print(f"close() of role {role.name!r} has raised:\n{told(error)}", file=sys.stderr, flush=True)
 

@@ -17,22 +17,23 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from colocate._protocol import questions
 from colocate._protocol.consequence import Consequence, Poisoned
-from colocate._protocol.uses import Peers, Source
-from colocate._protocol.weights import Synced, SyncPlan
+from colocate._protocol.uses import Over, Peers, Source
+from colocate._protocol.weights import BUCKETS, Synced, SyncPlan
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method import RoleMethod
 from colocate._role.weights import Received, Weights, WeightSpec, described
 from colocate._system.jobs import error_text
+from colocate._system.limits import CAUSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
 from colocate._values.leaving import Watch
 from colocate.errors import ColocateError, ConfigError, RoleError
 from colocate.wire import Area
 from colocate.worker.memory.context import Worker, beside
-from colocate.worker.memory.holdings import Objects, held_by
+from colocate.worker.memory.holdings import Objects, WeakStorage, held_by
 from colocate.worker.memory.turns import Residency
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
@@ -71,9 +72,19 @@ class WeightSyncs:
         self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield that don't say it, by role, once known
         self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
         self._told: ColocateError | None = None  # what is wrong with a source
-        self._refused: list[int] = []  # keys of what others wait for that doesn't come
 
     def run(self, plan: SyncPlan) -> Synced | None:
+        """Do this worker's part of a sync (`_run`). Who waits afterwards for what it was to offer is told."""
+        if plan.offers is None or self._worker_context.boot.slot not in plan.serves:
+            return self._run(plan)
+        store, key = self._worker_context.store, plan.offers.key
+        store.nothing_from(key + 1)
+        try:
+            return self._run(plan)
+        finally:
+            store.nothing_from(key - (1 << BUCKETS) + 1)
+
+    def _run(self, plan: SyncPlan) -> Synced | None:
         """Do this worker's part of a sync; None where it has no rank of the target.
 
         Raises:
@@ -85,15 +96,18 @@ class WeightSyncs:
         source, target = roles.get(plan.source), roles.get(plan.target)
         start, slot = time.time(), self._worker_context.boot.slot
         self._told = None
-        self._worker_context.store.free(self._refused)
-        self._refused.clear()
         for role in filter(None, (source, target)):
-            residency.reach(str(role.name), _TAGS)
+            residency.have_awake(str(role.name), _TAGS)
+        if source is not None and source.received is not None:
+            source.received.check(str(source.name), f"the sync of {plan.giver} to {plan.taker}")
         if source is not None and slot not in plan.takes:
             by = "shared" if plan.shares else "reference"
             specs, given = self._source(source, plan)
             if takers := plan.serves.get(slot, 0):
                 given = self._offered(given, specs, takers, plan)
+                next(
+                    given
+                )  # what will come is offered now: the target may wait for its other ranks before it takes any
         elif target is not None:
             given, by, source = self._taken(plan), "peers", None
             specs = self._take(plan, next(_keys(plan)))
@@ -134,7 +148,7 @@ class WeightSyncs:
         weights = _in_its_place(source, function)
         specs: Mapping[str, WeightSpec] | None = getattr(weights, "specs", None)
         if specs is None:  # all that it yields is looked at once
-            if name not in self._specs:
+            if not plan.described or name not in self._specs:
                 self._specs[name] = described(_each(source, weights), plan.giver)
                 weights = _in_its_place(source, function)
             specs = self._specs[name]
@@ -149,6 +163,8 @@ class WeightSyncs:
                 raise ConfigError(f"sync_weights(names=...): two weights of {plan.giver} are called {called!r}")
             if called is not None:
                 found[called] = WeightSpec(shape, dtype if dtype is not None and has.is_floating_point else has)
+        if not found:
+            raise ConfigError(f"sync_weights(names=...): no weight of {plan.giver} is left")
         return found, self._given(source, weights, specs, plan)
 
     def _given(
@@ -161,7 +177,6 @@ class WeightSyncs:
         for name, tensor in _each(source, weights):
             wanted, spec = next(left, ("nothing", None))
             if name != wanted or spec != (tuple(tensor.shape), tensor.dtype):
-                self._specs.pop(str(source.name), None)
                 raise self._ours(
                     f"named_weights of {plan.giver} yields {name} {WeightSpec(tuple(tensor.shape), tensor.dtype)} "
                     f"where {wanted} {'' if spec is None else spec} came before: all ranks yield the same weights in "
@@ -176,7 +191,6 @@ class WeightSyncs:
                 found = found.to(dtype)
             yield called, found
         if (missing := next(left, None)) is not None:
-            self._specs.pop(str(source.name), None)
             raise self._ours(f"named_weights of {plan.giver} ends before {missing[0]}, which came before")
 
     def _ours(self, text: str) -> RoleError:
@@ -188,11 +202,13 @@ class WeightSyncs:
     def _offered(
         self, given: Generator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], takers: int, plan: SyncPlan
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield weights, and offer them to other workers bucket by bucket, of which two are there at once."""
+        """Offer weights to other workers bucket by bucket, of which two are there at once, and yield them here, too.
+
+        The first thing that it yields is of no use.
+        """
         worker_context, keys = self._worker_context, _keys(plan)
         store, why_not = worker_context.store, worker_context.why_not
         offered: deque[int] = deque()
-
         in_files = not worker_context.in_process and worker_context.boot.device == "cpu"
         areas = [Area() for _ in range(_AT_ONCE + 1)]
         most = min(plan.bucket, _IN_CACHE) if in_files else plan.bucket
@@ -203,56 +219,74 @@ class WeightSyncs:
                 value = areas[key % len(areas)].write(worker_context.packed(value, plan.giver))
             store.offer(key, value, plan.giver, takers)
             while len(offered) > _AT_ONCE:
-                store.wait_taken(offered.popleft(), why_not)
+                if store.wait_taken(taken := offered.popleft(), why_not):  # somebody keeps what is there
+                    areas[taken % len(areas)].close()
 
         try:
             offer(dict(specs))
+            yield "", cast("torch.Tensor", None)
             bucket: dict[str, torch.Tensor] = {}
+            versions: list[int] = []
             nbytes = 0
             for name, tensor in given:
+                if versions != [*map(_version, bucket.values())]:
+                    raise self._ours(
+                        f"named_weights of {plan.giver} writes into a tensor that it has yielded before {name}: what "
+                        "is made for the sync is a tensor of its own for each weight"
+                    )
                 bucket[name] = tensor
+                versions.append(_version(tensor))
                 nbytes += _nbytes(specs[name])
-                yield name, tensor
                 del tensor
                 if nbytes >= most:
-                    offer(bucket)
-                    bucket, nbytes = {}, 0
+                    offer(bucket)  # first: the target may wait for its other ranks with each weight
+                    yield from bucket.items()
+                    bucket, versions, nbytes = {}, [], 0
             offer(bucket)
+            yield from bucket.items()
             del bucket
             offer(None)
             while offered:
                 store.wait_taken(offered.popleft(), why_not)
         except BaseException:
             store.free(offered)
-            store.refuse(key := next(keys), f"{plan.giver} could not give its weights to the end")
-            self._refused.append(key)
             raise
         finally:
             given.close()
             for area in areas:
                 area.close()
 
-    def _take(self, plan: SyncPlan, key: int) -> Any:
-        """What another worker offers by a key; what came before that may be written over from now on."""
-        assert plan.offers is not None
+    def _take(self, plan: SyncPlan, key: int, over: Over | None = None) -> Any:
+        """What another worker offers by a key, which is told of what is over."""
         peers, rank = self._worker_context.peers, plan.takes[self._worker_context.boot.slot]
+        assert plan.offers is not None
         try:
-            before = 0 if key == plan.offers.key else key + 1
-            found = peers.part(Source(key, plan.offers.origin), rank, None, before)
-            if found is None:
-                peers.took(Source(key, plan.offers.origin), rank)
-        except ColocateError as error:  # the cause is told by the group of the source
+            return peers.part(Source(key, plan.offers.origin), rank, None, over)
+        except ColocateError as error:  # its cause is told by the group of the source, whose end ends this call
+            self._worker_context.lane.waits()
+            self._worker_context.store.wait_for(lambda: self._worker_context.why_not() is not None, CAUSE_WITHIN_S)
             raise Poisoned(f"{plan.giver} doesn't give its weights to the end: {error.message}") from error
-        return found
 
     def _taken(self, plan: SyncPlan) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield weights that another worker offers."""
-        for key in itertools.islice(_keys(plan), 1, None):
-            bucket: dict[str, torch.Tensor] | None = self._take(plan, key)
+        """Yield weights that another worker offers.
+
+        That a bucket is over is told two later: until the target has got something else it has the last tensor.
+        """
+        keys = _keys(plan)
+        over: deque[tuple[int, list[WeakStorage]]] = deque([(next(keys), [])])
+        for key in keys:
+            first = over.popleft() if len(over) > 1 else None
+            told = None if first is None else (first[0], any(not each.expired() for each in first[1]))
+            bucket: dict[str, torch.Tensor] | None = self._take(plan, key, told)
+            over.append((key, [WeakStorage(each.untyped_storage()) for each in (bucket or {}).values()]))
             if bucket is None:
-                return
+                break
             yield from bucket.items()
             del bucket
+        assert plan.offers is not None
+        for key, _ in over:
+            source, rank = Source(key, plan.offers.origin), plan.takes[self._worker_context.boot.slot]
+            self._worker_context.peers.took(source, rank)
 
     # -- the target
 
@@ -268,15 +302,19 @@ class WeightSyncs:
                 map(_is_same, shared.values(), received.shared.values())
             ):
                 return shared  # it has them
-            weights = Weights(plan.giver, iter(shared.items()), weights.specs, shared=True)
+            weights._given = iter(shared.items())
         alive: list[weakref.ref[torch.Tensor]] = []
+        handed: list[WeakStorage] = []
         names = plan.giver, str(target.name)
-        looks = source is not None and not plan.shares and names not in self._copies
-        before = self._common(source, target) if looks else set()
+        # What comes from another worker's process is the target's own.
+        by_reference = not plan.shares and (source is not None or self._worker_context.in_process)
+        looks = by_reference and names not in self._copies
+        before = self._storages(target) if looks else set()
         load = _function(target, "load_weights", plan.taker)
         try:
             target.run_hook(
-                partial(_without_grad, load, _noted(weights, alive), received.version + 1), name="load_weights"
+                partial(_without_grad, load, _noted(weights, alive, handed if looks else None), received.version + 1),
+                name="load_weights",
             )
         except BaseException:
             if (ours := weights.mismatch or self._told) is not None:  # and not what the target makes of it
@@ -287,21 +325,21 @@ class WeightSyncs:
                 f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
                 f"{weights.loaded - 1} of {len(weights.specs)} had come, and {left[0]} is next"
             )
-        if source is not None and not plan.shares and not plan.serves:  # else others may have them yet
-            if any(ref() is not None for ref in alive):
+        if by_reference:
+            # Where others take the same tensors, these may be alive for them.
+            if not (plan.serves or plan.takes) and any(ref() is not None for ref in alive):
                 gc.collect()  # some may be part of a circle
-            kept = next((ref for ref in alive if ref() is not None), None)
-            if kept is not None or (looks and self._common(source, target) - before):
+                keeps = any(ref() is not None for ref in alive)
+            else:
+                keeps = False
+            new = self._storages(target) - before if looks else set()
+            if keeps or any(not each.expired() and each.storage()._cdata in new for each in handed):
                 raise RoleError(
                     f"load_weights of {plan.taker} keeps tensors of {plan.giver} that it was given: copy what is "
                     "needed (param.copy_), or declare it with @method(shares=True)"
                 )
             self._copies.add(names)
         return shared
-
-    def _common(self, source: RoleInstance | None, target: RoleInstance) -> set[int]:
-        """The storages that both roles hold."""
-        return set() if source is None else self._storages(source) & self._storages(target)
 
     def _storages(self, role: RoleInstance) -> set[int]:
         found, _ = held_by(role.instance, (), beside(self._worker_context, role.name), Objects)
@@ -358,13 +396,19 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _noted(weights: Weights, alive: list[weakref.ref[torch.Tensor]]) -> Weights:
-    """Have the tensors be noted that are given away."""
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _noted(weights: Weights, alive: list[weakref.ref[torch.Tensor]], handed: list[WeakStorage] | None) -> Weights:
+    """Have the tensors be noted that are given away, and their storages."""
     given = weights._given
 
     def noted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in given:
             alive.append(weakref.ref(tensor))
+            if handed is not None:
+                handed.append(WeakStorage(tensor.untyped_storage()))
             yield name, tensor
             del tensor
 
@@ -403,11 +447,14 @@ def _in_its_place(role: RoleInstance, code: Callable[..., Any], *args: Any) -> A
         reset_current(token)
 
 
+_END = object()
+
+
 def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
     """Yield what a source yields, whose code runs as its own, whoever asks."""
     items = _in_its_place(source, iter, weights)
     try:
-        while (found := _in_its_place(source, next, items, None)) is not None:
+        while (found := _in_its_place(source, next, items, _END)) is not _END:
             yield found
             del found
     finally:

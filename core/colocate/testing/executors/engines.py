@@ -65,6 +65,8 @@ class Engines(ExecutorCase):
         group.role("actor", Dozing).train()
         group.sleep("actor", ["optimizer", "grads"])
         assert engine.borrow("actor", ("weights",)) == engine.borrow("actor", ["weights", "cache"])
+        with pytest.raises(RoleError, match=r"awake names 'weight'; a role's memory is of weights"):
+            engine.borrow("actor", ("weight",))
         with pytest.raises((SleepingError, RoleError), match=r"memory of role 'actor' sleeps \(grads, optimizer\)"):
             engine.borrow("actor")
         assert group.role("actor", Dozing).asleep() == [["grads", "optimizer"]]

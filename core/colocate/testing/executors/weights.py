@@ -21,7 +21,7 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
-from colocate.testing.probes.weights import Failure, Giver, Sharer, Taker
+from colocate.testing.probes.weights import Asker, Failure, Giver, Sharer, Taker
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -82,6 +82,42 @@ class WeightSyncs(ExecutorCase):
         assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
         with pytest.raises(ConfigError, match="shares the tensors"):
             colocate.sync_weights(giver, taker, dtype="bfloat16")
+
+    def test_a_failure_amid_a_sync_of_shared_weights(self, spawn: Spawn) -> None:
+        """Ranks that have the tensors by then are stale as well, and so they are found in a checkpoint."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Sharer, seed=1)})
+        giver, taker = group.role("giver", Giver), group.role("taker", Sharer)
+        taker.fail(1, "raises")
+        with pytest.raises(RoleError, match=r"raised .*Failure on rank 1"):
+            colocate.sync_weights(giver, taker)
+        with pytest.raises(StaleWeightsError):
+            taker.generate()
+        taker.fail(1, None)
+        assert colocate.sync_weights(giver, taker).version == 1
+
+    def test_who_may_not_use_stale_weights(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Neither another sync, nor a role of the same worker, nor a group that goes on from their checkpoint."""
+        pytest.importorskip("torch")
+        roles: dict[str, Any] = {
+            "giver": colocate.role(Giver),
+            "taker": colocate.role(Taker, seed=1),
+            "asker": colocate.role(Asker),
+        }
+        group, other = spawn(roles, slots=1), spawn(roles, slots=1)
+        giver, taker, asker = group.role("giver", Giver), group.role("taker", Taker), group.role("asker", Asker)
+        colocate.sync_weights(giver, taker)
+        assert asker.look("taker") == [2]
+        taker.fail(0, "raises")
+        with pytest.raises(RoleError, match="Failure"):
+            colocate.sync_weights(giver, taker)
+        with pytest.raises(RoleError, match="what asks for role 'taker' in its worker can't run"):
+            asker.look("taker")
+        group.checkpoint(tmp_path / "saved")
+        other.restore(tmp_path / "saved")
+        with pytest.raises(StaleWeightsError, match="restored since"):
+            other.role("taker", Taker).generate()
+        assert colocate.sync_weights(other.role("giver", Giver), other.role("taker", Taker)).version == 2
 
     def test_weights_that_do_not_fit(self, spawn: Spawn) -> None:
         """All of it is told at once, and nothing is written; with names and a dtype it may fit."""
@@ -188,13 +224,13 @@ class WeightSyncs(ExecutorCase):
         assert colocate.sync_weights(giver, taker).version == 1
         group.checkpoint(tmp_path / "saved")
         group.restore(tmp_path / "saved")
-        with pytest.raises(StaleWeightsError, match="was restored since"):
+        with pytest.raises(StaleWeightsError, match="was restored since from a checkpoint"):
             taker.generate()
         assert colocate.sync_weights(giver, taker).version == 2
         with pytest.raises(GroupRestarted):
             giver.restart(1)
         group.wait_ready(PATIENCE_S)
-        with pytest.raises(StaleWeightsError, match="was restarted since"):
+        with pytest.raises(StaleWeightsError, match="was restored since from a checkpoint"):
             taker.generate()
         assert colocate.sync_weights(giver, taker).version == 3
         assert taker.generate() == [3, 3]
@@ -233,6 +269,21 @@ class WeightSyncsBetween(ExecutorCase):
             done = colocate.sync_weights(giver, taker, bucket=bucket)
             assert (done.version, done.by) == (version, ("peers",))
             assert taker.look() == [(giver.look()[0][0], version)] * slots
+
+    def test_a_target_that_buffers(self, spawn: Spawn) -> None:
+        """What it has from another worker's process stays as it came as long as it has it; one tensor isn't many."""
+        pytest.importorskip("torch")
+        giver = spawn({"giver": colocate.role(Giver, width=400)}, slots=1).role("giver", Giver)
+        group = spawn({"taker": colocate.role(Taker, 400, seed=1)}, slots=1)
+        taker = group.role("taker", Taker)
+        taker.fail(0, "buffers")
+        for version in (1, 2):
+            giver.step()
+            colocate.sync_weights(giver, taker, bucket="1B")
+            assert taker.look() == [(giver.look()[0][0], version)]
+        giver.fail(0, "scratch")
+        with pytest.raises(RoleError, match=r"named_weights of group-\d+\.giver writes into a tensor"):
+            colocate.sync_weights(giver, taker)
 
     def test_weights_between_slots_of_a_group(self, spawn: Spawn) -> None:
         """Where both are in a slot nothing is sent; the others take it from there."""

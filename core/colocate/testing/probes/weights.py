@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     torch = optional("torch")
 
-Fault = Literal["raises", "twice", "nothing", "other", "nan", "keeps", "leaves"]
+Fault = Literal["raises", "twice", "nothing", "other", "nan", "keeps", "leaves", "scratch", "buffers"]
 
 
 class Failure(Exception):
@@ -106,7 +106,10 @@ class Giver(_HasNet):
         return wrong if self.fault in ("twice", "nothing") else _Said(wrong, weights.specs)
 
     def _wrong(self, weights: Any) -> Iterator[Any]:
+        scratch = torch.empty(1 << 18, device=self.ctx.device)
         for number, (name, tensor) in enumerate(weights):
+            if self.fault == "scratch":
+                tensor = scratch[: tensor.numel()].view_as(tensor).copy_(tensor)
             if self.fault == "nothing":
                 return
             if self.fault == "raises" and number == 3:  # a target elsewhere has got the first one by now
@@ -129,6 +132,8 @@ class Taker(_HasNet):
             raise Failure("amid the weights")
         if self.fault == "leaves":
             next(weights)
+        elif self.fault == "buffers":
+            self.net.load_state_dict(dict(weights))
         elif self.fault == "keeps":
             self.kept = [tensor for _, tensor in weights]
         else:
@@ -149,3 +154,13 @@ class Sharer(_HasNet):
     @method(shares=True)
     def load_weights(self, weights: Weights, version: int) -> None:
         colocate.torch.load_weights(self.net, weights)
+        if self.fault == "raises":
+            raise Failure("behind the weights")
+
+
+class Asker(Role):
+    """Has a look at another role's weights by itself."""
+
+    @method
+    def look(self, name: str) -> int:
+        return len(list(self.ctx.sibling(name, Taker).net.parameters()))

@@ -14,7 +14,7 @@ from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.questions import WhereIs
 from colocate._protocol.taken import Taken
-from colocate._protocol.uses import Peers, Source, Written
+from colocate._protocol.uses import Over, Peers, Source, Written
 from colocate._role.context import running_call
 from colocate._values import batch
 from colocate._values.leaving import tensor_bytes, tensors
@@ -38,17 +38,19 @@ class _HostPeers(Peers):
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
 
-    def part(self, source: Source, rank: int, taken: list[Taken] | None, took: int = 0) -> Any:
+    def part(self, source: Source, rank: int, taken: list[Taken] | None, over: Over | None = None) -> Any:
         """Return the whole part of a rank."""
-        return self._read(source, rank, None, taken, took)
+        return self._read(source, rank, None, taken, over)
 
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
         """Return some of its rows."""
         return self._read(source, rank, (start, stop), taken)
 
-    def _read(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int = 0) -> Any:
+    def _read(
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None = None
+    ) -> Any:
         if (entry := self._own(source, rank)) is None:
-            return self._fetch(source, rank, rows, taken, took)
+            return self._fetch(source, rank, rows, taken, over)
         value, nbytes = entry.value, entry.nbytes
         if rows is not None:
             value = batch.slice_rows(value, *rows)
@@ -89,7 +91,9 @@ class _HostPeers(Peers):
     # -- the same of another worker
 
     @abc.abstractmethod
-    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int) -> Any: ...
+    def _fetch(
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None
+    ) -> Any: ...
 
     @abc.abstractmethod
     def _number(self, source: Source, rank: int, question: Message) -> int | None: ...
@@ -127,9 +131,11 @@ class LocalPeers(_HostPeers):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int) -> Any:
-        if took:
-            self._find(source.group, source.slot(rank)).store.took(took)
+    def _fetch(
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None
+    ) -> Any:
+        if over is not None:
+            self._find(source.group, source.slot(rank)).store.took(*over)
         store, entry = self._entry(source, rank)
         value = entry.value if rows is None else batch.slice_rows(entry.value, *rows)
         codec, boot = self._host.codec, self._host.boot
@@ -189,12 +195,14 @@ class ChannelPeers(_HostPeers):
         """End its threads and sockets."""
         self._channel.close(0.5)
 
-    def _fetch(self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, took: int) -> Any:
+    def _fetch(
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None
+    ) -> Any:
         key, where, device = source.key, _where(source, rank), self._host.boot.device
 
         def asked(place: str) -> tuple[parts.Value, wire.Packed]:
             """Ask for it, and say where this worker computes if memory may be lent to it."""
-            question = parts.Part(key, place, took) if rows is None else parts.Slice(key, *rows, place)
+            question = parts.Part(key, place, over) if rows is None else parts.Slice(key, *rows, place)
             answer, body = self._ask(source, rank, question)
             assert isinstance(answer, parts.Value)
             assert body is not None
@@ -272,8 +280,8 @@ class ChannelPeers(_HostPeers):
                 raise Poisoned(kept.error)
             return parts.Number(1 if kept is not None and kept.ready else None), None
         assert isinstance(question, parts.Part | parts.Slice)
-        if isinstance(question, parts.Part) and question.took:
-            host.store.took(question.took)
+        if isinstance(question, parts.Part) and question.over is not None:
+            host.store.took(*question.over)
         asked = time.monotonic()
         entry = host.store.wait(question.key)
         waited, value = time.monotonic() - asked, entry.value

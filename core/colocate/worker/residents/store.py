@@ -67,6 +67,8 @@ class Store:
         self._copies_lock = threading.Lock()
         self._reads = itertools.count(1)
         self.entries: dict[int, Entry] = {}
+        self._over = 1  # keys of what is offered are negative, and go down: from this one up nothing comes any more
+        self._kept: set[int] = set()  # of what was offered, and is over
         self._news = threading.Condition()
 
     def expect(self, key: int) -> None:
@@ -103,24 +105,26 @@ class Store:
             self.entries[key] = Entry(value, ready=True, maker=maker, nbytes=tensor_bytes(value), takers=takers)
             self._news.notify_all()
 
-    def refuse(self, key: int, error: str) -> None:
-        """What was to be offered can't be: whoever waits for it is told."""
+    def nothing_from(self, key: int) -> None:
+        """Have whoever waits for what isn't offered be told: by keys from this one up nothing comes any more."""
         with self._news:
-            self.entries[key] = Entry(error=error, ready=True)
+            self._over = key
             self._news.notify_all()
 
-    def took(self, key: int) -> None:
-        """Somebody has taken what is offered."""
+    def took(self, key: int, keeps: bool = False) -> None:
+        """Somebody has taken what is offered, and perhaps keeps it."""
         with self._news:
             entry = self.entries.get(key)
             if entry is not None:
                 entry.takers -= 1
+                if keeps:
+                    self._kept.add(key)
                 if entry.takers == 0:
                     del self.entries[key]
                 self._news.notify_all()
 
-    def wait_taken(self, key: int, why_not: Callable[[], str | None]) -> None:
-        """Wait until all have taken what is offered; `why_not` as for `wait`.
+    def wait_taken(self, key: int, why_not: Callable[[], str | None]) -> bool:
+        """Wait until all have taken what is offered, and return whether somebody keeps it; `why_not` as for `wait`.
 
         Raises:
             ColocateError: The worker is closing, or the wait was interrupted.
@@ -130,6 +134,14 @@ class Store:
                 if (reason := self._scope.closed or why_not()) is not None:
                     raise Consequence(reason)
                 self._news.wait()
+            kept = key in self._kept
+            self._kept.discard(key)
+            return kept
+
+    def wait_for(self, holds: Callable[[], bool], within_s: float) -> bool:
+        """Wait until something holds that is asked again after `poke`, for so long at most; whether it does."""
+        with self._news:
+            return self._news.wait_for(holds, within_s)
 
     def free(self, keys: Iterable[int]) -> None:
         """Forget parts."""
@@ -161,6 +173,8 @@ class Store:
                     if entry.error is not None:
                         raise Poisoned(entry.error)
                     return entry
+                if self._over <= key < 0:
+                    raise Poisoned("the sync that was to offer it is over")
                 reason = LET_GO if self._scope.let_go(key) else why_not()
                 if reason is not None:
                     raise Consequence(reason)

@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 from colocate._role.method import RoleMethod
+from colocate._role.weights import Received
 from colocate._system.files import places
 from colocate.errors import ColocateError
 from colocate.worker.serving.failure import note
@@ -42,9 +43,13 @@ def save(
     for role in roles:
         with awake(role):
             _call(role, "save", folder)
+        if role.received is not None:
+            own = _own_file(role, folder, "weights")
+            own.parent.mkdir(exist_ok=True)
+            own.write_text(str(role.received.version), encoding="utf-8")
         generator = role.ctx._generator
         if generator is not None:
-            own = _generator_file(role, folder)
+            own = _own_file(role, folder, "generator")
             own.parent.mkdir(exist_ok=True)
             own.write_bytes(generator.get_state().numpy().tobytes())
 
@@ -67,7 +72,12 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
         raise _replaced(Path(directory))
     try:
         _call(role, "restore", folder)
-        own = _generator_file(role, folder)
+        if role.received is None and (own := _own_file(role, folder, "weights")).exists():
+            role.received = Received(int(own.read_text(encoding="utf-8")))
+        if role.received is not None:  # what it has may be of another age than what its source has, or half of it
+            role.received.fail("it was restored since from a checkpoint")
+            role.ctx.weights_version = role.received.version
+        own = _own_file(role, folder, "generator")
         if own.exists():
             import torch
 
@@ -149,5 +159,5 @@ def _call(role: RoleInstance, name: str, folder: Path) -> None:
     role.run_hook(partial(bound or getattr(role.instance, name), **more), str(own), name=name)
 
 
-def _generator_file(role: RoleInstance, folder: Path) -> Path:
-    return folder / OWN / f"{role.name}-{role.ctx.rank}.generator"
+def _own_file(role: RoleInstance, folder: Path, what: str) -> Path:
+    return folder / OWN / f"{role.name}-{role.ctx.rank}.{what}"

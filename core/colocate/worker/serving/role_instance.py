@@ -68,6 +68,21 @@ class RoleInstance:
         hook = None if name in self.methods else getattr(self.instance, name, None)
         return hook if callable(hook) else None
 
+    def close(self) -> None:
+        """Have it end what it has begun: it has a method `close` for that, or has begun nothing."""
+        if (hook := self._asked("close")) is not None:
+            self.run_hook(hook, name="close")
+
+    def _asked(self, name: str) -> Any:
+        """What it has for a purpose of colocate's that needs no argument: what needs some is for another purpose."""
+        if (hook := self.hook(name)) is None:
+            return None
+        try:
+            inspect.signature(hook).bind()
+        except (TypeError, ValueError):
+            return None
+        return hook
+
     def run_hook(self, hook: Callable[..., Any], *args: Any, name: str = "the hook") -> None:
         """Run a method that isn't one for its callers, to its end where it is async."""
         token = set_current(self.ctx)
@@ -95,7 +110,7 @@ class RoleInstance:
         Raises:
             ConfigError: It says something else.
         """
-        if (hook := self.hook("managed")) is None:
+        if (hook := self._asked("managed")) is None:
             return {}
         token = set_current(self.ctx)
         try:
@@ -113,7 +128,7 @@ class RoleInstance:
     @calls_role_code
     def apart(self) -> Sequence[object]:
         """Return the objects that nobody looks into for what it holds, by its hook `apart`."""
-        if (hook := self.hook("apart")) is None:
+        if (hook := self._asked("apart")) is None:
             return ()
         token = set_current(self.ctx)
         try:
