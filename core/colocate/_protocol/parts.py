@@ -52,6 +52,7 @@ class Took(Message):
     """Whoever asks has taken it; answered by `Number`. When all have who are to, it is forgotten."""
 
     key: int  # the resident
+    keeps: bool = False  # whether it is kept there
 
 
 @message

@@ -203,8 +203,8 @@ class Peers(abc.ABC):
         """Some of its rows, which are noted as `part` does."""
 
     @abc.abstractmethod
-    def took(self, source: Source, rank: int) -> None:
-        """Tell the rank that has it that it was taken, where it is offered to some (`Store.offer`)."""
+    def took(self, source: Source, rank: int, keeps: bool) -> None:
+        """Tell the rank that offers it (`Store.offer`) that it was taken, and perhaps kept."""
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
         """A call is over: those residents of other workers that it had the very values of, and wrote into.

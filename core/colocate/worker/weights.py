@@ -13,7 +13,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from types import MethodType
@@ -72,6 +72,8 @@ class WeightSyncs:
         self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield that don't say it, by role, once known
         self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
         self._told: ColocateError | None = None  # what is wrong with a source
+        self._areas = [Area() for _ in range(_AT_ONCE + 1)]  # of what is offered: new memory costs more than a copy
+        self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # what was taken and isn't told to be over
 
     def run(self, plan: SyncPlan) -> Synced | None:
         """Do this worker's part of a sync (`_run`). Who waits afterwards for what it was to offer is told."""
@@ -121,6 +123,7 @@ class WeightSyncs:
             weights = Weights(plan.giver, given, specs, plan.shares)
             try:
                 shared = self._load(source, target, weights, received, plan)
+                self._tell_over(plan)
                 residency.check(target.name, f"the sync of {plan.giver} to {plan.taker}")
                 self._meet(plan.members)
             except BaseException as error:
@@ -210,7 +213,7 @@ class WeightSyncs:
         store, why_not = worker_context.store, worker_context.why_not
         offered: deque[int] = deque()
         in_files = not worker_context.in_process and worker_context.boot.device == "cpu"
-        areas = [Area() for _ in range(_AT_ONCE + 1)]
+        areas = self._areas
         most = min(plan.bucket, _IN_CACHE) if in_files else plan.bucket
 
         def offer(value: Any) -> None:
@@ -242,19 +245,21 @@ class WeightSyncs:
                     offer(bucket)  # first: the target may wait for its other ranks with each weight
                     yield from bucket.items()
                     bucket, versions, nbytes = {}, [], 0
-            offer(bucket)
-            yield from bucket.items()
+            if bucket:  # not without any: the target has the last tensor until it gets another one
+                offer(bucket)
+                yield from bucket.items()
             del bucket
             offer(None)
             while offered:
-                store.wait_taken(offered.popleft(), why_not)
+                if store.wait_taken(taken := offered.popleft(), why_not):
+                    areas[taken % len(areas)].close()
         except BaseException:
             store.free(offered)
+            for area in areas:  # somebody may be at it yet
+                area.close()
             raise
         finally:
             given.close()
-            for area in areas:
-                area.close()
 
     def _take(self, plan: SyncPlan, key: int, over: Over | None = None) -> Any:
         """What another worker offers by a key, which is told of what is over."""
@@ -272,21 +277,26 @@ class WeightSyncs:
 
         That a bucket is over is told two later: until the target has got something else it has the last tensor.
         """
-        keys = _keys(plan)
-        over: deque[tuple[int, list[WeakStorage]]] = deque([(next(keys), [])])
+        keys, over = _keys(plan), self._over
+        over.clear()
+        over.append((next(keys), []))
         for key in keys:
             first = over.popleft() if len(over) > 1 else None
-            told = None if first is None else (first[0], any(not each.expired() for each in first[1]))
+            told = None if first is None else (first[0], _is_kept(first[1]))
             bucket: dict[str, torch.Tensor] | None = self._take(plan, key, told)
             over.append((key, [WeakStorage(each.untyped_storage()) for each in (bucket or {}).values()]))
             if bucket is None:
-                break
+                return
             yield from bucket.items()
             del bucket
-        assert plan.offers is not None
-        for key, _ in over:
+
+    def _tell_over(self, plan: SyncPlan) -> None:
+        """Tell that the last buckets are over, now that the target has nothing of them that it doesn't keep."""
+        while self._over:
+            assert plan.offers is not None
+            key, storages = self._over.popleft()
             source, rank = Source(key, plan.offers.origin), plan.takes[self._worker_context.boot.slot]
-            self._worker_context.peers.took(source, rank)
+            self._worker_context.peers.took(source, rank, _is_kept(storages))
 
     # -- the target
 
@@ -398,6 +408,10 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_kept(storages: Sequence[WeakStorage]) -> bool:
+    return not all(each.expired() for each in storages)
 
 
 def _noted(weights: Weights, alive: list[weakref.ref[torch.Tensor]], handed: list[WeakStorage] | None) -> Weights:

@@ -72,9 +72,9 @@ class _HostPeers(Peers):
         entry = self._own(source, rank)
         return self._number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
 
-    def took(self, source: Source, rank: int) -> None:
-        """Tell the rank that has it that it was taken."""
-        self._number(source, rank, parts.Took(source.key))
+    def took(self, source: Source, rank: int, keeps: bool) -> None:
+        """Tell the rank that has it that it was taken, and perhaps kept."""
+        self._number(source, rank, parts.Took(source.key, keeps))
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
@@ -152,7 +152,7 @@ class LocalPeers(_HostPeers):
     def _number(self, source: Source, rank: int, question: Message) -> int | None:
         store, entry = self._entry(source, rank)
         if isinstance(question, parts.Took):
-            store.took(question.key)
+            store.took(question.key, question.keeps)
             return None
         return entry.weight if isinstance(question, parts.Weight) else entry.rows(source.label)
 
@@ -272,7 +272,7 @@ class ChannelPeers(_HostPeers):
         if isinstance(question, parts.Weight):
             return parts.Number(host.store.wait(question.key).weight), None
         if isinstance(question, parts.Took):
-            host.store.took(question.key)
+            host.store.took(question.key, question.keeps)
             return parts.Number(None), None
         if isinstance(question, parts.Still):
             kept = host.store.local(question.key)
