@@ -79,7 +79,12 @@ def _replaying(cls: type) -> type:
         cls.__init__(self, **options)  # type: ignore[misc]
         self.recorded = pickle.loads(Path(recorded).read_bytes())
 
-    return _with_bodies(cls, _replay, __init__=__init__)
+    # Its checkpoint at the end has nothing in it, as the roles have no models.
+    return _with_bodies(cls, _replay, __init__=__init__, save=_nothing, restore=_nothing)
+
+
+def _nothing(self: Any, directory: str) -> None:
+    pass
 
 
 class Recording:
