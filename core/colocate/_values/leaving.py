@@ -19,6 +19,7 @@ from typing import Any
 import attrs
 
 from colocate._definitions.codec import is_trained
+from colocate._definitions.packed import Plain
 from colocate._devices.copies import Copies, exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
@@ -264,9 +265,22 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
     return value if isinstance(value, _PLAIN) else _Ordinary(is_lent).value(value)
 
 
+@by_type
+def _holds_nothing(kind: type) -> bool:
+    return kind in PLAIN or issubclass(kind, Plain)
+
+
+def hold_nothing(arguments: Any) -> bool:
+    """Return whether arguments, or another value, hold no memory: numbers, texts, and what stands for residents."""
+    values = arguments.values() if type(arguments) is dict else (arguments,)
+    return all(map(_holds_nothing, map(type, values)))
+
+
 def handed_over(value: Any) -> Any:
     """Return an argument as a method gets it within one process: ordinary, but parameters stay parameters."""
-    return value if isinstance(value, _PLAIN) else _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
+    if hold_nothing(value):
+        return dict(value) if type(value) is dict else value
+    return _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
 
 
 class _Ordinary:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from colocate._system.imported import imported
-from colocate._values.leaves import PLAIN
+from colocate._values.leaving import hold_nothing
 from colocate.worker.memory.holdings import Objects, WeakStorage, search
 
 _FEW = 1024
@@ -32,7 +32,7 @@ class Handed:
 
     def note(self, value: Any, device: str) -> None:
         """A value is handed over, from one slot or the driver to another one of them. `device`: a slot's of these."""
-        if PLAIN.issuperset(map(type, value.values() if type(value) is dict else (value,))):  # as nearly always
+        if hold_nothing(value):  # as nearly always
             return
         holdings = search(value, most=_LOOKS).holdings(partial(Objects, device))
         with self._lock:
