@@ -8,7 +8,7 @@ from typing import Any
 
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
-from colocate._protocol.consequence import Consequence, Poisoned, Unmade
+from colocate._protocol.consequence import OWN_WORDS, Consequence, Poisoned, Unmade
 from colocate._protocol.from_worker import Failure
 from colocate._signals.off_main import off_main
 from colocate._system.jobs import OUR_FAULT, error_text
@@ -18,14 +18,9 @@ from colocate.errors import (
     CallTimeout,
     CapabilityError,
     ColocateError,
-    ConfigError,
-    DispatchError,
     MemoryBudgetError,
     RenewalError,
     RoleError,
-    SerializationError,
-    SleepingError,
-    StaleWeightsError,
     WorkerDied,
 )
 from colocate.executor import Exit
@@ -37,16 +32,7 @@ def _names(*kinds: type[ColocateError]) -> set[str]:
 
 
 _CONSEQUENCES = _names(Consequence, Poisoned, Unmade)
-_OWN_WORDS = _names(
-    CapabilityError,
-    ConfigError,
-    DispatchError,
-    MemoryBudgetError,
-    RoleError,
-    SerializationError,
-    SleepingError,
-    StaleWeightsError,
-)
+_OWN_WORDS = _names(CapabilityError, *OWN_WORDS)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 

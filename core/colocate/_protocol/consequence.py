@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from colocate.errors import ColocateError
+from colocate.errors import (
+    ColocateError,
+    ConfigError,
+    DispatchError,
+    MemoryBudgetError,
+    RoleError,
+    SerializationError,
+    SleepingError,
+    StaleWeightsError,
+)
+
+OWN_WORDS = (
+    ConfigError,
+    DispatchError,
+    MemoryBudgetError,
+    RoleError,
+    SerializationError,
+    SleepingError,
+    StaleWeightsError,
+)
+"""Errors that are colocate's words wherever role code hasn't raised them: the caller is told them as they are."""
 
 
 class Consequence(ColocateError):

@@ -29,6 +29,7 @@ from colocate._role.weights import Received, Weights, WeightSpec, described
 from colocate._system.jobs import error_text
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
+from colocate._values.codec import Codec
 from colocate._values.leaving import Watch
 from colocate.errors import ColocateError, ConfigError, RoleError
 from colocate.wire import Area
@@ -52,6 +53,7 @@ _AT_ONCE = 2
 class _Worker(Worker, Protocol):
     """What is needed of a worker; see `WorkerContext`."""
 
+    codec: Codec
     peers: Peers
     residency: Residency
 
@@ -107,9 +109,8 @@ class WeightSyncs:
             specs, given = self._source(source, plan)
             if takers := plan.serves.get(slot, 0):
                 given = self._offered(given, specs, takers, plan)
-                next(
-                    given
-                )  # what will come is offered now: the target may wait for its other ranks before it takes any
+                # What will come is offered now: the target's ranks may wait for each other before they take any.
+                next(given)
         elif target is not None:
             given, by, source = self._taken(plan), "peers", None
             specs = self._take(plan, next(_keys(plan)))
@@ -317,7 +318,7 @@ class WeightSyncs:
         handed: list[WeakStorage] = []
         names = plan.giver, str(target.name)
         # What comes from another worker's process is the target's own.
-        by_reference = not plan.shares and (source is not None or self._worker_context.in_process)
+        by_reference = not plan.shares and (source is not None or self._worker_context.codec.name == "reference")
         looks = by_reference and names not in self._copies
         before = self._storages(target) if looks else set()
         load = _function(target, "load_weights", plan.taker)

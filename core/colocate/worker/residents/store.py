@@ -148,6 +148,7 @@ class Store:
         with self._news:
             for key in keys:
                 self.entries.pop(key, None)
+                self._kept.discard(key)
             self._news.notify_all()
 
     def local(self, key: int) -> Entry | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from colocate._protocol.consequence import Consequence
+from colocate._protocol.consequence import OWN_WORDS, Consequence
 from colocate._protocol.from_worker import Failure
 from colocate._role import torch_groups
 from colocate._system.imported import imported
@@ -23,13 +23,7 @@ from colocate._system.tracebacks import NotRebuilt, frames_of_users, told
 from colocate._values.codec import Codec
 from colocate.errors import (
     CapabilityError,
-    ConfigError,
-    DispatchError,
     MemoryBudgetError,
-    RoleError,
-    SerializationError,
-    SleepingError,
-    StaleWeightsError,
 )
 from colocate.worker.birth import imports
 from colocate.worker.serving.definitions import Definitions
@@ -41,15 +35,6 @@ _ON_THREADS = (
     "Slots are threads of the driver here, and Python lets nothing but a process's main thread set handlers of "
     "signals, or make its event loop by itself; in a worker process that is the thread of role code: use "
     "connect('local', processes=True), in a config executor.with.processes=true"
-)
-_HOST_ERRORS = (
-    ConfigError,
-    DispatchError,
-    MemoryBudgetError,
-    RoleError,
-    SerializationError,
-    SleepingError,
-    StaleWeightsError,
 )
 _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
@@ -69,7 +54,7 @@ def failed(
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     # An error of colocate's that role code has raised itself is the role's failure.
     by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
-    ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not by_role)
+    ours = isinstance(error, CapabilityError) or (isinstance(error, OWN_WORDS) and not by_role)
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
