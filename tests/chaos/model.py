@@ -104,7 +104,7 @@ def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
     if sent.what not in ("take", "add", "train", "sleep", "wake") or not isinstance(error, RoleError):
         return False
     earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
-    return any(cause is each for cause in chain(error)[1:] for each in earlier)
+    return any(cause == each for cause in chain(error)[1:] for each in earlier)  # each who waits has a copy
 
 
 def _is_held(sent: Sent, error: BaseException, group: Played, fault: Applied) -> bool:
@@ -246,7 +246,7 @@ def must_complain(group: Played, mine: Applied | None) -> bool:
 
 
 def _told_by_close(leaf: BaseException, group: Played, mine: Applied | None) -> bool:
-    if any(isinstance(sent.error, BaseException) and leaf is sent.error for sent in group.sent):
+    if any(isinstance(sent.error, BaseException) and leaf == sent.error for sent in group.sent):
         return True  # of a kept call that nobody has used: judged as that call's
     if isinstance(leaf, RoleError) and "did not end within" in str(leaf):
         # Any rank may need a moment: to come out of a wait for the one that hangs, or because the machine is busy.
