@@ -296,6 +296,27 @@ class WeightSyncsBetween(ExecutorCase):
         with pytest.raises(ConfigError, match=r"isn't in the same worker"):
             colocate.sync_weights(giver, sharer)
 
+    @needs(OwnProcess)
+    def test_ranks_that_wait_for_each_other_in_a_sync(self, spawn: Spawn) -> None:
+        """With each weight: a target's, of which one has the source beside it, and a source's that are asked for names.
+
+        Where one rank of the source has said its names, and the other one hasn't, both are asked again.
+        """
+        group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        for rank in range(2):
+            taker.fail(rank, "waits")
+        colocate.sync_weights(giver, taker, bucket="1B")
+        assert _sums(taker) == _sums(giver) * 2
+        both = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)})
+        giver, taker = both.role("giver", Giver), both.role("taker", Taker)
+        giver.fail(0, "waits")
+        giver.fail(1, "ends badly")
+        with pytest.raises(RoleError, match=r"Failure on rank 1 of .*: behind the weights"):
+            colocate.sync_weights(giver, taker)
+        assert colocate.sync_weights(giver, taker).version == 1
+        assert _sums(taker) == _sums(giver)
+
     @of_executor
     @pytest.mark.parametrize("role", ["giver", "taker"])
     def test_a_failure_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 else:
     torch = optional("torch")
 
-Fault = Literal["raises", "twice", "nothing", "other", "nan", "keeps", "leaves", "scratch", "buffers"]
+Fault = Literal[
+    "raises", "twice", "nothing", "other", "nan", "keeps", "leaves", "scratch", "buffers", "waits", "ends badly"
+]
 
 
 class Failure(Exception):
@@ -102,8 +104,19 @@ class Giver(_HasNet):
         weights = colocate.torch.named_weights(self.net)
         if self.fault is None:
             return weights
+        if self.fault in ("waits", "ends badly"):
+            return self._together(weights)
         wrong = self._wrong(weights)
         return wrong if self.fault in ("twice", "nothing") else _Said(wrong, weights.specs)
+
+    def _together(self, weights: Any) -> Iterator[Any]:
+        """Yield each weight when all ranks have come to it; the names are known when all have come."""
+        for name, tensor in weights:
+            torch.distributed.barrier(self.ctx.process_group())
+            yield name, tensor
+        if self.fault == "ends badly":
+            self.fault = "waits"
+            raise Failure("behind the weights")
 
     def _wrong(self, weights: Any) -> Iterator[Any]:
         scratch = torch.empty(1 << 18, device=self.ctx.device)
@@ -130,7 +143,12 @@ class Taker(_HasNet):
             for _ in itertools.islice(weights, 2):
                 pass
             raise Failure("amid the weights")
-        if self.fault == "leaves":
+        if self.fault == "waits":
+            own = dict(self.net.named_parameters(remove_duplicate=False))
+            for name, tensor in weights:
+                torch.distributed.barrier(self.ctx.process_group())
+                own.get(name, self.net[0].scale).data.copy_(tensor)
+        elif self.fault == "leaves":
             next(weights)
         elif self.fault == "buffers":
             self.net.load_state_dict(dict(weights))
