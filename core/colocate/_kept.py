@@ -30,7 +30,7 @@ from colocate._owned.owned import Owned
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
-from colocate._protocol.uses import Item, Origin, Own, Part, Rows, Source, Use
+from colocate._protocol.uses import Item, Origin, Own, Part, Pick, Rows, Source, Use
 from colocate._role.call import INSTEAD_OF_RESIDENT, OnDriver, Resident, ResidentSpec
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
@@ -44,10 +44,11 @@ from colocate._values import batch
 from colocate._values.batch import Deferred, even_sizes
 from colocate._values.collect import Concat, Gather
 from colocate._values.dispatch import check_items
-from colocate._values.mesh import Mesh, Ranks
+from colocate._values.mesh import Mesh
 from colocate.errors import ClosedError, ColocateError, DispatchError
 
 if TYPE_CHECKING:
+    from colocate._values.balance import Partition
     from colocate._values.batch import Beside, Padding
 
 T_co = TypeVar("T_co", covariant=True)
@@ -473,7 +474,7 @@ class Residents:
             result_of(self.link, kept.call, source.slot(rank), answers[rank]) if rank in answers else None
             for rank in source.holders
         ]
-        ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
+        ranks = attrs.evolve(source.ranks, rows=kept.call.rows)
         return source.collect.join(parts, ranks)
 
     def ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
@@ -573,16 +574,33 @@ class Reference(OnDriver, Deferred):
             sizes = kept.sizes()
         else:  # it is no sequence of parts: only the value itself tells
             sizes = [batch.rows(self._residents.fetch(kept), f"the resident of {kept.source.label}")]
-        return sizes if self._finds_own(axis, mesh, count) else even_sizes(sum(sizes), count, of)
+        return even_sizes(sum(sizes), count, of) if self.own(axis, mesh, count) is None else sizes
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
         """Return a placeholder for one part."""
         own = self.own(axis, mesh, count, of) if padding == "none" else None
         return Part(self._kept.source, index, count, padding == "even", of=of) if own is None else own
 
-    def own(self, axis: str, mesh: str | None, count: int, of: int = 1) -> Any | None:
-        """Return a placeholder for all parts, where each rank finds its own in its own worker."""
-        return Own(self._kept.source, count, of) if self._finds_own(axis, mesh, count) else None
+    def own(
+        self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Partition | None = None
+    ) -> Any | None:
+        """Return a placeholder for all parts, where each rank finds its own in its own worker, with these very rows."""
+        if not self._finds_own(axis, mesh, count) or partition != self.partition:
+            return None
+        return Own(self._kept.source, count, of)
+
+    @property
+    def partition(self) -> Partition | None:
+        """The rows of each part, where these were chosen by what they cost."""
+        source = self._kept.source
+        if source.partition is None or not isinstance(source.collect, Concat):
+            return None
+        ranks = source.ranks
+        return ranks.pick(source.partition, source.collect.sources(ranks))
+
+    def pick(self, rows: Sequence[int], beside: Beside) -> Any:
+        """Return a placeholder for some rows by their numbers."""
+        return Pick(self._kept.source, rows, beside)
 
     @property
     def known(self) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from .values import values
 
-SCATTERED = ("same", "double", "inference", "graded", "view", "hold", "padded", "masked", "later")
+SCATTERED = ("same", "double", "inference", "graded", "view", "hold", "padded", "masked", "later", "balanced")
 WHOLE = ("first", "gather", "copies", "mean", "on_rank", "rotate")
 
 
@@ -40,11 +40,13 @@ class Kind:
         plain: Whether an index can cut it, which none can with jagged tensors.
         even: Whether its rows lie in the workers as a value's would; if not, a rank may be without any although there
             are enough for all, which `empty="error"` refuses.
+        chosen: Whether its rows may lie there by what they cost, so that methods have to return a row for each.
     """
 
     rows: int | None
     plain: bool = True
     even: bool = True
+    chosen: bool = False
 
 
 def replace(argument: Any, node: Callable[[Node], Any]) -> Any:
@@ -93,7 +95,9 @@ class _Writer:
         place = self.draw(st.integers(0, len(found) - 1))
         return Node(found[-1 - place], self.draw(st.integers(0, 9)) == 9)
 
-    def _rows(self, rows: int | None = None, plain: bool = False, even: bool = False) -> tuple[Any, Kind]:
+    def _rows(
+        self, rows: int | None = None, plain: bool = False, even: bool = False, chosen: bool = True
+    ) -> tuple[Any, Kind]:
         """An argument with rows: something new, an earlier result, or a container with one."""
         node = self._node(
             lambda kind: (
@@ -101,6 +105,7 @@ class _Writer:
                 and rows in (None, kind.rows)
                 and (kind.plain or not plain)
                 and (kind.even or not even)
+                and (chosen or not kind.chosen)
             )
         )
         if node is None or self.draw(st.integers(0, 4)) == 4:
@@ -128,15 +133,21 @@ class _Writer:
     def _scatter(self, ranks: int) -> tuple[str, dict[str, Any], Kind]:
         x, kind = self._rows()
         name = self.draw(st.sampled_from(SCATTERED))
-        return name, {"x": x}, attrs.evolve(kind, even=kind.even and name not in ("padded", "masked"))
+        even = kind.even and name not in ("padded", "masked")
+        if name != "balanced":
+            return name, {"x": x}, attrs.evolve(kind, even=even)
+        assert kind.rows is not None
+        costs = self.draw(st.lists(st.integers(0, 9), min_size=kind.rows, max_size=kind.rows))
+        return name, {"x": x, "costs": costs}, attrs.evolve(kind, even=even, chosen=True)
 
     def _both(self, ranks: int) -> tuple[str, dict[str, Any], Kind]:
         x, kind = self._rows()
         y, other = self._rows(kind.rows)
-        return "both", {"x": x, "y": y}, Kind(kind.rows, kind.plain and other.plain, kind.even and other.even)
+        made = Kind(kind.rows, kind.plain and other.plain, kind.even and other.even, kind.chosen or other.chosen)
+        return "both", {"x": x, "y": y}, made
 
     def _stretch(self, ranks: int) -> tuple[str, dict[str, Any], Kind]:
-        x, kind = self._rows(plain=True)
+        x, kind = self._rows(plain=True, chosen=False)
         assert kind.rows is not None
         counts = self.draw(st.lists(st.integers(0, 2), min_size=kind.rows, max_size=kind.rows))
         return "stretch", {"x": x, "counts": counts}, Kind(sum(counts), even=False)

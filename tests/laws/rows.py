@@ -152,6 +152,11 @@ class Rows(Role):
         valid = self.ctx.valid_rows
         return whole(x, lambda leaf: head(leaf, valid))
 
+    @method(dispatch=Scatter("x", balance="costs", empty="run"), collect=Concat())
+    def balanced(self, x: Any, costs: list[int] | None = None) -> Any:
+        assert costs is None or size(x) == len(costs)
+        return each(x, doubled)
+
     @method(dispatch=Scatter("x", empty="run"), collect=Concat(), concurrency=2)
     async def later(self, x: Any) -> Any:
         return each(x, doubled)

@@ -80,6 +80,7 @@ class PendingCall(Underway):
         at: Code and line of the user's that has made it, or what stands for them.
         link: Its group, once it is about to be sent.
         info: The role that runs it, and `spec` the method: how its value is made of the results of its ranks.
+        partition: Which rows of what is scattered each rank works on, where these were chosen by what they cost.
         sent: Bytes of its arguments, where somebody wants to know.
         raised: Of the spans' indices, those of ranks that have raised.
         left: Indices of those that ran it yet when it failed, and since when.
@@ -94,6 +95,7 @@ class PendingCall(Underway):
     keep: int | None = None
     uses: Sequence[Any] = ()
     timer: Timer | None = None
+    partition: Sequence[Sequence[int]] | None = None
     on_end: OnEnd | None = None
     at: tuple[CodeType | str, int] = ("", 0)
     sent = 0
@@ -174,7 +176,7 @@ class PendingCall(Underway):
         if self.targets is not info.slots:
             ranks = Ranks(ranks.world_size, ranks.meshes, self.rows, None, self.ranks)
         elif self.rows.count(None) != len(results):
-            ranks = Ranks(ranks.world_size, ranks.meshes, self.rows)
+            ranks = Ranks(ranks.world_size, ranks.meshes, self.rows, partition=self.partition)
         return spec.collect.join(results, ranks)
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:

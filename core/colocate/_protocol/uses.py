@@ -9,7 +9,9 @@ from __future__ import annotations
 import abc
 import functools
 import pickle
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import attrs
@@ -20,6 +22,7 @@ from colocate._protocol.taken import Taken
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
+from colocate._values.balance import Partition, check_aligned
 from colocate._values.batch import Beside, Cut, check_sets, even_sizes, padded_sizes
 from colocate._values.collect import Collect, Concat, Gather
 from colocate._values.dispatch import check_items
@@ -74,10 +77,12 @@ class Source:
     Attributes:
         key: Its id, unique in the runtime.
         origin: What made it.
+        partition: Which rows of the value each rank has, where these were chosen by what they cost.
     """
 
     key: int
     origin: Origin
+    partition: Partition | None = None
 
     @property
     def group(self) -> str:
@@ -92,7 +97,8 @@ class Source:
     @property
     def ranks(self) -> Ranks:
         """See `Origin`."""
-        return self.origin.ranks
+        ranks = self.origin.ranks
+        return ranks if self.partition is None else attrs.evolve(ranks, partition=self.partition)
 
     @property
     def collect(self) -> Collect:
@@ -119,7 +125,7 @@ class Source:
         return range(self.ranks.world_size) if self.ranks.targets is None else self.ranks.targets
 
     def __reduce__(self) -> Any:
-        return Source, (self.key, self.origin)
+        return Source, (self.key, self.origin) if self.partition is None else (self.key, self.origin, self.partition)
 
 
 @attrs.frozen(eq=False)
@@ -169,6 +175,14 @@ class Rows(Use):
 
     start: int
     stop: int
+
+
+@attrs.frozen(eq=False)
+class Pick(Use):
+    """Rows by their numbers, in ascending order; `beside` says how many the value has."""
+
+    rows: Sequence[int]
+    beside: Beside
 
 
 Over: TypeAlias = tuple[int, bool]
@@ -283,6 +297,8 @@ class Resolver:
             value = self._part(item)
         elif isinstance(item, Rows):
             value = self._range(source, item.start, item.stop)
+        elif isinstance(item, Pick):
+            value = self._picked(item)
         elif isinstance(item, Item) and type(source.collect) is Gather:  # the very result of a rank
             value = self._peers.part(source, source.holders[item.index], self.taken)
         elif isinstance(item, Item):
@@ -355,6 +371,8 @@ class Resolver:
         if (value := self._peers.part(source, rank, self.taken)) is None:
             rank = source.collect.sources(source.ranks)[self._index_here(source)]
             value = self._peers.part(source, rank, self.taken)
+        if source.partition is not None:
+            check_aligned(source.partition[rank], self._peers.rows(source, rank), rank)
         return rank, value
 
     def _place(self, part: Part | Own) -> tuple[int, int]:
@@ -368,7 +386,8 @@ class Resolver:
     def _is_aligned(self, first: Own, part: Own) -> bool:
         """Whether two residents lie in the same partition: on all ranks, as many rows on this one isn't enough."""
         key = first.source.key
-        if part.count == 1 or part.source.key == key:
+        # One whose rows were chosen is taken so only where the first one's are the same.
+        if part.count == 1 or part.source.key == key or part.source.partition is not None:
             return True
         if self._aligned is None:
             owned: dict[int, None] = {}  # those of which each rank has a part of its own, in order
@@ -413,7 +432,7 @@ class Resolver:
         return [self._peers.rows(source, rank) for rank in source.collect.sources(source.ranks)]
 
     def _range(self, source: Source, start: int, stop: int) -> Any:
-        if not isinstance(source.collect, Concat):
+        if not isinstance(source.collect, Concat) or source.partition is not None:
             return batch.slice_rows(self._put_together(source), start, stop)
         pieces: list[Any] = []
         offset = 0
@@ -430,6 +449,25 @@ class Resolver:
                     else self._peers.slice(source, rank, low - offset, high - offset, self.taken)
                 )
             offset += size
+        return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
+
+    def _picked(self, pick: Pick) -> Any:
+        """Rows from all parts, of each of which what lies between the first and the last is taken."""
+        source, rows = pick.source, pick.rows
+        pick.beside.check(self._total(source))
+        if not isinstance(source.collect, Concat) or source.partition is not None:
+            return batch.take_rows(self._put_together(source), rows)
+        if not rows:
+            return self._range(source, 0, 0)
+        pieces: list[Any] = []
+        first = 0
+        for end in accumulate(self._sizes(source)):
+            last = bisect_left(rows, end, first)
+            if first < last:
+                low, high = rows[first], rows[last - 1] + 1
+                between = self._range(source, low, high)
+                pieces.append(batch.take_rows(between, [row - low for row in rows[first:last]]))
+            first = last
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
     def _index_here(self, source: Source) -> int:

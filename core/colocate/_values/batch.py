@@ -56,9 +56,23 @@ class Deferred(abc.ABC):
         With the padding "even" it is an even one, padded, whatever the producer's partition.
         """
 
-    def own(self, axis: str, mesh: str | None, count: int, of: int = 1) -> Any | None:
-        """Return a placeholder for all these parts, because each rank has its own already; None if it hasn't."""
+    def own(
+        self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Sequence[Sequence[int]] | None = None
+    ) -> Any | None:
+        """Return a placeholder for all these parts, because each rank has its own already; None if it hasn't.
+
+        They have the rows that the partition says; None: contiguous ones.
+        """
         return None
+
+    @property
+    def partition(self) -> Sequence[Sequence[int]] | None:
+        """The rows of the whole in the part of each rank, where these were chosen by what they cost."""
+        return None
+
+    def pick(self, rows: Sequence[int], beside: Beside) -> Any:
+        """Return these rows; their rank compares how many there are of the whole."""
+        raise NotImplementedError(f"{type(self).__name__} can't be balanced")
 
     @property
     def known(self) -> bool:
@@ -209,6 +223,17 @@ def cut(leaf: Any, start: int, stop: int, memo: Memo) -> Any:
     """Take some rows of a leaf; leaves that are cut with one memo share what they shared before."""
     kind = _kind(leaf, "value")
     return leaf if (start, stop) == (0, kind.length(leaf)) else kind.slice(leaf, start, stop, memo)
+
+
+def take_rows(value: Any, rows: Sequence[int]) -> Any:
+    """Take these rows, in this order."""
+    memo = Memo()
+    return take_apart(value, 1, lambda leaf: [take(leaf, rows, memo)])[0]
+
+
+def take(leaf: Any, rows: Sequence[int], memo: Memo) -> Any:
+    """Take these rows of a leaf; leaves that are taken from with one memo share what they shared before."""
+    return _kind(leaf, "value").take(leaf, rows, memo)
 
 
 def pad(value: Any, to: int) -> Any:

@@ -13,7 +13,8 @@ import attrs
 
 from colocate._system.imported import imported
 from colocate._system.nearest import did_you_mean
-from colocate._values.batch import concat, rows, slice_rows
+from colocate._values.balance import inverse
+from colocate._values.batch import concat, rows, slice_rows, take_rows
 from colocate._values.dispatch import Dispatch, Scatter, check_place, written
 from colocate._values.leaves import check_alike, is_container, rebuild
 from colocate._values.mesh import Ranks
@@ -74,7 +75,7 @@ class Concat(Collect):
         return ranks.leaders(self.axis, self.mesh)
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-        """The rows of all parts, without padding."""
+        """The rows of all parts, without padding, in the order in which they were given."""
         sources = self.sources(ranks)
         parts = list(ranks.pick(results, sources))
         totals = []
@@ -103,7 +104,11 @@ class Concat(Collect):
                     parts[place], totals[place] = slice_rows(parts[place], 0, real), real
         # Results of no rows often have other shapes than those with rows, and nothing to add to them.
         kept = [place for place, total in enumerate(totals) if total] or range(len(parts))
-        return concat([parts[place] for place in kept], "the results", lambda place: f"rank {sources[kept[place]]}")
+        places = None
+        if ranks.partition is not None:
+            places = inverse(ranks.pick(ranks.partition, sources), totals, sources)
+        whole = concat([parts[place] for place in kept], "the results", lambda place: f"rank {sources[kept[place]]}")
+        return whole if places is None else take_rows(whole, places)
 
     def __repr__(self) -> str:
         return written(self, axis="dp", mesh=None)

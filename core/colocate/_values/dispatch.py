@@ -12,6 +12,7 @@ import attrs
 
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import amount_problem, plural
+from colocate._values.balance import Partition, balanced, keeps_sets, row_costs
 from colocate._values.batch import (
     Beside,
     Cut,
@@ -25,8 +26,9 @@ from colocate._values.batch import (
     padded_sizes,
     resolve,
     same_rows,
+    take,
 )
-from colocate._values.leaves import PLAIN, leaves, take_apart
+from colocate._values.leaves import PLAIN, Memo, leaves, take_apart
 from colocate._values.mesh import Ranks
 from colocate.errors import ConfigError, DispatchError
 
@@ -34,17 +36,19 @@ Arguments = Mapping[str, Any]
 
 
 class Parts(list[Arguments]):
-    """One mapping per rank, with the real rows that each got, and those with padding, where that is known."""
+    """One mapping per rank, with the real rows that each got, those with padding, and which, where that is known."""
 
     def __init__(
         self,
         items: Iterable[Arguments],
         valid: Sequence[int | None] | None = None,
         padded: Sequence[int | None] | None = None,
+        partition: Partition | None = None,
     ) -> None:
         super().__init__(items)
         self.valid = valid
         self.padded = padded
+        self.partition = partition
 
 
 class Dispatch(abc.ABC):
@@ -183,7 +187,8 @@ class PerRank(_Named):
 class Scatter(_Named):
     """The rows of the named parameters are spread over an axis of the mesh and repeated along the others.
 
-    Splits are contiguous and, when they have to be, uneven.
+    Splits are contiguous and, when they have to be, uneven; with `balance` they are nearly even in what rows cost, and
+    `Concat` puts the rows back in order.
 
     Args:
         *parameters: The parameters with rows; those of the first one count.
@@ -193,6 +198,9 @@ class Scatter(_Named):
         empty: What happens with fewer rows than ranks and without padding: "error", or "run" the method on none.
         mesh: The mesh, when the role has several.
         rows_of: How many rows stay together, such as the samples of one prompt: it is split at multiples of that.
+        balance: A parameter that says what each row costs, such as its tokens: whole numbers, one for each row, or a
+            mask `[rows, tokens]`. It is scattered as well, and the driver needs its value. None as an argument: by
+            number, as without `balance`.
     """
 
     accepts_deferred: ClassVar[bool] = True
@@ -203,6 +211,7 @@ class Scatter(_Named):
     empty: Literal["error", "run"]
     mesh: str | None
     rows_of: int
+    balance: str | None
 
     def __init__(
         self,
@@ -212,7 +221,10 @@ class Scatter(_Named):
         empty: Literal["error", "run"] = "error",
         mesh: str | None = None,
         rows_of: int = 1,
+        balance: str | None = None,
     ) -> None:
+        if balance is not None and balance not in parameters:
+            parameters = *parameters, balance
         _check_names(type(self), parameters)
         if not isinstance(pad, bool) and pad != "masked":  # 1 and 0 would be padded, and not known as padding
             raise ConfigError(f"Scatter(pad={pad!r}): use False, True or 'masked'")
@@ -225,18 +237,30 @@ class Scatter(_Named):
             raise ConfigError(
                 f"Scatter(rows_of={rows_of}, pad={pad!r}): what is padded is split anywhere; leave one out"
             )
-        self.__attrs_init__(parameters, axis, pad, empty, mesh, rows_of)  # pyright: ignore[reportAttributeAccessIssue]
+        if pad and balance is not None:
+            raise ConfigError(
+                f"Scatter(balance={balance!r}, pad={pad!r}): padding makes parts of equally many rows, balance parts "
+                "that cost the same; leave one out"
+            )
+        self.__attrs_init__(  # pyright: ignore[reportAttributeAccessIssue]
+            parameters, axis, pad, empty, mesh, rows_of, balance
+        )
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
         """The parts of the named parameters, everything else whole."""
         mesh = ranks.mesh(self.mesh)
         count = mesh.size(self.axis)
-        if not self.pad and (own := self._own(arguments, count)) is not None:
+        if not (self.pad or self.balance in arguments) and (own := self._own(arguments, count)) is not None:
             return [own] * ranks.world_size
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
+        by, partition = self._partition(scattered, count)
         others = whole({name: value for name, value in arguments.items() if name not in scattered})
         base = {name: others.get(name) for name in arguments}  # in the order of the call, and so are its copies
-        parts, sizes, each = self._spread(scattered, count)
+        if partition is None:
+            parts, sizes, each = self._spread(scattered, count)
+        else:
+            sizes, each = [*map(len, partition)], None
+            parts = self._pick(scattered, by, partition, sizes)
         made = [{**base, **own} for own in parts]
         if len(made) < count:
             return made * ranks.world_size
@@ -248,7 +272,53 @@ class Scatter(_Named):
             [made[place] for place in places],
             None if sizes is None else [sizes[place] for place in places],
             None if each is None else [each] * ranks.world_size,
+            None if partition is None else [partition[place] for place in places],
         )
+
+    def _partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
+        """Which rows each place gets where these were chosen, and the parameter that decides.
+
+        It is the one that says what rows cost, which is fetched if it is a resident; or else the first one that lies in
+        the workers, as for contiguous rows.
+        """
+        of = self.rows_of
+        if self.balance is not None and values.get(self.balance) is not None:
+            name = self.balance
+            if is_deferred(type(values[name])):
+                values[name] = values[name].fetch()
+            costs = row_costs(values[name], name)
+            check_sets(f"the parameter {name!r}", len(costs), of, name)
+            return name, balanced(costs, count, of)
+        for name, value in () if self.pad else values.items():
+            leaf = next((leaf for leaf in leaves(value) if is_deferred(type(leaf))), None)
+            if leaf is not None:
+                found: Partition | None = leaf.partition
+                if found is None or leaf.own(self.axis, self.mesh, count, of, found) is None:
+                    return name, None
+                return name, found if of == 1 or keeps_sets(found, of) else None
+        return "", None
+
+    def _pick(self, values: Arguments, by: str, partition: Partition, sizes: Sequence[int]) -> list[dict[str, Any]]:
+        """The parts with the rows that a partition says, which is that of a parameter."""
+        total, count, memo = sum(sizes), len(sizes), Memo()
+        if self.empty == "error" and 0 in sizes:
+            raise self._skipped(by, total, count)
+        parts: list[dict[str, Any]] = [{} for _ in sizes]
+        for name, value in values.items():
+            if (known := count_rows(value, name)) is not None:
+                same_rows(by, total, name, known)
+            beside = Beside(by, total, name)
+
+            def parts_of(leaf: Any, beside: Beside = beside) -> Sequence[Any]:
+                if not is_deferred(type(leaf)):
+                    leaf = whole(leaf) if isinstance(leaf, list) else leaf
+                    return [take(leaf, rows, memo) for rows in partition]
+                own = leaf.own(self.axis, self.mesh, count, self.rows_of, partition)
+                return [leaf.pick(rows, beside) for rows in partition] if own is None else [own] * count
+
+            for part, rows in zip(parts, take_apart(value, count, parts_of), strict=True):
+                part[name] = rows
+        return parts
 
     def _spread(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
         """Work out who gets which rows, of which each `rows_of` stay together.
@@ -302,15 +372,7 @@ class Scatter(_Named):
             if self.pad and (total > 0 or self.empty == "error"):
                 each, spread = padded_sizes(total, count)
             if self.empty == "error" and (total == 0 or (each is None and 0 in spread)):
-                if total < count * of:
-                    sets = f", in sets of {of}," if of > 1 else ""
-                    ranks = f"{plural(count, 'rank')} along {axis!r}"
-                    what = f"the parameter {first!r} has {plural(total, 'row')}{sets} for {ranks}"
-                else:
-                    what = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {first!r} "
-                    what += "where they lie now"
-                hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if total and of == 1 else "")
-                raise DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=first)
+                raise self._skipped(first, total, count)
             sizes = spread
         split = None if sizes is None else leaf_splitter(sizes, each)
 
@@ -333,6 +395,20 @@ class Scatter(_Named):
         if by is not None:
             return take_apart(values, 1, parts_of), None, None
         return take_apart(values, count, parts_of), sizes, each
+
+    def _skipped(self, first: str, total: int, count: int) -> DispatchError:
+        """What is said where a rank would have no rows."""
+        axis, of = self.axis, self.rows_of
+        if total < count * of:
+            sets = f", in sets of {of}," if of > 1 else ""
+            ranks = f"{plural(count, 'rank')} along {axis!r}"
+            what = f"the parameter {first!r} has {plural(total, 'row')}{sets} for {ranks}"
+        else:
+            what = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {first!r} "
+            what += "where they lie now"
+        pads = total and of == 1 and self.balance is None
+        hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if pads else "")
+        return DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=first)
 
     def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
         """What `split` gives where it is seen without looking into anything, as of most calls of a step; else None.
@@ -360,7 +436,7 @@ class Scatter(_Named):
 
     def __repr__(self) -> str:
         names = map(repr, self.parameters)
-        return written(self, *names, axis="dp", pad=False, empty="error", mesh=None, rows_of=1)
+        return written(self, *names, axis="dp", pad=False, empty="error", mesh=None, rows_of=1, balance=None)
 
 
 def written(value: Any, *positional: str, **usual: Any) -> str:
@@ -379,6 +455,8 @@ class Plan:
     """The real rows of each, None where nothing was scattered or only the workers know."""
     padded: Sequence[int | None]
     """The rows of each with padding, None where there is none or only the workers know."""
+    partition: Partition | None = None
+    """The numbers of the rows of each, where these were chosen by what they cost."""
 
 
 def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequence[int] | None = None) -> Plan:
@@ -403,16 +481,18 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
                 f"{dispatch!r}: split gave a {cls.__name__} for a rank; it has to give a mapping from "
                 "parameters to values"
             )
-    valid, padded = (parts.valid, parts.padded) if isinstance(parts, Parts) else (None, None)
+    valid, padded, partition = None, None, None
+    if isinstance(parts, Parts):
+        valid, padded, partition = parts.valid, parts.padded, parts.partition
     targets = dispatch.targets(ranks)
     if targets is None:
         targets = ranks.targets
     unknown: list[int | None] = [None] * len(parts)
     if targets is None:
-        return Plan(parts, range(ranks.world_size), valid or unknown, padded or unknown)
+        return Plan(parts, range(ranks.world_size), valid or unknown, padded or unknown, partition)
     _check_targets(f"{dispatch!r}", targets, ranks)
     columns = [[column[rank] for rank in targets] for column in (valid or unknown, padded or unknown)]
-    return Plan([parts[rank] for rank in targets], targets, *columns)
+    return Plan([parts[rank] for rank in targets], targets, columns[0], columns[1])
 
 
 def whole(value: Any) -> Any:

@@ -64,6 +64,21 @@ class Kind:
         """Cut contiguous parts of these sizes, which add up to the length."""
         return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
+    def take(self, value: Any, rows: Sequence[int], memo: Memo) -> Any:
+        """Return these rows, in this order."""
+        runs: list[tuple[int, int]] = []
+        for row in rows:
+            if runs and runs[-1][1] == row:
+                runs[-1] = runs[-1][0], row + 1
+            else:
+                runs.append((row, row + 1))
+        if len(runs) < 2:
+            return self.slice(value, *(runs or [(0, 0)])[0], memo)
+        return self._take(value, rows, runs, memo)
+
+    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+        return self.concat([self.slice(value, *run, memo) for run in runs], memo)
+
 
 class _Array(Kind):
     def length(self, value: Any) -> int | None:
@@ -79,6 +94,9 @@ class _Array(Kind):
         if type(joined) is not type(parts[0]) and {*map(type, parts)} == {type(parts[0])}:  # one of a subclass
             return parts[0].__array_wrap__(joined)
         return joined
+
+    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+        return value[list(rows)]
 
 
 class _Tensor(Kind):
@@ -112,6 +130,11 @@ class _Tensor(Kind):
         if value.is_nested or str(value.layout).startswith("torch.sparse_"):
             return super().split(value, sizes, memo)
         return list(value.split(list(sizes)))
+
+    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+        if value.is_nested or str(value.layout) != "torch.strided":
+            return super()._take(value, rows, runs, memo)
+        return value[list(rows)]
 
 
 def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:

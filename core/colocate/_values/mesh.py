@@ -89,6 +89,8 @@ class Ranks:
     """For a collect: the rows that each rank was given, padding included, None where nothing was padded."""
     targets: Sequence[int] | None = None
     """The ranks that the call goes to, in order; None when it goes to all."""
+    partition: Sequence[Sequence[int]] | None = None
+    """For a collect: the numbers of the rows that each rank worked on, where `Scatter(balance=...)` chose them."""
 
     def mesh(self, name: str | None = None) -> Mesh:
         """Return the mesh of that name; without a name the unnamed or only one.

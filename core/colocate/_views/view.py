@@ -169,4 +169,6 @@ class ViewCall(OnDriver):
         if not isinstance(planned.targets, range):  # those that the call names, as opposed to all ranks in order
             targets = [targets[rank] for rank in planned.targets]
         call = PendingCall(label, role.name, spec.name, targets, planned.targets)
+        if planned.partition is not None:
+            call.partition = planned.partition
         return how(ready(worker_group, call, role, spec, planned, uses, self._timeout, packed))

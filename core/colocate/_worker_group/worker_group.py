@@ -391,7 +391,7 @@ class WorkerGroup(Link):
         if known is None or known.generation != self.generation:
             known = Origin(self.name, role.slots, role.ranks, spec.collect, call.label, self.generation)
             self._origins[call.label] = known
-        return Source(call.keep, known)
+        return Source(call.keep, known, call.partition)
 
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""

@@ -26,6 +26,44 @@ class Sets(Role):
         return samples, scores, self.ctx.valid_rows
 
 
+class Costs(Role):
+    """Rows that cost something, such as answers of so many tokens."""
+
+    @method(dispatch=Scatter("batch", balance="tokens"), collect=Concat())
+    def same(self, batch: Any, tokens: Any = None) -> Any:
+        return batch
+
+    @method(dispatch=Scatter("batch", balance="tokens"), collect=Gather())
+    def seen(self, batch: Any, tokens: Any = None) -> Any:
+        return batch, tokens
+
+    @method(dispatch=Scatter("batch"), collect=Gather())
+    def lies(self, batch: Any, beside: Any = None) -> Any:
+        """What each rank gets of a value as it lies."""
+        return batch, beside
+
+    @method(dispatch=Scatter("batch", "beside"), collect=Concat())
+    def zipped(self, batch: list[Any], beside: list[Any]) -> list[tuple[Any, Any]]:
+        return list(zip(batch, beside, strict=True))
+
+    @method(dispatch=Scatter("batch", rows_of=2), collect=Gather())
+    def sets(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+    @method(dispatch=Scatter("batch", balance="tokens", rows_of=2), collect=Gather())
+    def balanced_sets(self, batch: list[Any], tokens: list[Any]) -> list[Any]:
+        return batch
+
+    @method(dispatch=Scatter("batch"), collect=Concat())
+    def twice(self, batch: list[Any]) -> list[Any]:
+        """Two rows for each."""
+        return batch * 2
+
+    @method(dispatch=Scatter("batch", "tokens"), collect=Concat())
+    def tokens(self, batch: list[Any], tokens: list[Any]) -> list[Any]:
+        return tokens
+
+
 class Rows(Role):
     """Every dispatch and collect, on lists of numbers."""
 

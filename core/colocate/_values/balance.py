@@ -1,0 +1,114 @@
+"""Rows over ranks by what they cost: parts whose numbers add up to nearly the same."""
+
+from __future__ import annotations
+
+import heapq
+import numbers
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+from colocate._system.imported import imported
+from colocate._system.numbers import plural
+from colocate._values.batch import even_sizes
+from colocate.errors import DispatchError
+
+Partition: TypeAlias = Sequence[Sequence[int]]
+"""For each part the numbers of its rows in the whole, in ascending order."""
+
+
+def row_costs(value: Any, parameter: str) -> list[int]:
+    """Return the number of each row: whole numbers as they are, and of a mask how often it is true.
+
+    Raises:
+        DispatchError: They are no such numbers.
+    """
+    numpy, torch = imported("numpy"), imported("torch")
+    costs: Any = value
+    if (torch is not None and isinstance(value, torch.Tensor) and not value.is_nested) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    ):
+        costs = (value.sum(1) if value.ndim == 2 and str(value.dtype).endswith("bool") else value).tolist()
+    if not isinstance(costs, list) or not all(isinstance(own, numbers.Integral) and int(own) >= 0 for own in costs):
+        shape = f" of shape {tuple(value.shape)} and {value.dtype}" if hasattr(value, "dtype") else ""
+        raise DispatchError(
+            f"the parameter {parameter!r} says what each row costs, so it has to be whole numbers from 0 up, one for "
+            f"each row (a list, or a tensor or array of one axis), or a boolean mask of two axes, not a "
+            f"{type(value).__name__}{shape}",
+            parameter=parameter,
+        )
+    return [int(own) for own in costs]
+
+
+def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
+    """Return `count` parts of the rows whose costs are nearly equal; `of` rows at a time stay together.
+
+    That is the largest differencing method (Karmarkar and Karp 1982), whose largest part is at most 4/3 - 1/(3 count)
+    times as large as the best one's. None: contiguous parts of as many rows (`even_sizes`) are as good.
+    """
+    sets = [sum(costs[start : start + of]) for start in range(0, len(costs), of)]
+    # Sets that cost nothing are spread as well, so that no part is without any: they count, but never add up to one.
+    scale = 4 * count * len(sets) + 1
+    # What is to be joined still: for each part its cost and sets, the largest first. The least even goes first.
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for index, own in enumerate(sets):
+        cost = own * scale + 1
+        heap.append((-cost, index, [(cost, [index]), *[(0, [])] * (count - 1)]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first, mine = heapq.heappop(heap)
+        _, _, theirs = heapq.heappop(heap)
+        pairs = zip(mine, reversed(theirs), strict=True)
+        joined = sorted(((a + b, x + y) for (a, x), (b, y) in pairs), key=lambda part: part[0], reverse=True)
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], first, joined))
+    parts = sorted(sorted(part) for _, part in heap[0][2]) if heap else []
+    ends = accumulate(even_sizes(len(sets), count), initial=0)
+    largest = max((sum(sets[each] for each in part) for part in parts), default=0)
+    if all(sum(sets[start:stop]) <= largest for start, stop in pairwise(ends)):
+        return None
+    return [[row for each in part for row in range(each * of, each * of + of)] for part in parts]
+
+
+def keeps_sets(partition: Partition, of: int) -> bool:
+    """Whether every `of` rows of the whole are in one part, in order."""
+    return all(
+        len(part) % of == 0
+        and all(
+            part[start] % of == 0 and [*part[start : start + of]] == [*range(part[start], part[start] + of)]
+            for start in range(0, len(part), of)
+        )
+        for part in partition
+    )
+
+
+def check_aligned(rows: Sequence[int], size: int, rank: int) -> None:
+    """Raise a `DispatchError` unless a rank has returned as many rows as it was given."""
+    if len(rows) != size:
+        raise DispatchError(
+            f"rank {rank} was given {plural(len(rows), 'row')} that were chosen by what they cost, and returned "
+            f"{size}, so nobody can put them back in order; return one row for each row given, or collect with Gather",
+            rank=rank,
+        )
+
+
+def inverse(partition: Partition, sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Return where each row of the whole is in the parts, one after the other.
+
+    Args:
+        partition: The rows that each part was made of.
+        sizes: The rows that each has.
+        ranks: Whose part is which.
+
+    Raises:
+        DispatchError: A part hasn't a row for each that it was made of, or together they aren't the whole.
+    """
+    for part, size, rank in zip(partition, sizes, ranks, strict=True):
+        check_aligned(part, size, rank)
+    rows = [row for part in partition for row in part]
+    places = sorted(range(len(rows)), key=rows.__getitem__)
+    if [rows[place] for place in places] != [*range(len(rows))]:
+        raise DispatchError(
+            "the rows were balanced along another axis than that of Concat, so they can't be put back in order; use "
+            "the same axis in both"
+        )
+    return places
