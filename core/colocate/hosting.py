@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from colocate._protocol.ledger import Purpose as Purpose
+from colocate._protocol.ledger import counts_as as counts_as
 from colocate._role.context import Context as Context
 from colocate._role.context import MeshPlace as MeshPlace
 from colocate._role.context import attach as attach

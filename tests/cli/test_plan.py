@@ -12,6 +12,7 @@ ROLES = """
     import torch
     from torch import nn
 
+    import colocate
     from colocate import Role, method
 
 
@@ -77,6 +78,18 @@ ROLES = """
     class Cuda(Role):
         def __init__(self) -> None:
             self.net = torch.nn.Linear(2, 2).cuda()
+
+        @method
+        def use(self) -> None: ...
+
+    class Engine(Role):
+        def __init__(self, mib: int, parts: int = 1) -> None:
+            raise AssertionError("it would take minutes")
+
+        @classmethod
+        def plan(cls, mib: int, parts: int = 1) -> dict[str, int]:
+            assert colocate.context().world_size == 2
+            return {"weights": mib << 20, "cache": 3 << 20, "grads": 0} if parts == 1 else {"kv": mib}
 
         @method
         def use(self) -> None: ...
@@ -188,6 +201,19 @@ def test_models_of_a_hub(colocate: CommandLine) -> None:
     (found, _) = planned(colocate, hub={"roles": {"first": role}})["hub"]["roles"]
     layer = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
     assert found["kinds"]["parameters"] == 4 * (4096 * 256 + 2 * layer + 256)
+
+
+def test_what_a_class_tells_itself(colocate: CommandLine) -> None:
+    """By a class method `plan`, which gets the constructor's arguments: it isn't constructed."""
+    engine = {"use": "beside:Engine", "with": {"mib": 5}, "slots": [1, 3]}
+    group = planned(colocate, all={"roles": {"second": engine}, "device_memory": "36MiB"})["all"]
+    assert kinds(group, "second") == {"parameters": 5, "tensors": 3}
+    assert [(fit["needs"] >> 20, fit["takers"]) for fit in group["budgets"]][-1] == (40, ["first", "second"])
+    wrong = {**engine, "with": {"mib": 5, "parts": 2}}
+    (_, other) = planned(colocate, status=1, all={"roles": {"second": wrong}})["all"]["roles"]
+    assert other["unknown"].endswith(
+        "plan() of role 'second' returns {'kv': 5}: it returns bytes by tag, of weights, grads, optimizer, cache"
+    )
 
 
 def test_what_is_not_known(colocate: CommandLine) -> None:

@@ -7,6 +7,8 @@ from enum import Enum, auto
 
 import attrs
 
+from colocate.errors import ConfigError
+
 
 class Purpose(Enum):
     """What memory is for. What is of several kinds counts as the first of them."""
@@ -34,6 +36,19 @@ TAGS: Mapping[str, tuple[Purpose, ...]] = {
     "cache": (Purpose.DECLARED, Purpose.TENSORS),
 }
 """What of a role's memory can sleep, by the words for it (`method.TAGS`)."""
+
+
+def counts_as(role: str, told: object, by: str) -> dict[Purpose, int]:
+    """Return what a role tells of its memory, which is bytes by tag, as the ledger counts it.
+
+    Raises:
+        ConfigError: It tells something else; `by` says what has told it.
+    """
+    if not isinstance(told, Mapping) or not all(
+        tag in TAGS and isinstance(size, int) and size >= 0 for tag, size in told.items()
+    ):
+        raise ConfigError(f"{by} of role {role!r} returns {told!r}: it returns bytes by tag, of {', '.join(TAGS)}")
+    return {Purpose.TENSORS if tag == "cache" else TAGS[tag][0]: size for tag, size in told.items()}
 
 
 @attrs.frozen

@@ -2,12 +2,13 @@
 
 Each role is constructed on torch's meta device, which has shapes and no memory, as the first of its ranks; then every
 optimizer makes a step there, so that gradients and its state are known from what it really makes. What is computed with
-in between isn't known.
+in between isn't known. A class whose constructor can't run there tells by itself, by a class method `plan`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import warnings
@@ -25,6 +26,7 @@ from colocate.hosting import (
     Purpose,
     Storages,
     attach,
+    counts_as,
     derive_seed,
     held_by,
     hosted,
@@ -214,8 +216,14 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
         )
         ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # there is none for the meta device
         made.append(RolePlan(role, where, ctx))
-        cls = find_role(entry.use).load()
+        cls: Any = find_role(entry.use).load()
         options = arguments_of(cls, entry.use).built(entry.with_)
+        if isinstance(inspect.getattr_static(cls, "plan", None), classmethod | staticmethod):
+            with made[-1].running("its plan()"):
+                told = counts_as(role, cls.plan(**options), "plan()")
+                made[-1].kinds = {purpose.word: size for purpose, size in told.items() if size}
+                made[-1].alone = made[-1].total
+            continue
         with made[-1].running("its constructor"):
             made[-1].instance = siblings[role] = cls(**options)
             attach(siblings[role], ctx)

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from colocate._devices.cuda_driver import beside_captures
-from colocate._protocol.ledger import TAGS, Ledger, Purpose
+from colocate._protocol.ledger import Ledger, Purpose
 from colocate._role import torch_books
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.numbers import size_text
@@ -251,8 +251,8 @@ class Accounts:
         for name in held:
             with _looking_at(name):
                 managed = self._worker_context.roles[name].managed()
-            for tag, size in managed.items():
-                kind = TAGS[tag][0].word if tag != "cache" else Purpose.TENSORS.word, self._worker_context.boot.device
+            for purpose, size in managed.items():
+                kind = purpose.word, self._worker_context.boot.device
                 if size:
                     owned[name][kind] = owned[name].get(kind, 0) + size
         asleep, emptied = dict.fromkeys(found, 0), dict.fromkeys(found, 0)

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import attrs
 
-from colocate._protocol.ledger import TAGS
+from colocate._protocol.ledger import Purpose, counts_as
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
 from colocate._role.weights import Received
-from colocate.errors import ConfigError
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.torch_groups.settings import Setting, Settings
 
@@ -104,8 +103,8 @@ class RoleInstance:
             reset_current(token)
 
     @calls_role_code
-    def managed(self) -> Mapping[str, int]:
-        """Return the bytes of memory that it moves itself, by tag, by its hook `managed`.
+    def managed(self) -> Mapping[Purpose, int]:
+        """Return the bytes of memory that it moves itself, by its hook `managed`.
 
         Raises:
             ConfigError: It says something else.
@@ -117,13 +116,7 @@ class RoleInstance:
             found = hook()
         finally:
             reset_current(token)
-        if not isinstance(found, Mapping) or not all(
-            tag in TAGS and isinstance(size, int) and size >= 0 for tag, size in found.items()
-        ):
-            raise ConfigError(
-                f"managed() of role {self.name!r} returns {found!r}: it returns bytes by tag, of {', '.join(TAGS)}"
-            )
-        return found
+        return counts_as(str(self.name), found, "managed()")
 
     @calls_role_code
     def apart(self) -> Sequence[object]:
