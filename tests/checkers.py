@@ -18,7 +18,8 @@ import attrs
 
 ROOT = Path(__file__).parents[1]
 _CORE = ("colocate", "colocate_run", "colocate_report")
-_PACKAGES = (*_CORE, "colocate_local", "colocate_ray", "colocate_dask", "colocate_ppo", "tests.chaos")
+_AROUND = ("colocate_local", "colocate_ray", "colocate_dask", "colocate_ppo", "colocate_rollout")
+_PACKAGES = (*_CORE, *_AROUND, "tests.chaos")
 _SOURCES = ("core", "executors", "plugins")
 
 

@@ -96,6 +96,7 @@ AROUND = {
         "job",
         "plugin",
     ],
+    "plugins/colocate_rollout": ["contract plugin", "models", "role transformers", "testing"],
     "plugins/colocate_observers": ["mlflow opentelemetry prometheus tensorboard wandb"],
 }
 

@@ -8,6 +8,9 @@ from colocate._plugins.needs import lacks_processes as lacks_processes
 from colocate._plugins.needs import lacks_vmm as lacks_vmm
 from colocate._plugins.needs import needed_by as needed_by
 from colocate._plugins.plugins import (
+    FoundEngine as FoundEngine,
+)
+from colocate._plugins.plugins import (
     FoundJob as FoundJob,
 )
 from colocate._plugins.plugins import (
@@ -21,6 +24,9 @@ from colocate._plugins.plugins import (
 )
 from colocate._plugins.plugins import (
     abouts as abouts,
+)
+from colocate._plugins.plugins import (
+    find_engine as find_engine,
 )
 from colocate._plugins.plugins import (
     find_executor as find_executor,

@@ -25,7 +25,7 @@ from colocate.errors import PluginError
 hookspec = pluggy.HookspecMarker("colocate")
 hookimpl = pluggy.HookimplMarker("colocate")
 
-ENTRY_GROUPS = ("colocate.executors", "colocate.roles", "colocate.observers")
+ENTRY_GROUPS = ("colocate.executors", "colocate.roles", "colocate.observers", "colocate.engines")
 RAISED = (Exception, SystemExit)
 """What plugin code may raise while it is imported or asked: a module that ends the interpreter is broken, too."""
 

@@ -72,9 +72,19 @@ class ObserverHooks:
         raise NotImplementedError
 
 
+class EngineHooks:
+    """Hooks of entry points in the group `colocate.engines`; the entry's name is the engine's."""
+
+    @hookspec
+    def colocate_engine(self) -> type | str:
+        """The engine's class, or "module:Class"; see `colocate_rollout.Engine`."""
+        raise NotImplementedError
+
+
 _EXECUTORS = PluginGroup("colocate.executors", "executor", ExecutorHooks)
 _ROLES = PluginGroup("colocate.roles", "role plugin", RoleHooks)
 _OBSERVERS = PluginGroup("colocate.observers", "observer", ObserverHooks)
+_ENGINES = PluginGroup("colocate.engines", "engine", EngineHooks)
 
 
 @attrs.frozen
@@ -82,7 +92,7 @@ class PluginInfo:
     """A plugin as its metadata says, unimported.
 
     Attributes:
-        kind: "executor", "roles" or "observer".
+        kind: "executor", "roles", "observer" or "engine".
         name: The name it is used by.
         distribution: The distribution it comes from.
         version: That distribution's version.
@@ -120,6 +130,8 @@ class PluginInfo:
                 find_executor(self.name)
             elif self.kind == "observer":
                 find_observer(self.name).load()
+            elif self.kind == "engine":
+                find_engine(self.name).load()
             else:
                 for role in roles_of(self.name):
                     role.load()
@@ -234,6 +246,13 @@ class FoundObserver(_Found):
             raise broken(f"{self._what}:", "could not be made", error, self._entry) from error
 
 
+@attrs.frozen
+class FoundEngine(_Found):
+    """The engine that a name stands for."""
+
+    _noun = "engine"
+
+
 _F = TypeVar("_F", FoundRole, FoundJob)
 
 
@@ -299,10 +318,22 @@ def find_observer(name: str) -> FoundObserver:
     return FoundObserver(name, found, *distribution_of(entry), entry)
 
 
+def find_engine(name: str) -> FoundEngine:
+    """Return the engine of this name, or of `module:Class`. Imports the plugin that has it, and no other."""
+    if ":" in name:
+        return FoundEngine(name, name)
+    entry = _ENGINES.find(name)
+    found = _ENGINES.call(entry, "colocate_engine")
+    if not callable(found) and not (isinstance(found, str) and all(found.partition(":"))):
+        raise _wrong_return(entry, "colocate_engine", found, 'a class of engines, or "module:Class"')
+    return FoundEngine(name, found, *distribution_of(entry), entry)
+
+
 def plugins() -> list[PluginInfo]:
     """Return all plugins there are, by metadata: nothing is imported."""
     found = []
-    for group, kind in ((_EXECUTORS, "executor"), (_ROLES, "roles"), (_OBSERVERS, "observer")):
+    groups = ((_EXECUTORS, "executor"), (_ROLES, "roles"), (_OBSERVERS, "observer"), (_ENGINES, "engine"))
+    for group, kind in groups:
         by_name: dict[str, list[EntryPoint]] = {}
         for entry in group.entries():
             by_name.setdefault(entry.name, []).append(entry)
@@ -313,7 +344,7 @@ def plugins() -> list[PluginInfo]:
 
 
 def plugins_named(name: str) -> list[PluginInfo]:
-    """Return the plugins of a name: an executor, one that brings roles and jobs, an observer, or one of each."""
+    """Return the plugins of a name: an executor, one that brings roles and jobs, an observer, an engine, or several."""
     found = plugins()
     named = [plugin for plugin in found if plugin.name == name]
     if not named:

@@ -19,6 +19,7 @@ from colocate.plugins import (
     FoundRole,
     PluginInfo,
     about_executor,
+    find_engine,
     find_executor,
     find_observer,
     jobs_of,
@@ -71,8 +72,8 @@ def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
     name = plugin.name
     if plugin.kind == "executor":
         return _or_error(partial(_executor, name), faults)
-    if plugin.kind == "observer":
-        return _or_error(partial(_observer, name), faults)
+    if plugin.kind in ("observer", "engine"):
+        return _or_error(partial(_made, plugin), faults)
     return _or_error(
         lambda: {
             "roles": {each.name: _or_error(partial(_role, each), faults) for each in roles_of(name)},
@@ -103,12 +104,14 @@ def _executor(name: str) -> dict[str, Any]:
     }
 
 
-def _observer(name: str) -> dict[str, Any]:
-    made: Any = find_observer(name).load()
+def _made(plugin: PluginInfo) -> dict[str, Any]:
+    is_engine = plugin.kind == "engine"
+    made: Any = find_engine(plugin.name).load() if is_engine else find_observer(plugin.name).load()
     return {
         "class": f"{made.__module__}:{made.__qualname__}",
         "about": _first_line(made),
-        "options": _options(arguments_of(made, name), made, made.__init__),
+        # An engine is given the role's context besides.
+        "options": _options(arguments_of(made, plugin.name, skip=int(is_engine)), made, made.__init__),
     }
 
 

@@ -1,0 +1,10 @@
+"""Rollouts by an engine: the role `rollout.engine`, the engines that it can have, and what an engine is.
+
+`rollout.engine` is built on colocate's public API only. Engines are found by the entry-point group `colocate.engines`;
+`transformers` and `vllm` come with colocate.
+"""
+
+from colocate_rollout.contract import Engine as Engine
+from colocate_rollout.contract import Prompt as Prompt
+from colocate_rollout.contract import Row as Row
+from colocate_rollout.contract import Sampling as Sampling

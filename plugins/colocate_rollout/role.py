@@ -1,0 +1,138 @@
+"""`rollout.engine`: generates with an engine, whichever that is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from colocate import Concat, ConfigError, Role, Scatter, Weights, method
+from colocate.plugins import find_engine
+from colocate.signatures import arguments_of, path_text
+from colocate_rollout.contract import Engine, Prompt, Row, Sampling
+
+
+class EngineRole(Role):
+    """Generates with an engine.
+
+    Args:
+        engine: Its name among the installed ones ("transformers", "vllm"); in Python also its class.
+        sampling: How tokens are drawn where a call doesn't say.
+        **options: The engine's own.
+
+    Raises:
+        PluginError: There is no such engine, or it isn't installed.
+        ConfigError: It has no such option.
+    """
+
+    def __init__(self, engine: str | type[Any], sampling: Sampling | None = None, **options: Any) -> None:
+        self.sampling = sampling or Sampling()
+        self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
+        self.engine = engine_class(engine, options)(self.ctx, **options)
+
+    @method(dispatch=Scatter("prompts"), collect=Concat(), awake=("weights", "cache"))
+    def generate(
+        self, prompts: Sequence[Sequence[int]], samples: int = 1, sampling: Sampling | None = None
+    ) -> list[tuple[Row, ...]]:
+        """Go on with each prompt.
+
+        Args:
+            prompts: The token ids of each.
+            samples: How many responses to each.
+            sampling: How they are drawn, in place of the role's own.
+
+        Returns:
+            The samples of each prompt.
+        """
+        if samples < 1:
+            raise ConfigError(f"generate(samples={samples}): at least one")
+        wanted = sampling or self.sampling
+        base = self._base(wanted)
+        found: list[list[Row | None]] = [[None] * samples for _ in prompts]
+        given = [
+            Prompt(index, prompt, tuple(_seed(base, index, sample) for sample in range(samples)))
+            for index, prompt in enumerate(prompts)
+        ]
+        for row in self._rows(given, wanted, lambda: self.ctx.cancelled):
+            found[row.index][row.sample] = row
+        return [tuple(row for row in rows if row is not None) for rows in found]
+
+    def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
+        """The engine's rows, of which nothing is left in it however this ends."""
+        engine = self._engine
+        try:
+            yield from engine.rows(prompts, sampling, stop)
+        except BaseException:
+            engine.abort()
+            raise
+
+    def _base(self, sampling: Sampling) -> int:
+        """What the seeds of this call are derived from."""
+        if sampling.seed is not None:
+            return sampling.seed
+        import torch
+
+        generator = self.ctx.generator
+        return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Have the engine take another role's weights."""
+        self._engine.update(weights, version)
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Have the engine free memory."""
+        self._engine.sleep(tags)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Have the engine take it back."""
+        self._engine.wake(tags)
+
+    def managed(self) -> Mapping[str, int]:
+        """What the engine frees by itself when it sleeps."""
+        return {} if self.engine is None else self.engine.managed()
+
+    def apart(self) -> Sequence[object]:
+        """What an engine says that nobody is to look into, by an attribute `apart`."""
+        found: Sequence[object] = getattr(self.engine, "apart", ())
+        return found
+
+    def close(self) -> None:
+        """End the engine."""
+        if self.engine is not None:
+            self.engine.close()
+
+
+def engine_class(engine: str | type[Any], options: Mapping[str, Any]) -> type[Any]:
+    """Return the class of an engine that takes such options.
+
+    Raises:
+        PluginError: There is no such engine, or it can't be imported.
+        ConfigError: It doesn't take them.
+    """
+    if isinstance(engine, str) and ":" in engine:
+        raise ConfigError(
+            f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
+            "class does as well"
+        )
+    found: Any = find_engine(engine).load() if isinstance(engine, str) else engine
+    name = engine if isinstance(engine, str) else engine.__qualname__
+    said = [
+        f"{f'{path_text(each.place)}: ' if each.message.startswith('must') else ''}{each.message}"
+        + (f"; did you mean {each.nearest!r}?" if each.nearest else "")
+        for each in arguments_of(found, f"engine {name!r}", skip=1).problems(options)
+    ]
+    if said:
+        raise ConfigError("; ".join(said))
+    cls: type[Any] = found
+    return cls
+
+
+def _seed(base: int, index: int, sample: int) -> int:
+    """Derive the seed of a row: no two of a call are alike, nor overlap with those of another call."""
+    text = f"{base}\0{index}\0{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

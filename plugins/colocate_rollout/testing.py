@@ -1,0 +1,344 @@
+"""The suites that an engine's author runs on it.
+
+    from colocate_rollout.testing import EngineSuite
+
+    class TestAcme(EngineSuite):
+        engine = "acme"
+
+`EngineSuite` is what any engine holds. `ModelSuite` besides what one holds that generates by a model of transformers:
+its log-probabilities are those of the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import colocate
+from colocate import ConfigError, Role, Weights, method
+from colocate_rollout.contract import Prompt, Row, Sampling
+from colocate_rollout.models import config_of, imported
+from colocate_rollout.role import EngineRole
+
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "eos_token_id": 3,
+    "tie_word_embeddings": False,
+}
+"""A tiny model, whose tokens are far from equally likely."""
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "untied": LLAMA,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "gqa": {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+}
+"""What `ModelSuite` tries."""
+
+PROMPTS = [[5 + number] * (1 + number % 7) + [50, 60] for number in range(8)]
+_NEVER = lambda: False  # noqa: E731
+
+
+class Trainer(Role):
+    """A role with a model, whose weights another role gets."""
+
+    def __init__(self, model: Mapping[str, Any]) -> None:
+        self.model = made(model)
+
+    @method
+    def step(self) -> None:
+        """Change all weights."""
+        changed(self.model, 1)
+
+    def named_weights(self) -> Any:
+        """See `colocate.sync_weights`."""
+        return colocate.torch.named_weights(self.model)
+
+    @method
+    def log_probs(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[list[float]]:
+        """Of the tokens of rows, one for each prompt, as the forward pass has them."""
+        return [log_probs(self.model, prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def made(model: Mapping[str, Any]) -> Any:
+    """Return a model of a config's fields, with the same random weights each time."""
+    found = imported().AutoModelForCausalLM.from_config(config_of(model)).eval()
+    changed(found, 0)
+    return found
+
+
+@torch.no_grad()
+def changed(model: Any, seed: int) -> None:
+    """Give a model other weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 or name.endswith(".bias"):
+            parameter.normal_(0, model.config.initializer_range, generator=generator)
+
+
+@torch.no_grad()
+def log_probs(model: Any, prompt: Sequence[int], row: Row, temperature: float = 1.0) -> list[float]:
+    """Return those of a row's tokens as the forward pass of a model has them."""
+    tokens = torch.tensor([[*prompt, *row.token_ids]])
+    logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+    found: list[float] = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1).tolist()
+    return found
+
+
+def weights_of(model: Any, until: int | None = None) -> Weights:
+    """Return a model's weights as an engine gets them; where `until` is given, the iterator raises after so many."""
+    named = colocate.torch.named_weights(model)
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, each in enumerate(named):
+            if number == until:
+                raise ArithmeticError("the weights end here")
+            yield each
+
+    return Weights("the suite's model", given(), named.specs, shared=False)
+
+
+def prompts(samples: int = 2, of: Sequence[Sequence[int]] = PROMPTS) -> list[Prompt]:
+    """Return prompts whose seeds are their own."""
+    return [
+        Prompt(number, tuple(each), tuple(1000 * number + sample for sample in range(samples)))
+        for number, each in enumerate(of)
+    ]
+
+
+def by_number(rows: Iterator[Row]) -> dict[tuple[int, int], Row]:
+    """Return rows by prompt and sample, each of which has to come once."""
+    found: dict[tuple[int, int], Row] = {}
+    for row in rows:
+        assert (row.index, row.sample) not in found, f"row {row.index}, sample {row.sample} comes twice"
+        found[row.index, row.sample] = row
+    return found
+
+
+def assert_alike(found: Mapping[Any, Row], wanted: Mapping[Any, Row], tolerance: float = 1e-4) -> None:
+    """Hold that rows are equal, but for the rounding of their log-probabilities."""
+    assert {key: row.token_ids for key, row in found.items()} == {key: row.token_ids for key, row in wanted.items()}
+    for key, row in found.items():
+        assert row.finish_reason == wanted[key].finish_reason
+        assert row.log_probs == pytest.approx(wanted[key].log_probs, abs=tolerance)
+
+
+class EngineSuite:
+    """What any engine holds.
+
+    Attributes:
+        engine: Its name, or its class.
+        options: Its options.
+    """
+
+    engine: ClassVar[str | type[Any]]
+    options: ClassVar[Mapping[str, Any]] = {}
+    sampling = Sampling(max_tokens=16)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def role(cls) -> Iterator[EngineRole]:
+        """A role with the engine, outside any worker."""
+        role = EngineRole(cls.engine, **cls.options)
+        yield role
+        role.close()
+
+    @pytest.fixture
+    def rows(self, role: EngineRole) -> Mapping[tuple[int, int], Row]:
+        """What it generates of `prompts()`."""
+        return by_number(role._engine.rows(prompts(), self.sampling, _NEVER))
+
+    def test_rows(self, rows: Mapping[tuple[int, int], Row]) -> None:
+        """Each sample of each prompt comes once, whole, and says how it ended."""
+        assert rows.keys() == {*itertools.product(range(len(PROMPTS)), range(2))}
+        for row in rows.values():
+            assert 1 <= len(row.token_ids) <= self.sampling.max_tokens
+            assert row.finish_reason in ("stop", "length")
+            assert (len(row.token_ids) == self.sampling.max_tokens) or row.finish_reason == "stop"
+            assert len(row.log_probs) == len(row.token_ids) == sum(count for _, count in row.versions)
+            assert all(math.isfinite(each) and each <= 0 for each in row.log_probs)
+        assert len({row.token_ids for row in rows.values()}) > len(PROMPTS)
+
+    def test_no_prompts(self, role: EngineRole) -> None:
+        """Nothing comes of none."""
+        assert by_number(role._engine.rows([], self.sampling, _NEVER)) == {}
+
+    def test_seeds(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """A row is the same whatever is generated beside it, in whichever order."""
+        alone: dict[tuple[int, int], Row] = {}
+        for prompt in prompts()[::-3]:
+            alone |= by_number(role._engine.rows([prompt], self.sampling, _NEVER))
+        assert_alike(alone, {key: rows[key] for key in alone})
+        assert_alike(by_number(role._engine.rows(prompts()[::-1], self.sampling, _NEVER)), rows)
+
+    def test_stop_tokens(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """What ends a response is its last token, and there is none before."""
+        longest = max(rows.values(), key=lambda row: len(set(row.token_ids)))
+        token = longest.token_ids[1]
+        sampling = Sampling(max_tokens=16, stop_token_ids=(token,))
+        found = by_number(role._engine.rows(prompts(), sampling, _NEVER))
+        ended = found[longest.index, longest.sample]
+        assert (ended.token_ids, ended.finish_reason) == (longest.token_ids[:2], "stop")
+        for row in found.values():
+            assert token not in row.token_ids[:-1]
+            assert (row.finish_reason == "stop") == (row.token_ids[-1] == token)
+        endless = by_number(role._engine.rows(prompts(), Sampling(max_tokens=16, stop_token_ids=()), _NEVER))
+        assert {len(row.token_ids) for row in endless.values()} == {16}
+
+    def test_likeliest(self, role: EngineRole) -> None:
+        """At temperature 0 seeds don't matter, and among one token nothing else is drawn."""
+        greedy = by_number(role._engine.rows(prompts(), Sampling(max_tokens=8, temperature=0), _NEVER))
+        assert all(greedy[index, 0].token_ids == greedy[index, 1].token_ids for index in range(len(PROMPTS)))
+        first = by_number(role._engine.rows(prompts(), Sampling(max_tokens=8, top_k=1), _NEVER))
+        assert {key: row.token_ids for key, row in first.items()} == {key: row.token_ids for key, row in greedy.items()}
+        assert all(each == pytest.approx(0, abs=1e-5) for row in first.values() for each in row.log_probs)
+
+    def test_aborted(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """Asked to end, it yields what there is, begun by the same tokens; nothing is left of it."""
+        asked = itertools.count()
+        found = by_number(role._engine.rows(prompts(), self.sampling, lambda: next(asked) >= 4))
+        assert found.keys() == rows.keys()
+        assert "aborted" in {row.finish_reason for row in found.values()}
+        for key, row in found.items():
+            assert row.token_ids == rows[key].token_ids[: len(row.token_ids)]
+            assert len(row.log_probs) == len(row.token_ids) == sum(count for _, count in row.versions)
+        assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
+    def test_closed(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """Closed at a row, nothing of the others is left."""
+        iterator: Any = iter(role._engine.rows(prompts(), self.sampling, _NEVER))
+        next(iterator)
+        iterator.close()
+        assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
+    def test_failed(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """After a failure between two steps nothing is left of what was begun."""
+        asked = itertools.count()
+
+        def fails() -> bool:
+            if next(asked) == 3:
+                raise ArithmeticError("in a step")
+            return False
+
+        with pytest.raises(ArithmeticError, match="in a step"):
+            by_number(role._rows(prompts(), self.sampling, fails))
+        assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
+    def test_sleep(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """What it manages is gone as it sleeps, and told; awake it generates as before."""
+        engine = role._engine
+        before = engine.managed()
+        for tags in (["cache"], ["cache"], ["weights", "cache"]):
+            engine.sleep(tags)
+        assert sum(engine.managed().values()) <= 0.02 * sum(before.values())
+        for tags in (["weights"], ["cache"], ["weights", "cache"]):
+            engine.wake(tags)
+        assert engine.managed() == before
+        assert_alike(by_number(engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
+    def test_wrong_prompts(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """A prompt that nobody can go on with is refused before anything has begun, by its number."""
+        for wrong in ((), (5, 1 << 40), (-1,), (5,) * 100_000):
+            given = [Prompt(0, (5, 6)), Prompt(1, wrong)]
+            with pytest.raises(ConfigError, match="prompt 1 "):
+                next(iter(role._engine.rows(given, self.sampling, _NEVER)))
+        assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
+    def test_wrong_options(self) -> None:
+        """An option that it doesn't have is told, with the nearest one."""
+        with pytest.raises(ConfigError, match="optoin_of_nobody"):
+            EngineRole(self.engine, **{**self.options, "optoin_of_nobody": 1})
+
+
+class ModelSuite(EngineSuite):
+    """What an engine holds that generates by a model of transformers, and has an option `model` for a config's fields.
+
+    Attributes:
+        tolerance: How far its log-probabilities may be from those of the forward pass.
+    """
+
+    options: ClassVar[Mapping[str, Any]] = {"model": LLAMA}
+    tolerance: ClassVar[float] = 5e-5
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def role(cls) -> Iterator[EngineRole]:
+        """A role with the engine, which has got the weights of `made`."""
+        role = EngineRole(cls.engine, **cls.options)
+        role.load_weights(weights_of(made(cls.options["model"])), 1)
+        yield role
+        role.close()
+
+    def _as_forward(self, engine: Any, model: Any, version: int, sampling: Sampling | None = None) -> None:
+        wanted = sampling or self.sampling
+        for (index, _), row in by_number(engine.rows(prompts(), wanted, _NEVER)).items():
+            expected = log_probs(model, PROMPTS[index], row, wanted.temperature or 1.0)
+            assert row.log_probs == pytest.approx(expected, abs=self.tolerance)
+            assert row.versions == ((version, len(row.token_ids)),)
+
+    @pytest.mark.parametrize("temperature", [0.7, 0.0])
+    def test_temperature(self, role: EngineRole, temperature: float) -> None:
+        """Log-probabilities are of the distribution that is drawn from."""
+        model = made(self.options["model"])
+        self._as_forward(role._engine, model, 1, Sampling(max_tokens=16, temperature=temperature))
+
+    def test_nucleus(self, role: EngineRole) -> None:
+        """Nothing is drawn beyond `top_p`, and probabilities are those among what is left."""
+        model, sampling = made(self.options["model"]), Sampling(max_tokens=16, top_p=0.6)
+        for (index, _), row in by_number(role._engine.rows(prompts(), sampling, _NEVER)).items():
+            tokens = torch.tensor([[*PROMPTS[index], *row.token_ids]])
+            with torch.no_grad():
+                probs = model(tokens, use_cache=False).logits[0, len(PROMPTS[index]) - 1 : -1].softmax(-1)
+            for place, token in enumerate(row.token_ids):
+                ordered, order = probs[place].sort(descending=True)
+                left = order[: int((ordered.cumsum(0) < 0.6).sum()) + 1]
+                assert token in left
+                share = math.log(float(probs[place][token] / probs[place][left].sum()))
+                assert row.log_probs[place] == pytest.approx(share, abs=self.tolerance)
+
+    @pytest.mark.parametrize("kind", MODELS)
+    def test_updates(self, kind: str) -> None:
+        """After each update log-probabilities are those of the forward pass; half an update is refused, a whole heals.
+
+        What was computed by former weights isn't used again.
+        """
+        model = made(MODELS[kind])
+        role = EngineRole(self.engine, **{**self.options, "model": MODELS[kind]})
+        try:
+            engine = role._engine
+            for version in range(1, 4):
+                changed(model, version)
+                role.load_weights(weights_of(model), version)
+                self._as_forward(engine, model, version)
+            changed(model, 4)
+            with pytest.raises(ArithmeticError, match="the weights end here"):
+                role.load_weights(weights_of(model, until=6), 4)
+            with pytest.raises(ConfigError, match="no whole weights"):
+                next(iter(engine.rows(prompts(), self.sampling, _NEVER)))
+            role.load_weights(weights_of(model), 4)
+            self._as_forward(engine, model, 4)
+        finally:
+            role.close()
+
+    def test_other_weights(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """Weights of another model are refused before anything is written."""
+        other = copy.deepcopy(made(self.options["model"]))
+        del other.model.layers[1]
+        with pytest.raises(ConfigError, match=r"model\.layers\.1\..* doesn't come"):
+            role.load_weights(weights_of(other), 2)
+        assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)

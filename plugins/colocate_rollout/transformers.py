@@ -1,0 +1,444 @@
+"""The engine `transformers`: the forward pass of a model of transformers, with rows that come and go.
+
+Rows are in places of one cache, of which those in use are the first ones: a step computes them all, without a gap. A
+row that ends gives its place to the last one, and new rows, whose prompts go through the model in one pass, come after
+that. What a row draws is decided by one number of a generator of its own, whoever is beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+import colocate
+from colocate import ConfigError, Context, Weights, hookimpl
+from colocate_rollout.contract import Finish, Prompt, Row, Sampling
+from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@hookimpl
+def colocate_engine() -> type[TransformersEngine]:
+    """See `EngineHooks`."""
+    return TransformersEngine
+
+
+class TransformersEngine:
+    """Continuous batching by a model of transformers: another role's, with nothing to bring in sync, or one of its own.
+
+    Args:
+        ctx: The role's context.
+        model: A folder or a hub id, or the fields of a config (`model_type` among them), whose weights are random until
+            others come. Code that comes with a model isn't run.
+        role: In place of a model, the role of the group whose model generates; it is declared before this one.
+        dtype: Of a model of its own.
+        max_rows: Rows that are generated at once.
+        max_length: Tokens of prompt and response together; None for what the model takes, and no more than 2048.
+        max_batch_tokens: Tokens of prompts that go through the model at once.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        model: str | Mapping[str, Any] | None = None,
+        role: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        max_rows: int = 64,
+        max_length: int | None = None,
+        max_batch_tokens: int = 4096,
+    ) -> None:
+        given_once("transformers", model, role)
+        for name, value in (("max_rows", max_rows), ("max_length", max_length), ("max_batch_tokens", max_batch_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: at least 1")
+        self._ctx, self._role, self._max_batch_tokens = ctx, role, max_batch_tokens
+        self._own = None if model is None else _own_model(model, getattr(torch, dtype), ctx.device)
+        self._version = 0
+        self._missing: str | None = None  # why its weights can't be used
+        with self._module() as module:
+            config: Any = module.config.get_text_config()
+            longest = getattr(config, "max_position_embeddings", 2048)
+            if max_length is not None and max_length > longest:
+                raise ConfigError(f"max_length={max_length}: the model takes {longest} tokens")
+            _check_attention(config, max_length := max_length or min(longest, 2048))
+            self._stops, self._vocabulary, self._longest = stop_ids(module.config), config.vocab_size, max_length
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            shape = max_rows, heads, max_length + 1, size  # the last token is what nobody reads
+            self._cache = _Cache(config.num_hidden_layers, shape, next(module.parameters()).dtype, ctx.device)
+        self.apart = (self._cache,)  # it is told by `managed`
+
+    def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
+        """See `Engine`."""
+        if self._missing is not None:
+            raise ConfigError(f"the engine has no whole weights: {self._missing}")
+        check_prompts(prompts, self._vocabulary, self._longest)
+        waiting = deque(
+            _Running(prompt, sample, random.Random(seed), self._longest - len(prompt.token_ids))
+            for prompt in prompts
+            for sample, seed in enumerate(prompt.seeds)
+        )
+        for each in waiting:
+            each.most = min(each.most, sampling.max_tokens)
+        stops = self._stops if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
+        cache = self._cache
+        running: list[_Running] = []
+        with self._module() as module, _whole(module):
+            cache.clear()
+            while waiting or running:
+                if stop():
+                    yield from (each.row("aborted") for each in (*running, *waiting))
+                    return
+                logits = [self._step(module, running)] if running else []
+                if (room := cache.rows - len(running)) and waiting:
+                    new, theirs = self._begin(module, self._next(waiting, room), len(running))
+                    running += new
+                    logits.append(theirs)
+                tokens, log_probs = _draw(torch.cat(logits), sampling, running)
+                ended = []
+                for place, (each, token, log_prob) in enumerate(zip(running, tokens, log_probs, strict=True)):
+                    if each.take(token, log_prob, self._version, stops):
+                        ended.append(place)
+                rows = [running[place].row() for place in ended]
+                for place in reversed(ended):
+                    last = running.pop()
+                    if place < len(running):
+                        cache.copy(len(running), place, last.length)
+                        running[place] = last
+                yield from rows
+
+    def _next(self, waiting: deque[_Running], room: int) -> list[list[_Running]]:
+        """Take the rows that begin now, those of one prompt together, which goes through the model once."""
+        found: dict[tuple[int, ...], list[_Running]] = {}
+        widest = 0
+        while waiting and room:
+            ids = waiting[0].prompt.token_ids
+            widest = max(widest, len(ids))
+            if found and ids not in found and (len(found) + 1) * widest > self._max_batch_tokens:
+                break
+            found.setdefault(ids, []).append(waiting.popleft())
+            room -= 1
+        return [*found.values()]
+
+    def _begin(
+        self, module: PreTrainedModel, groups: list[list[_Running]], first: int
+    ) -> tuple[list[_Running], Tensor]:
+        """Send the prompts of groups through the model into the places from `first` on.
+
+        Returns:
+            The rows in the order of their places, and the logits of their first tokens, `[rows, vocabulary]`.
+        """
+        cache, ids = self._cache, [group[0].prompt.token_ids for group in groups]
+        width = max(map(len, ids))
+        tokens = torch.tensor([[*[0] * (width - len(each)), *each] for each in ids], device=self._ctx.device)
+        at = torch.tensor([range(len(each) - width, len(each)) for each in ids], device=self._ctx.device)
+        place = slice(first, first + len(ids))
+        logits = tokens  # of the last part
+        for begin in range(0, width, step := max(1, self._max_batch_tokens // len(ids))):
+            part = slice(begin, begin + step)
+            logits = _forward(module, cache, place, tokens[:, part], at[:, part])
+        rows, source = [group[0] for group in groups], [*range(len(groups))]
+        for number, group in enumerate(groups):
+            for each in group[1:]:
+                cache.copy(first + number, first + len(rows), len(each.prompt.token_ids))
+                rows.append(each)
+                source.append(number)
+        return rows, logits[source]
+
+    def _step(self, module: PreTrainedModel, running: Sequence[_Running]) -> Tensor:
+        """Send the last token of each row through the model: the logits of the next one, `[rows, vocabulary]`."""
+        tokens = torch.tensor([each.token_ids[-1:] for each in running], device=self._ctx.device)
+        at = torch.tensor([[each.length - 1] for each in running], device=self._ctx.device)
+        return _forward(module, self._cache, slice(0, len(running)), tokens, at)
+
+    def update(self, weights: Weights, version: int) -> None:
+        """See `Engine`."""
+        if self._own is None:  # it has them
+            for _ in weights:
+                pass
+        else:
+            self._missing = "an update of them has failed in the middle"
+            try:
+                colocate.torch.load_weights(self._own, weights)
+            except BaseException:
+                if not weights.loaded:
+                    self._missing = None
+                raise
+            self._missing = None
+        self._version = version
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """See `Engine`; weights of its own are moved by colocate."""
+        if "cache" in tags:
+            self._cache.free()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See `Engine`."""
+        if "cache" in tags:
+            self._cache.make()
+
+    def managed(self) -> Mapping[str, int]:
+        """See `Engine`."""
+        return {"cache": self._cache.nbytes}
+
+    def abort(self) -> None:
+        """See `Engine`: what `rows` has begun goes with its iterator."""
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._cache.free()
+
+    @contextlib.contextmanager
+    def _module(self) -> Iterator[PreTrainedModel]:
+        """The model that generates, of a role that is looked up each time: what is kept of a role might sleep."""
+        if self._role is None:
+            assert self._own is not None
+            yield self._own
+        else:
+            with self._ctx.borrow(self._role, object, awake=("weights",)) as role:
+                yield model_in(role, self._role)
+
+
+@attrs.define(eq=False)
+class _Running:
+    """A row that is generated."""
+
+    prompt: Prompt
+    sample: int
+    chance: random.Random
+    most: int
+    token_ids: list[int] = attrs.field(factory=list)
+    log_probs: list[float] = attrs.field(factory=list)
+    versions: list[tuple[int, int]] = attrs.field(factory=list)
+    finish: Finish = "length"
+
+    @property
+    def length(self) -> int:
+        """The tokens of prompt and response."""
+        return len(self.prompt.token_ids) + len(self.token_ids)
+
+    def take(self, token: int, log_prob: float, version: int, stops: Collection[int]) -> bool:
+        """Go on with a token; return whether it was the last one."""
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = version, self.versions[-1][1] + 1
+        else:
+            self.versions.append((version, 1))
+        if token in stops:
+            self.finish = "stop"
+        return token in stops or len(self.token_ids) == self.most
+
+    def row(self, finish: Finish | None = None) -> Row:
+        """What it is for others."""
+        tokens, log_probs, versions = tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions)
+        return Row(self.prompt.index, self.sample, tokens, log_probs, finish or self.finish, versions)
+
+
+class _Cache:
+    """Keys and values of rows, layer by layer, in memory that is taken once.
+
+    Attributes:
+        rows: How many rows have a place.
+    """
+
+    def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """`shape`: rows, heads, tokens and the size of a head."""
+        self.rows = shape[0]
+        self._shape, self._dtype, self._device, self._layers = shape, dtype, device, layers
+        self._tensors: list[Tensor] = []
+        self._used = (0, 0)  # rows and tokens that were written
+        self._place, self._at, self._width = slice(0, 0), torch.empty(0), 0
+        self.make()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are there."""
+        return sum(each.nbytes for each in self._tensors)
+
+    def make(self) -> None:
+        """Take the memory, if it isn't there."""
+        if not self._tensors:
+            self._tensors = [
+                torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(2 * self._layers)
+            ]
+
+    def free(self) -> None:
+        """Let go of the memory."""
+        self._tensors, self._used = [], (0, 0)
+
+    def clear(self) -> None:
+        """Forget all rows: what they have left might be no number, which no mask can hide."""
+        self.make()
+        rows, tokens = self._used
+        for each in self._tensors:
+            each[:rows, :, :tokens].zero_()
+            each[:rows, :, -1].zero_()
+        self._used = 0, 0
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Have a place hold what another one does."""
+        for each in self._tensors:
+            each[target, :, :tokens] = each[source, :, :tokens]
+        self._use(target + 1, tokens)
+
+    def expect(self, place: slice, at: Tensor, width: int) -> None:
+        """Say where the next pass through the model writes, and how much of it it reads."""
+        # What isn't a token's own goes where nobody reads.
+        self._place, self._at, self._width = place, torch.where(at < 0, self._shape[2] - 1, at), width
+        self._use(place.stop, width)
+
+    def _use(self, rows: int, tokens: int) -> None:
+        self._used = max(self._used[0], rows), max(self._used[1], tokens)
+
+    # -- what models call
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write what a layer has computed, and return what it attends to."""
+        found = []
+        for number, new in ((2 * layer_idx, keys), (2 * layer_idx + 1, values)):
+            if self._tensors[number].dtype != new.dtype:  # as a model that computes in another dtype has it
+                self._tensors[number] = self._tensors[number].to(new.dtype)
+            own = self._tensors[number][self._place]
+            own[torch.arange(len(own), device=own.device)[:, None], :, self._at] = new.transpose(1, 2)
+            found.append(own[:, :, : self._width])
+        return found[0], found[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions and masks are given with each pass."""
+        return 0
+
+
+def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tensor, at: Tensor) -> Tensor:
+    """Send tokens through a model; return the logits after the last one of each row, `[rows, vocabulary]`, float32.
+
+    Args:
+        module: The model.
+        cache: What it attends to.
+        place: Where the rows are in it.
+        tokens: `[rows, n]`, padded on the left.
+        at: Their positions, `[rows, n]`; negative where there is none.
+    """
+    width = int(at.max()) + 1
+    cache.expect(place, at, width)
+    at = at.clamp(min=0)
+    mask = torch.arange(width, device=at.device) <= at[:, None, :, None]
+    if module.config._attn_implementation == "eager":  # which adds it
+        dtype = next(module.parameters()).dtype
+        mask = torch.zeros(mask.shape, dtype=dtype, device=at.device).masked_fill(~mask, torch.finfo(dtype).min)
+    with torch.no_grad():
+        model: Any = module
+        found: Tensor = model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=at,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+    return found[:, -1].float()
+
+
+@torch.no_grad()
+def _draw(logits: Tensor, sampling: Sampling, rows: Sequence[_Running]) -> tuple[list[int], list[float]]:
+    """Draw a token for each row, `[rows, vocabulary]`; return the tokens and their log-probabilities."""
+    if sampling.temperature == 0:
+        tokens = logits.argmax(dim=-1)
+    else:
+        logits = _cut(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+        # One number decides, by the sum of the probabilities up to each token.
+        sums = logits.softmax(dim=-1).double().cumsum(dim=-1)
+        chance = torch.tensor([[each.chance.random()] for each in rows], dtype=sums.dtype, device=sums.device)
+        tokens = torch.searchsorted(sums, chance * sums[:, -1:], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
+    log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+    return tokens.tolist(), log_probs.tolist()
+
+
+def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Leave out what isn't among the likeliest tokens."""
+    if 0 < top_k < logits.shape[1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
+        out = (before >= top_p).index_fill(1, torch.tensor([0], device=logits.device), False)
+        logits = logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
+    return logits
+
+
+@contextlib.contextmanager
+def _whole(module: PreTrainedModel) -> Iterator[None]:
+    """In the block a model generates: without dropout, and whole on each rank.
+
+    A rank whose rows end early would keep the others waiting otherwise.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    trains = module.training
+    try:
+        if trains:
+            torch.nn.Module.train(module, False)
+        for each in sharded:
+            each.unshard()
+            each.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for each in sharded:
+            each.reshard()
+            each.set_reshard_after_forward(each is not sharded[0], recurse=False)  # the root stays: it is next
+        if trains:
+            torch.nn.Module.train(module)
+
+
+def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Make a model, ready to generate. Random weights are the same on all ranks."""
+    auto = imported().AutoModelForCausalLM
+    config = config_of(model)
+    if isinstance(model, str):
+        made: PreTrainedModel = auto.from_pretrained(model, dtype=dtype, trust_remote_code=False)
+    else:
+        made = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+        generator = torch.Generator(device=device).manual_seed(0) if device.type != "meta" else None
+        with torch.no_grad():
+            for parameter in made.parameters() if generator is not None else ():
+                if parameter.ndim > 1:  # the others are norms and biases, which start at one and zero
+                    parameter.normal_(0, getattr(config, "initializer_range", 0.02), generator=generator)
+    torch.nn.Module.to(made, device)
+    torch.nn.Module.train(made, False)
+    made.requires_grad_(False)
+    return made
+
+
+def _check_attention(config: Any, length: int) -> None:
+    """Refuse a model whose attention isn't to all tokens before.
+
+    Raises:
+        ConfigError: It has layers of another kind.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (not kinds or "sliding_attention" in kinds) and length <= window:
+        kinds.discard("sliding_attention")
+        window = None
+    if kinds - {"full_attention"} or (window is not None and not kinds):
+        what = ", ".join(sorted(kinds - {"full_attention"})) or f"a sliding window of {window}"
+        raise ConfigError(
+            f"the model has {what}, and the engine 'transformers' can do full attention only"
+            + (f": max_length={window} is as long as its window" if window is not None else "")
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ConfigError(
+            f"the model computes attention by {config._attn_implementation!r}, and the engine 'transformers' needs "
+            "attn_implementation='sdpa' or 'eager'"
+        )

@@ -1,0 +1,15 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("colocate_rollout.testing")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,162 @@
+"""`rollout.engine` in a group: beside the trainer whose model it shares, or whose weights it gets."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import colocate
+from colocate import CallTimeout, ConfigError, PluginError, RoleStartError
+from colocate_ppo.actor import Actor
+from colocate_rollout import Engine, Prompt, Row, Sampling
+from colocate_rollout.role import EngineRole
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer
+
+OPTIONS: dict[str, Any] = {"engine": "transformers", "max_rows": 4, "max_batch_tokens": 16}
+SHARING = colocate.role("rollout.engine", role="actor", **OPTIONS)
+SAMPLING = Sampling(max_tokens=12)
+
+
+@pytest.fixture
+def group() -> Iterator[colocate.ColocatedGroup]:
+    roles = {
+        "trainer": colocate.role(Trainer, LLAMA),
+        "shares": colocate.role("rollout.engine", role="trainer", **OPTIONS),
+        "gets": colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(weights="from sync"),
+    }
+    with colocate.spawn(roles, slots=2) as group:
+        yield group
+
+
+def check(trainer: Any, found: list[tuple[Row, ...]]) -> None:
+    """Hold that log-probabilities are those of the trainer, and that prompts are in order."""
+    for rows in zip(*found, strict=True):
+        wanted = trainer.log_probs(PROMPTS, rows)[0]
+        for row, each in zip(rows, wanted, strict=True):
+            assert row.log_probs == pytest.approx(each, abs=1e-5)
+
+
+def test_trainer_and_engines(group: colocate.ColocatedGroup) -> None:
+    """An engine that shares the trainer's model has nothing to get; one with its own is equal after each sync."""
+    trainer, shares, gets = (group.role(name) for name in ("trainer", "shares", "gets"))
+    with pytest.raises(colocate.StaleWeightsError):
+        gets.generate(PROMPTS, sampling=SAMPLING)
+    for version in (1, 2):
+        trainer.step()
+        assert colocate.sync_weights(trainer, gets).version == version
+        for view in (shares, gets):
+            found = view.generate(PROMPTS, 3, sampling=SAMPLING)
+            assert [len(rows) for rows in found] == [3] * len(PROMPTS)
+            check(trainer, found)
+        assert {row.versions[0][0] for rows in found for row in rows} == {version}
+
+
+def test_seeds(group: colocate.ColocatedGroup) -> None:
+    """Calls draw other rows each, unless they name a seed."""
+    view = group.role("shares")
+    first, second = (view.generate(PROMPTS, 2, sampling=SAMPLING) for _ in range(2))
+    assert first != second
+    seeded = Sampling(max_tokens=12, seed=7)
+    assert view.generate(PROMPTS, 2, sampling=seeded) == view.generate(PROMPTS, 2, sampling=seeded)
+
+
+def test_sleep(group: colocate.ColocatedGroup) -> None:
+    """What the engine frees is told by the sleep, and the next call has it again."""
+    view = group.role("shares")
+    seeded = Sampling(max_tokens=12, seed=7)
+    before = view.generate(PROMPTS, sampling=seeded)
+    cache = group.memory().slots[0].roles[1].device["tensors"]
+    assert group.sleep("shares") == 2 * cache > 0
+    assert view.generate(PROMPTS, sampling=seeded) == before
+
+
+def test_timeout(group: colocate.ColocatedGroup) -> None:
+    """A call that takes too long ends after the step that it is in; the group goes on, and nothing of it is left."""
+    view = group.role("shares")
+    with pytest.raises(CallTimeout):
+        view.generate.options(timeout=0.2)(PROMPTS * 400, 4, sampling=Sampling(max_tokens=60, stop_token_ids=()))
+    check(group.role("trainer"), view.generate(PROMPTS, sampling=SAMPLING))
+
+
+def test_ppo_actor() -> None:
+    """The actor's own model generates, as it is after each update."""
+    roles = {
+        "actor": colocate.role(Actor, hidden=32, heads=2),
+        "rollout": colocate.role("rollout.engine", role="actor", **OPTIONS),
+    }
+    with colocate.spawn(roles) as group:
+        ((row,),) = group.role("rollout").generate([[4, 5, 6]], sampling=SAMPLING)
+        assert row.token_ids
+
+
+class Echo:
+    """An engine as one writes it first: it repeats the prompt."""
+
+    def __init__(self, ctx: colocate.Context, version: int = 0) -> None:
+        self.version = version
+
+    def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Any) -> Iterator[Row]:
+        for prompt in prompts:
+            for sample in range(len(prompt.seeds)):
+                ids = prompt.token_ids[: sampling.max_tokens]
+                yield Row(prompt.index, sample, ids, (0.0,) * len(ids), "length", ((self.version, len(ids)),))
+
+    def update(self, weights: colocate.Weights, version: int) -> None:
+        for _ in weights:
+            pass
+        self.version = version
+
+    def sleep(self, tags: Sequence[str]) -> None: ...
+    def wake(self, tags: Sequence[str]) -> None: ...
+    def managed(self) -> dict[str, int]:
+        return {}
+
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_engine_by_class() -> None:
+    """In Python an engine is given by its class."""
+    engine: type[Engine] = Echo
+    with colocate.spawn({"rollout": colocate.role(EngineRole, engine)}, slots=2) as group:
+        found = group.role("rollout", EngineRole).generate([[1], [2, 3], [4]], 2)
+        assert [[row.token_ids for row in rows] for rows in found] == [[(1,)] * 2, [(2, 3)] * 2, [(4,)] * 2]
+
+
+def wrong(**options: Any) -> str:
+    with pytest.raises((RoleStartError, ConfigError, PluginError)) as caught:
+        EngineRole(**options)
+    return str(caught.value)
+
+
+def test_wrong_engines() -> None:
+    """Names and options that aren't there are told, with the nearest ones."""
+    assert "no engine is called 'transfomers'" in (said := wrong(engine="transfomers"))
+    assert "did you mean 'transformers'?" in said
+    assert "engine 'transformers' has no parameter 'max_row'; did you mean 'max_rows'?" in wrong(
+        engine="transformers", max_row=1
+    )
+    assert "max_rows: must be an integer" in wrong(engine="transformers", model=LLAMA, max_rows="1")
+    assert "an engine is named by its entry point" in wrong(engine="tests.rollout.test_role:Echo")
+    assert "needs either `model`" in wrong(engine="transformers")
+    assert "it has both" in wrong(engine="transformers", model=LLAMA, role="actor")
+    assert "max_length=129: the model takes 128 tokens" in wrong(engine="transformers", model=LLAMA, max_length=129)
+    assert "no model of transformers" in wrong(engine="transformers", model="/nowhere")
+    assert "no model of transformers" in wrong(engine="transformers", model={"model_type": "lama"})
+    assert "no causal language models" in _shares_with(torch.nn.Linear(1, 1))
+
+
+def _shares_with(model: Any) -> str:
+    class Other(colocate.Role):
+        def __init__(self) -> None:
+            self.model = model
+
+        @colocate.method
+        def nothing(self) -> None: ...
+
+    with pytest.raises(RoleStartError) as caught:
+        colocate.spawn(
+            {"actor": colocate.role(Other), "rollout": colocate.role("rollout.engine", role="actor", **OPTIONS)}
+        )
+    return str(caught.value)
