@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from colocate import Concat, ConfigError, Role, Scatter, Weights, method
 from colocate.plugins import find_engine
 from colocate.signatures import arguments_of, path_text
@@ -32,21 +34,24 @@ class EngineRole(Role):
 
     @method(dispatch=Scatter("prompts"), collect=Concat(), awake=("weights", "cache"))
     def generate(
-        self, prompts: Sequence[Sequence[int]], samples: int = 1, sampling: Sampling | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int = 1,
+        sampling: Sampling | Mapping[str, Any] | None = None,
     ) -> list[tuple[Row, ...]]:
         """Go on with each prompt.
 
         Args:
             prompts: The token ids of each.
             samples: How many responses to each.
-            sampling: How they are drawn, in place of the role's own.
+            sampling: How they are drawn, in place of the role's own; as a mapping what differs from that.
 
         Returns:
             The samples of each prompt.
         """
         if samples < 1:
             raise ConfigError(f"generate(samples={samples}): at least one")
-        wanted = sampling or self.sampling
+        wanted = self._wanted(sampling)
         base = self._base(wanted)
         found: list[list[Row | None]] = [[None] * samples for _ in prompts]
         given = [
@@ -65,6 +70,15 @@ class EngineRole(Role):
         except BaseException:
             engine.abort()
             raise
+
+    def _wanted(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
+        """How rows of a call are drawn."""
+        if not isinstance(sampling, Mapping):
+            return sampling or self.sampling
+        known = [field.name for field in attrs.fields(Sampling)]
+        if unknown := [name for name in sampling if name not in known]:
+            raise ConfigError(f"generate(sampling=...) has {unknown[0]!r}; there are {', '.join(known)}")
+        return attrs.evolve(self.sampling, **sampling)
 
     def _base(self, sampling: Sampling) -> int:
         """What the seeds of this call are derived from."""

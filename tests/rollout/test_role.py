@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import colocate
-from colocate import CallTimeout, ConfigError, PluginError, RoleStartError
+from colocate import CallTimeout, ConfigError, PluginError, RoleError, RoleStartError
 from colocate_ppo.actor import Actor
 from colocate_rollout import Engine, Prompt, Row, Sampling
 from colocate_rollout.role import EngineRole
@@ -58,7 +58,11 @@ def test_seeds(group: colocate.ColocatedGroup) -> None:
     first, second = (view.generate(PROMPTS, 2, sampling=SAMPLING) for _ in range(2))
     assert first != second
     seeded = Sampling(max_tokens=12, seed=7)
-    assert view.generate(PROMPTS, 2, sampling=seeded) == view.generate(PROMPTS, 2, sampling=seeded)
+    found = view.generate(PROMPTS, 2, sampling=seeded)
+    assert found == view.generate(PROMPTS, 2, sampling=seeded)
+    assert found == view.generate(PROMPTS, 2, sampling={"max_tokens": 12, "seed": 7})
+    with pytest.raises(RoleError, match=r"generate\(sampling=\.\.\.\) has 'tokens'; there are max_tokens, "):
+        view.generate(PROMPTS, sampling={"tokens": 12})
 
 
 def test_sleep(group: colocate.ColocatedGroup) -> None:
