@@ -88,7 +88,10 @@ def _plugin(name: str) -> Iterator[str]:
     (module,) = [entry.load() for entry in _entry_points(name)]
     for role in module.colocate_roles():
         cls = find_role(f"{name}.{role}").load()
-        yield from _titled(f"{name}.{role}", cls, cls.__init__, inspect.getdoc(cls) or "")
+        makes = next(base for base in cls.__mro__ if "__init__" in vars(base))  # whose options it has
+        doc = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
+        doc += "".join((inspect.getdoc(makes) or "").partition("\n\nArgs:")[1:])
+        yield from _titled(f"{name}.{role}", cls, cls.__init__, doc)
         yield "Methods:\n"
         for method in methods_of(cls):
             plain = inspect.unwrap(inspect.getattr_static(cls, method))

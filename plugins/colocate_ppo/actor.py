@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,6 +85,12 @@ class Actor(Role):
         """Start from these weights, with a fresh optimizer."""
         self.model.load(weights["state"])
         self.learner.forget()
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights by the names that transformers has for them: for `colocate.sync_weights`."""
+        from colocate.torch import named_weights  # as in the learner, by who needs it
+
+        return named_weights(self.model.module)
 
     @method(dispatch=Scatter("problems"), collect=Reduce("sum"))
     def warm_up(self, problems: Problems, lr_scale: float = 1.0, number: int | None = None) -> float:

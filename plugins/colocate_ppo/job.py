@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
-from colocate import ColocatedGroup, ConfigError, RoleError, Run, wait
+from colocate import Run, wait
 from colocate_ppo.maths import KlEstimator
-from colocate_ppo.recovery import OnStepFailure, Recovery
-from colocate_ppo.task import Problems, Task
+from colocate_ppo.recovery import OnStepFailure
 from colocate_ppo.team import Team
-
-_SHOWN = 8
-_PROGRESS = "progress.json"
-_ANSWERS = "answers to held-out problems"
-
-
-@attrs.define
-class Progress:
-    """How far the job is: what a checkpoint has besides the roles' own files.
-
-    Attributes:
-        warmed: Warm-up steps done.
-        step: PPO steps done.
-        position: Where the task's training stream goes on.
-        before: Answers to the shown problems between warm-up and PPO.
-    """
-
-    warmed: int = 0
-    step: int = 0
-    position: int = 0
-    before: list[str] = attrs.field(factory=list)
-
-    def write(self, path: Path) -> None:
-        """Keep it in a file."""
-        path.write_text(json.dumps(attrs.asdict(self)), encoding="utf-8")
-
-    def read(self, path: Path) -> None:
-        """Be as far as the file says."""
-        for name, value in json.loads(path.read_text(encoding="utf-8")).items():
-            setattr(self, name, value)
+from colocate_ppo.training import Training, actor_scale, group_of
 
 
 def train(
@@ -118,49 +83,32 @@ def train(
             can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
         step_retries: How often the same part is done again, or the same checkpoint is gone back to.
     """
-    workers = _group(run, group)
+    workers = group_of(run, group, "ppo.train")
     team = Team.of(workers)
     actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
-    problems = Task(task, task_options or {}, seed=run.runtime.seed)
-    held_out = problems.held_out(eval_problems)
-    shown = held_out[:_SHOWN]
-    longest = max_new_tokens or max(map(len, held_out.answers)) + 2
-    progress, recovery = Progress(), Recovery(on_step_failure, step_retries)
-    part = functools.partial(recovery.part, run)
-
-    def go_on() -> None:
-        assert run.resumed is not None
-        progress.read(run.resumed / _PROGRESS)
-        problems.position = progress.position
-
-    def restore() -> None:
-        assert run.resumed is not None
-        folder = run.resumed / workers.name
-        part("restore", lambda: workers.restore(folder))
-        go_on()
-
-    def write() -> None:
-        with run.checkpoint(progress.step) as directory:
-            workers.checkpoint(directory / workers.name, tag=progress.step)
-            progress.write(directory / _PROGRESS)
-
-    def checkpoint() -> None:
-        progress.position = problems.position
-        part("checkpoint", write)
-        recovery.progressed()
-
-    def warm_up() -> None:
-        lr_scale = _warm_up_scale(progress.warmed, warm_up_ramp, warm_up_steps)
-        shown = problems.demonstrate(warm_up_batch, flawed)
-        part("warm_up", lambda: actor.warm_up(shown, lr_scale, number=progress.warmed))
-        progress.warmed += 1
-
-    def evaluate() -> dict[str, float]:
-        return part("evaluate", lambda: team.evaluate(held_out, longest))
+    training = Training(
+        run,
+        workers,
+        team,
+        task=task,
+        task_options=task_options,
+        max_new_tokens=max_new_tokens,
+        warm_up_steps=warm_up_steps,
+        warm_up_batch=warm_up_batch,
+        warm_up_ramp=warm_up_ramp,
+        flawed=flawed,
+        steps=steps,
+        eval_every=eval_every,
+        eval_problems=eval_problems,
+        checkpoint_every=checkpoint_every,
+        on_step_failure=on_step_failure,
+        step_retries=step_retries,
+        job="ppo.train",
+    )
+    part, longest = training.part, training.longest
 
     def step() -> dict[str, float]:
-        progress.step += 1
-        number, asked = progress.step, problems.draw(batch)
+        number, asked = training.progress.step, training.problems.draw(batch)
 
         def roll_out() -> tuple[Any, ...]:
             with team.pipeline():
@@ -190,7 +138,7 @@ def train(
         rollout, log_probs, values, estimates, metrics = part("rollout", roll_out)
 
         def update() -> dict[str, float]:
-            lr_scale = _actor_scale(number, steps, critic_only_steps, actor_ramp, actor_decay)
+            lr_scale = actor_scale(number, steps, critic_only_steps, actor_ramp, actor_decay)
             with team.pipeline():
                 of_critic = critic.update.submit(
                     rollout, values, estimates, minibatch, epochs, value_clip, number=number
@@ -213,65 +161,4 @@ def train(
         given: dict[str, float] = metrics | part("update", update)
         return given
 
-    def steps_to_do() -> None:
-        while progress.warmed < warm_up_steps and not run.stopping:
-            warm_up()
-        if not progress.before and not run.stopping:
-            part("align", team.align)
-            progress.before = part("evaluate", lambda: team.answers(shown, longest))
-            run.log(0, **evaluate())
-        while progress.step < steps and not run.stopping:
-            with team.scope():
-                metrics = step()
-            if progress.step == steps or _is_due(progress.step, eval_every):
-                metrics |= evaluate()
-            run.log(progress.step, **metrics, **recovery.told())
-            if progress.step < steps and _is_due(progress.step, checkpoint_every):
-                checkpoint()
-
-    run.total(steps)
-    if run.resumed is None:
-        part("align", team.align)
-    elif workers.wait_ready() is None:  # who runs this job hasn't restored it, or finds nothing of it there
-        restore()
-    else:
-        go_on()
-    while True:
-        try:
-            steps_to_do()
-            break
-        except RoleError as error:
-            recovery.restore(run, error, restore)
-    checkpoint()
-    if progress.before:
-        run.show(_ANSWERS, _compare(shown, progress.before, part("evaluate", lambda: team.answers(shown, longest))))
-
-
-def _group(run: Run, name: str | None) -> ColocatedGroup:
-    named = [group for key, group in run.groups.items() if name in (None, key)]
-    if len(named) != 1:
-        there_are = ", ".join(run.groups) or "none"
-        raise ConfigError(f"ppo.train: option `group` must name the group to train in; the config has {there_are}")
-    return named[0]
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
-    """Answers before and after, a row for each problem."""
-    columns = zip(problems, before, after, strict=True)
-    return [{"question": p.question, "right": p.answer, "before": b, "after": a} for p, b, a in columns]
-
-
-def _warm_up_scale(done: int, ramp: int, steps: int) -> float:
-    """Up to 1 in `ramp` steps, then linearly down to 0."""
-    return min((done + 1) / max(1, ramp), (steps - done) / max(1, steps - ramp))
-
-
-def _actor_scale(step: int, steps: int, critic_only: int, ramp: int, decay: float) -> float:
-    """0 while only the critic learns; up to 1 in `ramp` steps; linearly to 0 in the last part, of size `decay`."""
-    if step <= critic_only:
-        return 0.0
-    return min(1.0, step / max(1, ramp), (steps - step + 1) / max(1.0, decay * steps))
+    training.train(step)

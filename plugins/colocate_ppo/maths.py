@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3"]
+Baseline = Literal["leave_one_out", "normalised"]
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks; the identity where there is one."""
 
@@ -190,3 +191,44 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
+
+
+def group_advantages(scores: Tensor, samples: int, baseline: Baseline) -> Tensor:
+    """Advantages of answers over the other ones to the same question.
+
+    "leave_one_out": the score minus the mean of the others' (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
+    "normalised": `(score - mean) / (deviation + 1e-4)` of the group, with the unbiased deviation (Shao et al. 2024,
+    arXiv:2402.03300).
+
+    Args:
+        scores: `[B]`; the answers to a question come one after the other.
+        samples: How many answers there are to each question, at least two.
+        baseline: With what a score is compared.
+
+    Returns:
+        `[B]`; 0 where all answers to the question have the same score.
+    """
+    groups = scores.view(-1, samples)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    if baseline == "leave_one_out":
+        return (centred * (samples / (samples - 1))).flatten()
+    if baseline == "normalised":
+        return (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).flatten()
+    raise ValueError(f"unknown baseline {baseline!r}: there are leave_one_out and normalised")
+
+
+def importance_weights(log_probs: Tensor, sampled: Tensor, cap: float) -> Tensor:
+    """How much likelier tokens are by the trainer than by what has sampled them, truncated (Ionides 2008).
+
+    `min(exp(log_probs - sampled), cap)`: what an engine samples is weighed as if the trainer had sampled it, where
+    their numbers, or the ages of their weights, differ.
+
+    Args:
+        log_probs: `[B, T]`, by the trainer before the update.
+        sampled: `[B, T]`, as they were sampled.
+        cap: The largest weight.
+
+    Returns:
+        `[B, T]`.
+    """
+    return torch.exp(log_probs - sampled).clamp(max=cap)

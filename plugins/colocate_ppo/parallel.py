@@ -46,6 +46,11 @@ def drawing(ctx: Context, number: int | None) -> torch.Generator:
     return generator if number is None else generator.manual_seed((ctx.seed + number) % (1 << 63))
 
 
+def how_many(counts: Sequence[int], size: int) -> int:
+    """Return how many minibatches there are in an epoch, of rows that are so many on each rank."""
+    return -(-sum(counts) // size)
+
+
 def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> list[Tensor]:
     """One rank's rows of each minibatch; for every rank the same number of minibatches.
 
@@ -62,7 +67,27 @@ def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> lis
     Returns:
         Row numbers within the rank's part, int64, maybe none; for each minibatch in turn.
     """
-    k = -(-sum(counts) // size)
+    k = how_many(counts, size)
     number = torch.arange(counts[rank]) + sum(counts[:rank])
     turns = [(number + epoch * (number // k)) % k for epoch in range(epochs)]
     return [torch.nonzero(turn == index).flatten() for turn in turns for index in range(k)]
+
+
+def even_minibatches(tokens: Tensor, k: int, epochs: int) -> list[Tensor]:
+    """One rank's rows of each minibatch, where these are to have as many tokens each.
+
+    The longest rows are dealt out first, forth and back; in each epoch other rows meet.
+
+    Args:
+        tokens: `[B]`, how many each row of this rank has.
+        k: Minibatches in an epoch, as many on every rank.
+        epochs: How often each row is used.
+
+    Returns:
+        Row numbers within the rank's part, int64, maybe none; for each minibatch in turn.
+    """
+    rows = tokens.argsort(descending=True, stable=True)
+    turn, place = torch.arange(len(rows)) // k, torch.arange(len(rows)) % k
+    dealt = torch.where(turn % 2 == 0, place, k - 1 - place)
+    epoch_deals = [(dealt + epoch * turn) % k for epoch in range(epochs)]
+    return [rows[deal == index] for deal in epoch_deals for index in range(k)]

@@ -26,17 +26,19 @@ class Recovery:
     Attributes:
         how: What becomes of a failed step.
         limit: How often the same part of a step is done again, or the same checkpoint is gone back to.
+        job: The job's name, for errors.
         failed: How many calls have failed since somebody asked last.
     """
 
     how: OnStepFailure
     limit: int
+    job: str = "ppo.train"
     failed: int = attrs.field(default=0, init=False)
     _restored: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.limit < 0:
-            raise ConfigError(f"ppo.train: option `step_retries` must be 0 or more, not {self.limit}")
+            raise ConfigError(f"{self.job}: option `step_retries` must be 0 or more, not {self.limit}")
 
     def part(self, run: Run, name: str, do: Callable[[], T]) -> T:
         """Do a part of a step, in the phase of this name; once more when it has failed, if that is what is wanted.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Rollout(TypedDict):
         mask: `[B, R]`, boolean; true on the response's own tokens, the end token included.
         problems: What was asked, B of them.
         answers: The responses as text, a list of B.
+        sampled: `[B, R]`, the log-probabilities with which an engine has sampled the tokens, where one has.
     """
 
     tokens: Tensor
@@ -30,6 +31,7 @@ class Rollout(TypedDict):
     mask: Tensor
     problems: Problems
     answers: list[str]
+    sampled: NotRequired[Tensor]
 
 
 class Estimates(TypedDict):

@@ -55,6 +55,15 @@ class Problems(Sequence[Problem]):
         rows = [*problems]
         return cls([p.question for p in rows], [p.answer for p in rows], [pickle.dumps(p.entry) for p in rows])
 
+    def repeated(self, times: int) -> Problems:
+        """Each so many times, one after the other."""
+        rows = [row for row in range(len(self)) for _ in range(times)]
+        return Problems(
+            [self.questions[row] for row in rows],
+            [self.answers[row] for row in rows],
+            [self.entries[row] for row in rows],
+        )
+
     def __len__(self) -> int:
         return len(self.questions)
 

@@ -1,0 +1,167 @@
+"""`grpo.actor`: the policy of `ppo.actor`, which learns from the other answers to a question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from colocate import Concat, OnRank, Reduce, Scatter, method
+from colocate_ppo import maths
+from colocate_ppo.actor import Actor
+from colocate_ppo.forward import response_logits
+from colocate_ppo.parallel import even_minibatches, how_many, per_rank, total
+from colocate_ppo.rollout import Rollout, join, widen
+from colocate_ppo.task import Problems
+from colocate_ppo.tokenizer import Padded
+
+
+class Response(Protocol):
+    """What an engine has sampled: token ids, the end token included, and the log-probability of each."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The response."""
+        ...
+
+    @property
+    def log_probs(self) -> Sequence[float]:
+        """Of each token."""
+        ...
+
+
+class GroupActor(Actor):
+    """The policy and its tokenizer, which are those of `ppo.actor`."""
+
+    @method(dispatch=Scatter("problems"), collect=Concat(), awake=())
+    def prompts(self, problems: Problems) -> list[list[int]]:
+        """The token ids of each question, for an engine."""
+        prompts = self.tokenizer.prompts(problems.questions, torch.device("cpu"))
+        return [tokens[mask].tolist() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+
+    @method(dispatch=Scatter("problems", "responses"), collect=Concat(), awake=())
+    def read(self, problems: Problems, responses: Sequence[Sequence[Response]], max_new_tokens: int) -> Rollout:
+        """Make a rollout of what an engine has sampled.
+
+        Args:
+            problems: What was asked.
+            responses: The samples to each, of equal number.
+            max_new_tokens: R, the longest of them.
+
+        Returns:
+            A row for each sample, those of a problem one after the other.
+        """
+        asked = problems.repeated(len(responses[0]))
+        flat = [each for group in responses for each in group]
+        prompts = self._prompts(asked)
+        prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
+        tokens = torch.full((len(flat), max_new_tokens), self.tokenizer.pad)
+        sampled = torch.zeros(tokens.shape)
+        mask = torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, each in enumerate(flat):
+            own = slice(len(each.token_ids))
+            tokens[row, own], sampled[row, own] = torch.tensor(each.token_ids), torch.tensor(each.log_probs)
+            mask[row, own] = True
+        device = self.ctx.device
+        read = Padded(tokens.to(device), mask.to(device))
+        rollout = join(prompts, read, asked, self.tokenizer.texts(read))
+        rollout["sampled"] = sampled.to(device)
+        return rollout
+
+    @method(dispatch=Scatter("rollout"), collect=Concat(), awake=())
+    def lengths(self, rollout: Rollout) -> list[int]:
+        """How many tokens each response has."""
+        lengths: list[int] = rollout["mask"].sum(dim=1).tolist()
+        return lengths
+
+    @method(dispatch=OnRank(0), awake=())
+    def advantages(self, scores: Tensor, samples: int, baseline: maths.Baseline = "leave_one_out") -> Tensor:
+        """The advantage of each response over the others to the same question, `[B]`.
+
+        Args:
+            scores: `[B]`, those of the whole batch.
+            samples: Responses to each question.
+            baseline: With what a score is compared; see `maths.group_advantages`.
+        """
+        return maths.group_advantages(scores, samples, baseline)
+
+    @method(
+        dispatch=Scatter("rollout", "log_probs", "advantages", "reference_log_probs", balance="tokens"),
+        collect=Reduce("sum"),
+    )
+    def learn(
+        self,
+        rollout: Rollout,
+        log_probs: Tensor,
+        advantages: Tensor,
+        tokens: Sequence[int],
+        reference_log_probs: Tensor | None = None,
+        minibatch: int = 64,
+        epochs: int = 1,
+        clip: float = 0.2,
+        kl_coefficient: float = 0.0,
+        kl_estimator: maths.KlEstimator = "k3",
+        importance_cap: float = 2.0,
+        temperature: float = 1.0,
+        lr_scale: float = 1.0,
+        number: int | None = None,
+    ) -> dict[str, float]:
+        """Learn from the advantages: PPO's clipped objective, with the mean over the tokens of a minibatch.
+
+        Args:
+            rollout: The responses.
+            log_probs: `[B, R]`, what `log_probs` said of them before the update.
+            advantages: `[B]`, what `advantages` said of them.
+            tokens: How many each has: ranks, and minibatches, get equally many.
+            reference_log_probs: `[B, R]`, under the reference; None without one.
+            minibatch: Responses in a minibatch over all ranks, on average.
+            epochs: How often each response is used.
+            clip: How far the probability ratio may go from 1 to any gain.
+            kl_coefficient: The weight of the KL to the reference in the loss.
+            kl_estimator: The estimator of that KL.
+            importance_cap: Where an engine has sampled: the largest of `maths.importance_weights`.
+            temperature: That of the sampling.
+            lr_scale: Multiplies the learning rate.
+            number: That of the step: after a failure a second call with it goes on with the minibatch that failed.
+
+        Returns:
+            Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
+            `informative` (the fraction of tokens with another advantage than 0), `policy_grad_norm`; of an engine also
+            `engine_gap` (how far log-probabilities of engine and trainer are apart), `engine_weight` (the mean weight)
+            and `engine_truncated` (the fraction of tokens whose weight was truncated).
+        """
+        call = self.learner.call("learn", number)
+        own = torch.as_tensor(tokens, dtype=torch.int64)
+        k = how_many(per_rank(self.ctx, len(own)), minibatch)
+        for rows in even_minibatches(own, k, epochs)[call.done :]:
+            mask, old = rollout["mask"][rows], log_probs[rows]
+            ids = rollout["tokens"][rows]
+            logits = response_logits(self.model, ids, rollout["attention"][rows], mask.shape[1], temperature)
+            now = maths.token_log_probs(logits, ids[:, -mask.shape[1] :])
+            losses, clipped = maths.policy_loss(now, old, advantages[rows, None], clip)
+            informative = (advantages[rows, None] != 0).float().expand_as(old)
+            told = {
+                "entropy": maths.entropy(logits),
+                "clip_fraction": clipped.float(),
+                "informative": informative,
+            }
+            if "sampled" in rollout:
+                sampled = rollout["sampled"][rows]
+                weights = maths.importance_weights(old, sampled, importance_cap)
+                losses = losses * weights
+                told |= {
+                    "engine_gap": (old - sampled).abs(),
+                    "engine_weight": weights,
+                    "engine_truncated": (weights == importance_cap).float(),
+                }
+            if reference_log_probs is not None:
+                losses = losses + kl_coefficient * maths.kl_estimate(now, reference_log_probs[rows], kl_estimator)
+            count = total(self.ctx)(mask.sum())
+            loss = maths.token_mean(losses, mask, count)
+            parts = {name: maths.token_mean(values, mask, count) for name, values in told.items()}
+            self.learner.step(loss, self.lr * lr_scale, policy_loss=loss, **parts)
+        means = call.means()
+        means["policy_grad_norm"] = means.pop("grad_norm")
+        return means

@@ -1,0 +1,244 @@
+"""`grpo.train`: a supervised warm-up, then GRPO: each answer is compared with the other ones to the same question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import attrs
+
+from colocate import ColocatedGroup, ConfigError, Run, sync_weights, wait
+from colocate_ppo.critic import Critic
+from colocate_ppo.group_actor import GroupActor
+from colocate_ppo.maths import Baseline, KlEstimator
+from colocate_ppo.recovery import OnStepFailure
+from colocate_ppo.reference import Reference
+from colocate_ppo.reward import Reward
+from colocate_ppo.task import Problems
+from colocate_ppo.team import Players
+from colocate_ppo.training import Training, actor_scale, group_of
+
+_ACTOR = "actor"
+
+
+@attrs.frozen(eq=False)
+class GroupTeam(Players[GroupActor]):
+    """The roles of GRPO.
+
+    Attributes:
+        actor: `grpo.actor`.
+        reward: `ppo.reward`.
+        reference: `ppo.reference`, if there is one.
+        rollout: The role that generates; None: the actor does.
+        scope: The group's scope: what is kept inside it is freed at its end.
+        pipeline: The group's pipeline: calls made inside it are sent at its end, as one message.
+    """
+
+    actor: GroupActor
+    reward: Reward
+    reference: Reference | None
+    rollout: Any
+    scope: Callable[[], AbstractContextManager[Any]]
+    pipeline: Callable[[], AbstractContextManager[Any]]
+
+    @classmethod
+    def of(cls, group: ColocatedGroup, rollout: str, refers: bool) -> GroupTeam:
+        """The roles of a group: actor, reward, if wanted reference, and the one that generates."""
+        return cls(
+            group.role(_ACTOR, GroupActor),
+            group.role("reward", Reward),
+            group.role("reference", Reference) if refers else None,
+            None if rollout == _ACTOR else group.role(rollout),
+            group.scope,
+            group.pipeline,
+        )
+
+    @property
+    def followers(self) -> Sequence[Critic | Reference]:
+        """The reference, if there is one."""
+        return () if self.reference is None else (self.reference,)
+
+
+def train(
+    run: Run,
+    *,
+    group: str | None = None,
+    rollout: str = _ACTOR,
+    rollout_sleeps: Sequence[Literal["weights", "cache"]] = (),
+    task: str = "spell_backward",
+    task_options: Mapping[str, Any] | None = None,
+    max_new_tokens: int | None = None,
+    warm_up_steps: int = 500,
+    warm_up_batch: int = 64,
+    warm_up_ramp: int = 20,
+    flawed: float = 0.7,
+    steps: int = 100,
+    batch: int = 32,
+    samples: int = 8,
+    minibatch: int = 64,
+    epochs: int = 1,
+    temperature: float = 1.0,
+    baseline: Baseline = "leave_one_out",
+    clip: float = 0.2,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    importance_cap: float = 2.0,
+    actor_ramp: int = 10,
+    actor_decay: float = 0.5,
+    shuffle_rewards: bool = False,
+    eval_every: int = 10,
+    eval_problems: int = 256,
+    checkpoint_every: int = 20,
+    on_step_failure: OnStepFailure = "retry",
+    step_retries: int = 3,
+) -> None:
+    """Train an actor with GRPO on a task of reasoning-gym, in a group with the roles `actor` and `reward`.
+
+    Args:
+        run: What the job is given: groups, log, checkpoints.
+        group: The group's name; None where the config has only one.
+        rollout: The role that generates: the actor itself, by its own module, or one with an engine (`rollout.engine`),
+            which has the actor's weights at the beginning of each step.
+        rollout_sleeps: What of an engine's memory sleeps while the actor learns.
+        task: The name of a reasoning-gym dataset.
+        task_options: Its options.
+        max_new_tokens: The longest answer; None for two more than the longest right one has characters.
+        warm_up_steps: Steps of supervised learning before GRPO.
+        warm_up_batch: Demonstrations in each of them.
+        warm_up_ramp: Steps until the warm-up's learning rate is reached; from there it falls linearly to 0.
+        flawed: The fraction of demonstrations that are wrong on purpose, so that GRPO has something to find.
+        steps: GRPO steps.
+        batch: Problems in each of them.
+        samples: Answers to each problem.
+        minibatch: Answers in each step of the optimizer, on average: all have about as many tokens, on each rank.
+        epochs: How often each answer is used.
+        temperature: Of the sampling.
+        baseline: With what a score is compared: the mean of the other answers' ("leave_one_out"), or mean and deviation
+            of all ("normalised").
+        clip: How far a probability ratio may go from 1 to any gain.
+        kl_coefficient: The weight of the KL to the reference in the loss; above 0 the group has a role `reference`.
+        kl_estimator: The estimator of that KL.
+        importance_cap: The largest weight of a token that an engine has sampled: how much likelier it is by the actor.
+        actor_ramp: GRPO steps until the actor's learning rate is reached.
+        actor_decay: The part of all GRPO steps, at their end, in which the learning rate falls linearly to 0.
+        shuffle_rewards: A control: the scores of a batch change places, so that nothing can be learned from them.
+        eval_every: GRPO steps between evaluations, which are greedy answers to held-out problems; 0 for those before
+            the first step and after the last one only.
+        eval_problems: Problems in an evaluation.
+        checkpoint_every: GRPO steps between checkpoints; 0 for one at the end only.
+        on_step_failure: What becomes of a step in which a role has raised. "retry": the part that failed is done again,
+            with the same rows and random numbers; updates that were made aren't made twice. "restore": the job goes
+            back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
+            can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
+        step_retries: How often the same part is done again, or the same checkpoint is gone back to.
+    """
+    workers = group_of(run, group, "grpo.train")
+    _check(workers, rollout, rollout_sleeps, samples, kl_coefficient)
+    team = GroupTeam.of(workers, rollout, kl_coefficient > 0)
+    actor, reward, reference, engine = team.actor, team.reward, team.reference, team.rollout
+    training = Training(
+        run,
+        workers,
+        team,
+        task=task,
+        task_options=task_options,
+        max_new_tokens=max_new_tokens,
+        warm_up_steps=warm_up_steps,
+        warm_up_batch=warm_up_batch,
+        warm_up_ramp=warm_up_ramp,
+        flawed=flawed,
+        steps=steps,
+        eval_every=eval_every,
+        eval_problems=eval_problems,
+        checkpoint_every=checkpoint_every,
+        on_step_failure=on_step_failure,
+        step_retries=step_retries,
+        job="grpo.train",
+    )
+    part, longest = training.part, training.longest
+
+    def generate(asked: Problems, number: int) -> Any:
+        if engine is None:
+            return actor.generate.keep(asked.repeated(samples), longest, temperature, number=number)
+        # Drawn again where the step is done again: equal seeds give equal rows.
+        seed = (run.runtime.seed * 1_000_003 + number) % (1 << 62)
+        sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed}
+        prompts = actor.prompts.keep(asked)
+        responses = engine.generate.keep(prompts.ref, samples=samples, sampling=sampling)
+        return actor.read.keep(asked, responses.ref, longest)
+
+    def step() -> dict[str, float]:
+        number, asked = training.progress.step, training.problems.draw(batch)
+        if engine is not None:
+            part("sync", lambda: sync_weights(actor, engine))
+
+        def roll_out() -> tuple[Any, ...]:
+            with team.pipeline():
+                answered = generate(asked, number)
+                scores = reward.score.keep(answered.ref)
+                if shuffle_rewards:
+                    scores = reward.shuffle.keep(scores.ref, number)
+                summary = reward.summary.submit(answered.ref, scores.ref)
+                lengths = actor.lengths.submit(answered.ref)
+                advantages = actor.advantages.keep(scores.ref, samples, baseline)
+                log_probs = actor.log_probs.keep(answered.ref, temperature)
+                refers = kl = None
+                if reference is not None:
+                    kept = reference.log_probs.keep(answered.ref, temperature)
+                    kl = reference.kl.submit(answered.ref, log_probs.ref, kept.ref, kl_estimator)
+                    refers = kept.ref
+            log_probs.wait()  # all but the reference's; their failures would otherwise be found by who uses them
+            told = summary.result() if kl is None else {**summary.result(), "kl": kl.result()}
+            return answered.ref, log_probs.ref, advantages.ref, lengths.result(), refers, told
+
+        answered, log_probs, advantages, tokens, refers, metrics = part("rollout", roll_out)
+        if engine is not None and rollout_sleeps:
+            part("sleep", lambda: workers.sleep(rollout, rollout_sleeps))
+
+        def update() -> dict[str, float]:
+            learned = actor.learn.submit(
+                answered,
+                log_probs,
+                advantages,
+                tokens,
+                refers,
+                minibatch,
+                epochs,
+                clip,
+                kl_coefficient,
+                kl_estimator,
+                importance_cap,
+                temperature,
+                lr_scale=actor_scale(number, steps, 0, actor_ramp, actor_decay),
+                number=number,
+            )
+            wait([learned])
+            return learned.result()
+
+        given: dict[str, float] = metrics | part("update", update)
+        return given
+
+    training.train(step)
+
+
+def _check(
+    workers: ColocatedGroup, rollout: str, rollout_sleeps: Sequence[str], samples: int, kl_coefficient: float
+) -> None:
+    """Refuse options that don't fit each other, or the group."""
+    if samples < 2:
+        raise ConfigError(f"grpo.train: option `samples` must be 2 or more, as answers are compared, not {samples}")
+    roles = [*workers.roles]
+    for option, value, name in (
+        ("rollout", rollout, rollout),
+        ("kl_coefficient", kl_coefficient, "reference" if kl_coefficient > 0 else _ACTOR),
+    ):
+        if name not in roles:
+            raise ConfigError(
+                f"grpo.train: option `{option}: {value}` needs a role {name!r} in the group {workers.name!r}, which "
+                f"has {', '.join(roles)}"
+            )
+    if rollout_sleeps and rollout == _ACTOR:
+        raise ConfigError(
+            "grpo.train: option `rollout_sleeps` is for a role that only generates; `rollout` is the actor"
+        )

@@ -1,0 +1,224 @@
+"""What every job of this plugin does beside its steps: warm-up, evaluation, checkpoints, what becomes of failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from colocate import ColocatedGroup, ConfigError, RoleError, Run
+from colocate_ppo.recovery import OnStepFailure, Recovery
+from colocate_ppo.task import Problems, Task
+from colocate_ppo.team import Players
+
+T = TypeVar("T")
+
+_SHOWN = 8
+_PROGRESS = "progress.json"
+_ANSWERS = "answers to held-out problems"
+
+
+@attrs.define
+class Progress:
+    """How far the job is: what a checkpoint has besides the roles' own files.
+
+    Attributes:
+        warmed: Warm-up steps done.
+        step: Steps done after these.
+        position: Where the task's training stream goes on.
+        before: Answers to the shown problems between warm-up and the first step.
+    """
+
+    warmed: int = 0
+    step: int = 0
+    position: int = 0
+    before: list[str] = attrs.field(factory=list)
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file."""
+        path.write_text(json.dumps(attrs.asdict(self)), encoding="utf-8")
+
+    def read(self, path: Path) -> None:
+        """Be as far as the file says."""
+        for name, value in json.loads(path.read_text(encoding="utf-8")).items():
+            setattr(self, name, value)
+
+
+class Training:
+    """An actor that imitates first, and then makes steps which the job defines.
+
+    Args:
+        run: What the job is given.
+        workers: The group.
+        team: Its roles.
+        task: The name of a reasoning-gym dataset.
+        task_options: Its options.
+        max_new_tokens: The longest answer; None for two more than the longest right one has characters.
+        warm_up_steps: Steps of supervised learning.
+        warm_up_batch: Demonstrations in each of them.
+        warm_up_ramp: Steps until the warm-up's learning rate is reached.
+        flawed: The fraction of demonstrations that are wrong on purpose.
+        steps: Steps after these.
+        eval_every: Steps between evaluations.
+        eval_problems: Problems in an evaluation.
+        checkpoint_every: Steps between checkpoints.
+        on_step_failure: What becomes of a step in which a role has raised.
+        step_retries: How often the same part is done again.
+        job: The job's name, for errors.
+
+    Attributes:
+        team: See above.
+        problems: The task.
+        longest: The longest answer in tokens.
+        progress: How far it is.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        workers: ColocatedGroup,
+        team: Players[Any],
+        *,
+        task: str,
+        task_options: Mapping[str, Any] | None,
+        max_new_tokens: int | None,
+        warm_up_steps: int,
+        warm_up_batch: int,
+        warm_up_ramp: int,
+        flawed: float,
+        steps: int,
+        eval_every: int,
+        eval_problems: int,
+        checkpoint_every: int,
+        on_step_failure: OnStepFailure,
+        step_retries: int,
+        job: str,
+    ) -> None:
+        self._run, self._workers, self.team = run, workers, team
+        self.problems = Task(task, task_options or {}, seed=run.runtime.seed)
+        self._held_out = self.problems.held_out(eval_problems)
+        self._shown = self._held_out[:_SHOWN]
+        self.longest = max_new_tokens or max(map(len, self._held_out.answers)) + 2
+        self._warm_up = warm_up_steps, warm_up_batch, warm_up_ramp, flawed
+        self._steps, self._eval_every, self._checkpoint_every = steps, eval_every, checkpoint_every
+        self.progress, self._recovery = Progress(), Recovery(on_step_failure, step_retries, job)
+
+    def part(self, name: str, do: Callable[[], T]) -> T:
+        """Do a part of a step, which may be done again (`Recovery.part`)."""
+        return self._recovery.part(self._run, name, do)
+
+    def train(self, step: Callable[[], dict[str, float]]) -> None:
+        """Do all that is left, however the run began.
+
+        Args:
+            step: Makes the next step, of the number `progress.step`, in the team's scope; its metrics.
+        """
+        run, progress = self._run, self.progress
+        run.total(self._steps)
+        if run.resumed is None:
+            self.part("align", self.team.align)
+        elif self._workers.wait_ready() is None:  # who runs this job hasn't restored it, or finds nothing of it there
+            self._restore()
+        else:
+            self._go_on()
+        while True:
+            try:
+                self._steps_to_do(step)
+                break
+            except RoleError as error:
+                self._recovery.restore(run, error, self._restore)
+        self._checkpoint()
+        if progress.before:
+            run.show(_ANSWERS, _compare(self._shown, progress.before, self._answers()))
+
+    def _steps_to_do(self, step: Callable[[], dict[str, float]]) -> None:
+        run, progress, steps = self._run, self.progress, self._steps
+        while progress.warmed < self._warm_up[0] and not run.stopping:
+            self._warm_up_step()
+        if not progress.before and not run.stopping:
+            self.part("align", self.team.align)
+            progress.before = self._answers()
+            run.log(0, **self._evaluate())
+        while progress.step < steps and not run.stopping:
+            with self.team.scope():
+                progress.step += 1
+                metrics = step()
+            if progress.step == steps or _is_due(progress.step, self._eval_every):
+                metrics |= self._evaluate()
+            run.log(progress.step, **metrics, **self._recovery.told())
+            if progress.step < steps and _is_due(progress.step, self._checkpoint_every):
+                self._checkpoint()
+
+    def _warm_up_step(self) -> None:
+        (steps, batch, ramp, flawed), number = self._warm_up, self.progress.warmed
+        shown = self.problems.demonstrate(batch, flawed)
+        lr_scale = _warm_up_scale(number, ramp, steps)
+        self.part("warm_up", lambda: self.team.actor.warm_up(shown, lr_scale, number=number))
+        self.progress.warmed += 1
+
+    def _evaluate(self) -> dict[str, float]:
+        return self.part("evaluate", lambda: self.team.evaluate(self._held_out, self.longest))
+
+    def _answers(self) -> list[str]:
+        return self.part("evaluate", lambda: self.team.answers(self._shown, self.longest))
+
+    def _go_on(self) -> None:
+        assert self._run.resumed is not None
+        self.progress.read(self._run.resumed / _PROGRESS)
+        self.problems.position = self.progress.position
+
+    def _restore(self) -> None:
+        assert self._run.resumed is not None
+        folder = self._run.resumed / self._workers.name
+        self.part("restore", lambda: self._workers.restore(folder))
+        self._go_on()
+
+    def _checkpoint(self) -> None:
+        progress = self.progress
+        progress.position = self.problems.position
+
+        def write() -> None:
+            with self._run.checkpoint(progress.step) as directory:
+                self._workers.checkpoint(directory / self._workers.name, tag=progress.step)
+                progress.write(directory / _PROGRESS)
+
+        self.part("checkpoint", write)
+        self._recovery.progressed()
+
+
+def group_of(run: Run, name: str | None, job: str) -> ColocatedGroup:
+    """Return the group that a job trains in: that of the name, or the only one.
+
+    Raises:
+        ConfigError: There is none, or several.
+    """
+    named = [group for key, group in run.groups.items() if name in (None, key)]
+    if len(named) != 1:
+        there_are = ", ".join(run.groups) or "none"
+        raise ConfigError(f"{job}: option `group` must name the group to train in; the config has {there_are}")
+    return named[0]
+
+
+def actor_scale(step: int, steps: int, still: int, ramp: int, decay: float) -> float:
+    """0 in the first `still` steps; up to 1 in `ramp` steps; linearly to 0 in the last part, of size `decay`."""
+    if step <= still:
+        return 0.0
+    return min(1.0, step / max(1, ramp), (steps - step + 1) / max(1.0, decay * steps))
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
+    """Answers before and after, a row for each problem."""
+    columns = zip(problems, before, after, strict=True)
+    return [{"question": p.question, "right": p.answer, "before": b, "after": a} for p, b, a in columns]
+
+
+def _warm_up_scale(done: int, ramp: int, steps: int) -> float:
+    """Up to 1 in `ramp` steps, then linearly down to 0."""
+    return min((done + 1) / max(1, ramp), (steps - done) / max(1, steps - ramp))

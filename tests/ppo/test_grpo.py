@@ -1,0 +1,234 @@
+"""The job `grpo.train`: it learns, with its own module and with an engine, and a curve goes on where it was left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.ppo.test_job import EASY, EXAMPLES, Recorder
+
+import colocate
+from colocate_ppo import maths
+from colocate_ppo.actor import Actor
+from colocate_ppo.group_actor import GroupActor
+from colocate_ppo.grpo import train
+from colocate_ppo.model import small_llama
+from colocate_ppo.parallel import even_minibatches
+from colocate_ppo.reference import Reference
+from colocate_ppo.task import Problems
+from colocate_ppo.tokenizer import character_tokenizer
+
+PHRASE = "Spell this word backward (example: sun -> nus): "
+TINY = [
+    "groups.policy.roles.actor.with={layers: 1, hidden: 16, heads: 2, feed_forward: 32, warm_up_lr: 1e-2, lr: 1e-3}",
+    "job.with={task_options: {min_word_len: 3, max_word_len: 3}, warm_up_steps: 4, warm_up_batch: 8, steps: 4,"
+    " batch: 4, samples: 4, minibatch: 8, epochs: 2, eval_every: 2, eval_problems: 16, checkpoint_every: 2}",
+]
+KL = ["+groups.policy.roles.reference=ppo.reference", "+job.with.kl_coefficient=0.02"]
+TRAINED = [*EASY, "job.with.steps=12", "+job.with.eval_every=12"]
+SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
+ENGINE = ["+job.with.rollout=engine"]
+
+
+def engine(**sizes: Any) -> list[str]:
+    """Have an engine with a model of its own generate, of the actor's sizes."""
+    tokenizer = character_tokenizer(sizes.pop("phrases", ()))
+    config = small_llama(tokenizer, **sizes).to_dict()
+    model = {key: value for key, value in config.items() if isinstance(value, int | str)}
+    use = {"use": "rollout.engine", "with": {"engine": "transformers", "model": model, "max_length": 64}}
+    return [f"+groups.policy.roles.engine={use}", *ENGINE]
+
+
+OWN = engine(layers=1, hidden=16, heads=2, feed_forward=32)
+
+
+def run(changes: Iterable[str], directory: Path, **how: Any) -> Recorder:
+    """Run the job of the example with changes."""
+    config = colocate.load_config(EXAMPLES / "grpo.yaml", set=list(changes))
+    assert config.job is not None
+    with colocate.launch(config) as job:
+        recorder = Recorder(job.runtime, job.groups, directory, **how)
+        train(recorder, **config.job.with_)  # type: ignore[arg-type]
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("baseline", "wanted"),
+    [
+        # Of scores 1, 0, 0: the others' mean is 0, 1/2, 1/2; the deviation is sqrt(1/3).
+        ("leave_one_out", [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]),
+        ("normalised", [2 / 3 / (3**-0.5 + 1e-4), *[-1 / 3 / (3**-0.5 + 1e-4)] * 2, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_advantages_over_the_other_answers(baseline: Any, wanted: list[float]) -> None:
+    scores = torch.tensor([1.0, 0.0, 0.0, 0.7, 0.7, 0.7])
+    assert maths.group_advantages(scores, 3, baseline).tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_an_unknown_baseline_is_refused() -> None:
+    with pytest.raises(ValueError, match="'median': there are leave_one_out and normalised"):
+        maths.group_advantages(torch.zeros(4), 2, "median")  # type: ignore[arg-type]
+
+
+def test_weights_are_truncated() -> None:
+    weights = maths.importance_weights(torch.tensor([0.5, 0.2, 0.9]).log(), torch.tensor([0.5, 0.4, 0.1]).log(), 2.0)
+    assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0])
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 3))
+def test_minibatches_have_as_many_tokens(tokens: list[int], k: int, epochs: int) -> None:
+    """But for one row; every epoch uses every row once."""
+    lengths = torch.tensor(tokens, dtype=torch.int64)
+    batches = even_minibatches(lengths, k, epochs)
+    assert len(batches) == k * epochs
+    for epoch in range(epochs):
+        own = batches[epoch * k : (epoch + 1) * k]
+        assert sorted(row for batch in own for row in batch.tolist()) == [*range(len(tokens))]
+        sums = [int(lengths[batch].sum()) for batch in own]
+        assert max(sums) - min(sums) <= max(tokens, default=0)
+
+
+@attrs.frozen
+class Sampled:
+    """What an engine gives."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+def learn(actor: GroupActor, reference: Reference, problems: Problems, weights: Any) -> Any:
+    """Two epochs of updates from given weights and given answers; nothing in it is random."""
+    actor.load(weights)
+    reference.load(weights)
+    ids = actor.prompts(problems)
+    assert [len(each) for each in ids] == [len(text) + 1 for text in problems.questions]  # no phrase is one token
+    answers = [
+        tuple(Sampled(tuple(each[: 1 + (row + sample) % 5]), (-1.5,) * (1 + (row + sample) % 5)) for sample in range(2))
+        for row, each in enumerate(ids)
+    ]
+    rollout = actor.read(problems, answers, 6)
+    tokens = actor.lengths(rollout)
+    assert tokens == [len(each.token_ids) for group in answers for each in group]
+    scores = torch.arange(len(tokens), dtype=torch.float32) % 3
+    advantages = actor.advantages(scores, 2)
+    log_probs, refers = actor.log_probs(rollout), reference.log_probs(rollout)
+    told = actor.learn(
+        rollout, log_probs, advantages, tokens, refers, minibatch=99, epochs=2, kl_coefficient=0.1, clip=0.3
+    )
+    return told, log_probs, actor.log_probs(rollout)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[colocate.ColocatedGroup]:
+    roles: dict[str, colocate.RoleSpec[Any]] = {
+        "actor": colocate.role(GroupActor, **SMALL, parallel="fsdp2"),
+        "reference": colocate.role(Reference),
+    }
+    with (
+        colocate.connect("local", processes=True) as runtime,
+        runtime.reserve(slots=2) as pool,
+        pool.spawn(roles, name="policy") as group,
+    ):
+        yield group
+
+
+def test_two_ranks_learn_what_one_learns(two_ranks: colocate.ColocatedGroup, problems: Problems) -> None:
+    """Shards of FSDP2 and rows that are balanced by tokens: ranks have other rows, and the same comes out."""
+    alone = GroupActor(**SMALL)
+    weights = alone.weights()
+    wanted = learn(alone, Reference(), problems[:7], weights)
+    views = two_ranks.role("actor", GroupActor), two_ranks.role("reference", Reference)
+    found = learn(*views, problems[:7], weights)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-3, abs=1e-5)
+    for mine, theirs in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found[1], found[2], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    """A run that is too short to learn anything."""
+    return run([*TINY, *OWN, *KL], tmp_path_factory.mktemp("tiny"))
+
+
+def test_every_step_is_logged(tiny: Recorder) -> None:
+    """An engine's numbers are the trainer's, as it has its weights in each step."""
+    assert [row["step"] for row in tiny.rows] == [0, 1, 2, 3, 4]
+    wanted = {"reward", "kl", "policy_loss", "entropy", "informative", "engine_gap", "engine_weight"}
+    assert all(wanted <= row.keys() for row in tiny.rows[1:])
+    assert max(row["engine_gap"] for row in tiny.rows[1:]) < 1e-4
+    assert {row["engine_truncated"] for row in tiny.rows[1:]} == {0.0}
+    assert [row["step"] for row in tiny.rows if "eval_accuracy" in row] == [0, 2, 4]
+    # It learns from the first step on in which some answer is better than the others.
+    learned = [row["informative"] > 0 for row in tiny.rows[1:]]
+    assert any(learned[:-1])
+    assert [row["kl"] > 1e-7 for row in tiny.rows[1:]] == [any(learned[:step]) for step in range(4)]
+
+
+def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> None:
+    """In another process's place, whose engine has nothing yet: the same numbers to the last bit."""
+    changes = [*TINY, *OWN, *KL]
+    first = run(changes, tmp_path, stop_after=7)
+    second = run(changes, tmp_path, resumed=first.resumed)
+    assert [row["step"] for row in first.rows] == [0, 1, 2]
+    assert [*first.rows, *second.rows] == tiny.rows
+
+
+def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
+    """Then nothing is sent; and what it has may sleep while the actor learns."""
+    use = "{use: rollout.engine, with: {engine: transformers, role: actor, max_length: 64}}"
+    sleeps = "+job.with.rollout_sleeps=[cache]"
+    recorder = run([*TINY, f"+groups.policy.roles.engine={use}", *ENGINE, sleeps], tmp_path)
+    assert [row["step"] for row in recorder.rows] == [0, 1, 2, 3, 4]
+    assert max(row["engine_gap"] for row in recorder.rows[1:]) < 1e-4
+
+
+@pytest.mark.parametrize("rollout", ["actor", "engine"])
+def test_grpo_improves(tmp_path: Path, rollout: str) -> None:
+    own = engine(layers=2, hidden=64, heads=4, feed_forward=128, phrases=[PHRASE])
+    trained = run([*TRAINED, *(own if rollout == "engine" else ())], tmp_path)
+    assert trained.rows[0]["eval_accuracy"] < 0.35
+    assert trained.rows[-1]["eval_accuracy"] > 0.65
+    assert trained.rows[-1]["reward"] > trained.rows[1]["reward"] + 0.2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rollout", ["actor", "engine"])
+def test_with_shuffled_rewards_it_does_not(tmp_path: Path, rollout: str) -> None:
+    own = engine(layers=2, hidden=64, heads=4, feed_forward=128, phrases=[PHRASE])
+    changes = [*TRAINED, *(own if rollout == "engine" else ()), "+job.with.shuffle_rewards=true"]
+    control = run(changes, tmp_path)
+    assert control.rows[-1]["eval_score"] < control.rows[0]["eval_score"] + 0.1
+    assert control.rows[-1]["eval_accuracy"] < 0.35
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["job.with.samples=1"], "`samples` must be 2 or more, as answers are compared, not 1"),
+        (
+            ["+job.with.kl_coefficient=0.1"],
+            "`kl_coefficient: 0.1` needs a role 'reference' in the group 'policy', which",
+        ),
+        (
+            ["job.with.rollout=engine"],
+            "`rollout: engine` needs a role 'engine' in the group 'policy', which has actor, ",
+        ),
+        (["+job.with.rollout_sleeps=[cache]"], "`rollout_sleeps` is for a role that only generates; `rollout` is the"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, change: list[str], words: str) -> None:
+    with pytest.raises(colocate.ConfigError, match=words):
+        run([TINY[0], *change], tmp_path)
+
+
+def test_a_ppo_actor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(colocate.ColocateError, match="GroupActor"):
+        run([TINY[0], "groups.policy.roles.actor.use=ppo.actor"], tmp_path)
+    assert issubclass(GroupActor, Actor)
