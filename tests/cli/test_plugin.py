@@ -59,7 +59,7 @@ def test_any_plugin_that_is_listed(colocate: CommandLine) -> None:
     """One of somebody's own; and each way in which a plugin can be broken is an error that says which it is."""
     installed = "acme", "broken", "outpost"
     listed = json.loads(colocate("plugins", "--json", distributions=installed).stdout)
-    working = {"dask", "local", "ray", "ppo", "outpost", "scribe"}
+    working = {"dask", "local", "ray", "ppo", "grpo", "outpost", "scribe"}
     working |= {"rollout", "transformers", "tensorboard", "wandb", "mlflow", "prometheus", "opentelemetry"}
     for name in sorted({each["name"] for each in listed} - working):
         done = colocate("plugins", name, distributions=installed)
@@ -86,8 +86,8 @@ def test_an_unknown_name(colocate: CommandLine) -> None:
     done = colocate("plugins", "pop")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: no plugin is called 'pop' (installed: dask, local, mlflow, opentelemetry, ppo, prometheus, ray, "
-        "rollout, tensorboard, transformers and wandb); did you mean 'ppo'?\n"
+        "error: no plugin is called 'pop' (installed: dask, grpo, local, mlflow, opentelemetry, ppo, prometheus, "
+        "ray, rollout, tensorboard, transformers and wandb); did you mean 'ppo'?\n"
     )
     (error,) = json.loads(colocate("plugins", "pop", "--json").stdout)["errors"]
     assert error["type"] == "PluginError"
