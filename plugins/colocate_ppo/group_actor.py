@@ -11,7 +11,7 @@ from torch import Tensor
 from colocate import Concat, OnRank, Reduce, Scatter, method
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
-from colocate_ppo.forward import response_logits
+from colocate_ppo.forward import INFERENCE, response_logits
 from colocate_ppo.parallel import even_minibatches, how_many, per_rank, total
 from colocate_ppo.rollout import Rollout, join, widen
 from colocate_ppo.task import Problems
@@ -34,6 +34,18 @@ class Response(Protocol):
 
 class GroupActor(Actor):
     """The policy and its tokenizer, which are those of `ppo.actor`."""
+
+    @method(dispatch=Scatter("problems"), collect=Concat(), awake=INFERENCE)
+    def sample(
+        self,
+        problems: Problems,
+        samples: int,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        number: int | None = None,
+    ) -> Rollout:
+        """Answer each problem several times, as `generate` does: a row for each answer, those to a problem together."""
+        return self.generate(problems.repeated(samples), max_new_tokens, temperature, number=number)
 
     @method(dispatch=Scatter("problems"), collect=Concat(), awake=())
     def prompts(self, problems: Problems) -> list[list[int]]:

@@ -160,7 +160,7 @@ def train(
 
     def generate(asked: Problems, number: int) -> Any:
         if engine is None:
-            return actor.generate.keep(asked.repeated(samples), longest, temperature, number=number)
+            return actor.sample.keep(asked, samples, longest, temperature, number=number)
         # Drawn again where the step is done again: equal seeds give equal rows.
         seed = (run.runtime.seed * 1_000_003 + number) % (1 << 62)
         sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed}

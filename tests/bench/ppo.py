@@ -1,7 +1,7 @@
-"""What the framework adds to a PPO step: the demo's own job and group, whose roles only return what they once did.
+"""What the framework adds to a step of PPO and of GRPO: the demos' own jobs and groups, whose roles do nothing.
 
 A first run of a few steps is recorded, role by role and method by method. Then the same job runs on roles of the same
-methods, which return the recorded values: same calls, same residents, no work.
+methods, which only return the recorded values: same calls, same residents, no work.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attrs
 from tests.bench.measure import Rounds
 from tests.bench.rows import Row
 
@@ -26,19 +27,37 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import methods_of
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
+from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems, Task
 
-_PART = "framework time per PPO step"
-_CONFIG = Path(__file__).parents[2] / "docs" / "examples" / "ppo.yaml"
-_NAMES = ("Actor", "Critic", "Reference", "Reward")
+_EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 _STEPS = 1200
 _ROUND = 20
 _BARS_MS = {"local": 1.5, "ray": 3.0, "dask": 3.0}
-_SMALL = [f"groups.policy.roles.actor.with.{size}" for size in ("hidden=32", "feed_forward=32", "layers=1")]
+_SMALL = [f"+groups.policy.roles.actor.with.{size}" for size in ("hidden=32", "feed_forward=32", "layers=1")]
 # One evaluation at the beginning, of as many answers as a step has: a recorded score fits both.
-_JOB = {"warm_up_steps": 0, "batch": 256, "eval_problems": 256, "eval_every": 10**6, "checkpoint_every": 10**6}
+_JOB = {"warm_up_steps": 0, "eval_problems": 256, "eval_every": 10**6, "checkpoint_every": 10**6}
+
+
+@attrs.frozen
+class _Demo:
+    """An example, its roles by the classes that they have here, and what else is told to its job."""
+
+    example: str
+    roles: dict[str, str]
+    job: dict[str, int]
+
+
+_DEMOS = {
+    "PPO": _Demo(
+        "ppo.yaml",
+        {"actor": "Actor", "critic": "Critic", "reference": "Reference", "reward": "Reward"},
+        {"batch": 256},
+    ),
+    "GRPO": _Demo("grpo.yaml", {"actor": "GroupActor", "reward": "Reward"}, {"batch": 32, "samples": 8}),
+}
 
 _recorded: dict[tuple[str, str, int], Any] = {}
 
@@ -49,7 +68,8 @@ def _rows_asked(arguments: dict[str, Any]) -> int:
 
 def _record(cls: type, spec: MethodSpec) -> Callable[..., Any]:
     @functools.wraps(spec.function)
-    def body(self: Any, **arguments: Any) -> Any:
+    def body(self: Any, *given: Any, **named: Any) -> Any:
+        arguments = spec.bind(given, named)
         result = spec.function(self, **arguments)
         _recorded[cls.__name__, spec.name, _rows_asked(arguments)] = result
         return result
@@ -90,6 +110,7 @@ def _nothing(self: Any, directory: str) -> None:
 class Recording:
     Actor = _with_bodies(Actor, _record)
     Critic = _with_bodies(Critic, _record)
+    GroupActor = _with_bodies(GroupActor, _record)
     Reference = _with_bodies(Reference, _record)
     Reward = _with_bodies(Reward, _record)
 
@@ -97,12 +118,18 @@ class Recording:
 class Replaying:
     Actor = _replaying(Actor)
     Critic = _replaying(Critic)
+    GroupActor = _replaying(GroupActor)
     Reference = _replaying(Reference)
     Reward = _replaying(Reward)
 
 
 def rows() -> Iterator[Row]:
     """The time from step to step: each draws its problems on the driver, once."""
+    for name, demo in _DEMOS.items():
+        yield from _rows(f"framework time per {name} step", demo)
+
+
+def _rows(part: str, demo: _Demo) -> Iterator[Row]:
     problems: list[Problems] = []
     begun: list[float] = []
     draw = Task.draw
@@ -113,15 +140,16 @@ def rows() -> Iterator[Row]:
         begun.append(time.perf_counter())
         return problems[0]
 
+    _recorded.clear()
     with mock.patch.object(Task, "draw", drawn), tempfile.NamedTemporaryFile() as recorded:
-        _train("local", "Recording", 1)
+        _train(demo, "local", "Recording", 1)
         recorded.write(pickle.dumps(_recorded))
         recorded.flush()
         for executor, bar_ms in _BARS_MS.items():
             begun.clear()
-            _train(executor, "Replaying", _STEPS, recorded=recorded.name)
+            _train(demo, executor, "Replaying", _STEPS, recorded=recorded.name)
             name = "threads" if executor == "local" else executor
-            yield Row(_PART, f"{name}, 1 slot", _least_median_s(begun) * 1e3, "ms", bar_ms)
+            yield Row(part, f"{name}, 1 slot", _least_median_s(begun) * 1e3, "ms", bar_ms)
 
 
 def _least_median_s(begun: list[float]) -> float:
@@ -130,12 +158,13 @@ def _least_median_s(begun: list[float]) -> float:
     return Rounds(rounds).least
 
 
-def _train(executor: str, roles: str, steps: int, **options: str) -> None:
+def _train(demo: _Demo, executor: str, kind: str, steps: int, **options: str) -> None:
     """Run the demo's job on other roles, in a folder that goes away, without a screen."""
-    changes = [f"groups.policy.roles.{name.lower()}.use={__name__}:{roles}.{name}" for name in _NAMES]
-    given = options.items()
-    changes += [f"groups.policy.roles.{name.lower()}.with.{key}={value}" for name in _NAMES for key, value in given]
-    changes += [*_SMALL, *(f"job.with.{name}={value}" for name, value in _JOB.items()), f"job.with.steps={steps}"]
-    config = colocate.load_config(_CONFIG, executor=executor, set=changes)
+    roles = [(f"groups.policy.roles.{role}", cls) for role, cls in demo.roles.items()]
+    changes = [f"{path}.use={__name__}:{kind}.{cls}" for path, cls in roles]
+    changes += [f"+{path}.with.{key}={value}" for path, _ in roles for key, value in options.items()]
+    job = {**_JOB, **demo.job, "steps": steps}
+    changes += [*_SMALL, *(f"+job.with.{name}={value}" for name, value in job.items())]
+    config = colocate.load_config(_EXAMPLES / demo.example, executor=executor, set=changes)
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), colocate.launch(config) as launched:
         launched.run(quiet=True)

@@ -29,7 +29,8 @@ def row_costs(value: Any, parameter: str) -> list[int]:
         numpy is not None and isinstance(value, numpy.ndarray)
     ):
         costs = (value.sum(1) if value.ndim == 2 and str(value.dtype).endswith("bool") else value).tolist()
-    if not isinstance(costs, list) or not all(isinstance(own, numbers.Integral) and int(own) >= 0 for own in costs):
+    numbers_only = isinstance(costs, list) and all(issubclass(kind, numbers.Integral) for kind in {*map(type, costs)})
+    if not numbers_only or min(costs, default=0) < 0:
         shape = f" of shape {tuple(value.shape)} and {value.dtype}" if hasattr(value, "dtype") else ""
         raise DispatchError(
             f"the parameter {parameter!r} says what each row costs, so it has to be whole numbers from 0 up, one for "
@@ -37,7 +38,7 @@ def row_costs(value: Any, parameter: str) -> list[int]:
             f"{type(value).__name__}{shape}",
             parameter=parameter,
         )
-    return [int(own) for own in costs]
+    return costs if {*map(type, costs)} <= {int} else list(map(int, costs))
 
 
 def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
@@ -46,6 +47,8 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
     That is the largest differencing method (Karmarkar and Karp 1982), whose largest part is at most 4/3 - 1/(3 count)
     times as large as the best one's. None: contiguous parts of as many rows (`even_sizes`) are as good.
     """
+    if count == 1:
+        return None
     sets = [sum(costs[start : start + of]) for start in range(0, len(costs), of)]
     # Sets that cost nothing are spread as well, so that no part is without any: they count, but never add up to one.
     scale = 4 * count * len(sets) + 1
