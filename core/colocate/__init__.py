@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from colocate._plugins.entry_points import hookimpl
     from colocate._plugins.needs import needs
     from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
+    from colocate._role.child import Child
     from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, method
     from colocate._role.role import Role, RoleSpec, role
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         CallCancelled,
         CallTimeout,
         CapabilityError,
+        ChildDied,
         ClosedError,
         ColocateError,
         ConfigError,
@@ -65,6 +67,7 @@ _HOMES = {
     "_api.audit": "Audit",
     "_api.connecting": "connect spawn",
     "_values.leaves": "register_batch",
+    "_role.child": "Child",
     "_role.call": "Call Resident ResidentSpec as_completed wait",
     "_values.collect": "Collect Concat First Gather Reduce",
     "_role.context": "Context Rendezvous context",
@@ -83,10 +86,10 @@ _HOMES = {
     "_views.view": "Inspection RoleView inspect",
     "_views.weights": "sync_weights",
     "errors": (
-        "BorrowedError CallCancelled CallTimeout CapabilityError ClosedError ColocateError ConfigError DispatchError "
-        "EngineError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError PlacementTimeout "
-        "PluginError RenewalError RoleError RoleStartError SerializationError SleepingError StaleWeightsError "
-        "WorkerDied"
+        "BorrowedError CallCancelled CallTimeout CapabilityError ChildDied ClosedError ColocateError ConfigError "
+        "DispatchError EngineError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError "
+        "PlacementTimeout PluginError RenewalError RoleError RoleStartError SerializationError SleepingError "
+        "StaleWeightsError WorkerDied"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -110,6 +113,8 @@ __all__ = [
     "CallRecord",
     "CallTimeout",
     "CapabilityError",
+    "Child",
+    "ChildDied",
     "ClosedError",
     "Collect",
     "ColocateError",

@@ -149,6 +149,22 @@ class WorkerDied(ColocateError, RuntimeError):
         return text
 
 
+class ChildDied(ColocateError, RuntimeError):
+    """A process that a role had started (`ctx.start`) has ended by itself, or was ended as it hung or never got ready.
+
+    Attributes:
+        name: What the child is called.
+    """
+
+    name: str | None = None
+
+    def __str__(self) -> str:
+        text = self.message + _called(self)
+        if self.log_tail:
+            text += f"\n\nIts last lines:\n{self.log_tail.rstrip()}"
+        return text
+
+
 class GroupRestarted(WorkerDied):
     """The group was rebuilt; what was pending belonged to its previous generation."""
 

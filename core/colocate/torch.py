@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from colocate._role.child_weights import receive_weights as receive_weights
+from colocate._role.child_weights import send_weights as send_weights
 from colocate._role.context import Context, context
 from colocate._role.rebuilt import rebuilt
 from colocate._role.weights import Weights, WeightSpec

@@ -18,8 +18,9 @@ import psutil
 from tests.bench.rows import Row
 
 import colocate
-from colocate import ColocatedGroup, Runtime
+from colocate import ChildDied, ColocatedGroup, Runtime
 from colocate.testing.gate import Gate
+from colocate.testing.probes.children import Starter
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes
@@ -65,6 +66,9 @@ def rows() -> Iterator[Row]:
                 part = f"{title}: close with a rank that is {fault}, beyond its grace"
                 yield from _summary(part, [_closed(runtime, cause) for _ in range(_CLOSES)], 1000.0)
             yield from _killed(f"{title}: SIGKILL of a worker to the error in a waiting call", runtime)
+            part = f"{title}: SIGKILL of a role's child to the error in a call that waits for"
+            for waits in ("a queue", "the child's answer", "an await"):
+                yield from _summary(f"{part} {waits}", list(_child_killed(runtime, waits)), 50.0)
         part = f"{title}: SIGKILL of a driver to the end of all below it, a rank holding the GIL"
         yield from _summary(part, [_driver_killed(name, options) for _ in range(_DRIVERS)], 2000.0)
     yield from _summary(
@@ -104,6 +108,26 @@ def _closed(runtime: Runtime, cause: Callable[[ColocatedGroup, Gate], None]) -> 
         except ExceptionGroup:  # what hung
             pass
         return time.perf_counter() - began - _GRACE_S
+
+
+def _child_killed(runtime: Runtime, waits: str) -> Iterator[float]:
+    with runtime.reserve(1) as pool, pool.spawn({"starter": colocate.role(Starter)}) as group:
+        starter = group.role("starter", Starter)
+        for _ in range(_KILLS):
+            with Gate() as gate:
+                pid = starter.serve()
+                assert starter.ask(1) == ("", 1)  # it has begun
+                if waits == "the child's answer":
+                    call = starter.ask.submit("hang")
+                    time.sleep(0.05)  # it waits then
+                else:
+                    call = (starter.wait if waits == "a queue" else starter.wait_async).submit(gate.address)
+                    gate.wait_for()
+                began = time.perf_counter()
+                os.kill(pid, signal.SIGKILL)
+                error = call.exception()
+                yield time.perf_counter() - began
+                assert isinstance(error, ChildDied), error
 
 
 def _killed(part: str, runtime: Runtime) -> Iterator[Row]:

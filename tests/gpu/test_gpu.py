@@ -33,8 +33,10 @@ from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import (  # noqa: E402
     Calls,
+    Children,
     Contexts,
     Dispatching,
+    ExecutorCase,
     Failures,
     Residents,
     TensorResidents,
@@ -109,6 +111,16 @@ class TestCore(Calls, Dispatching, Contexts, Residents, TensorResidents, Failure
         return connect(**more)
 
     def connect_privately(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+
+class TestChildren(ExecutorCase):
+    """A child of a role on a GPU."""
+
+    device: ClassVar[str] = DEVICE
+    test_weights_reach_it = Children.test_weights_reach_it
+
+    def connect(self, **more: Any) -> Runtime:
         return connect(**more)
 
 

@@ -140,7 +140,14 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | N
             role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
         if name in worker_group.synced:
             role["weights"] = weights_age(*worker_group.synced[name])
-        roles.append({**role, "children": []})
+        sizes = {} if found is None else found.children.get(name, {})
+        children: list[dict[str, Any]] = [
+            {"kind": "child", "name": child, "state": state, "pid": pid or None, "port": port, "children": []}
+            | ({"bytes": sizes[child]} if child in sizes else {})
+            for owner, child, pid, port, state in worker.children
+            if owner == name
+        ]
+        roles.append({**role, "children": children})
     return {
         "kind": "worker",
         "name": str(worker.slot),
@@ -159,7 +166,7 @@ def _label(data: dict[str, Any]) -> str:
 
 def _known(data: Mapping[str, Any]) -> list[str]:
     """What is known of a node besides its state."""
-    found = [f"{key} {data[key]}" for key in ("pid", "node", "device") if data.get(key) is not None]
+    found = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
     if data.get("bytes"):
         found.append(size_text(data["bytes"]))
     if data.get("asleep"):

@@ -71,6 +71,8 @@ class SlotMemory:
             "nccl", what process groups have, where torch can tell (2.12, with NCCL 2.29.7 on). None without a GPU.
         shared_with_forks: What of `process` is in memory once for several: a worker that is a fork shares with what it
             was forked from, and its other forks, all that neither has written to.
+        children: What the processes that roles have started (`ctx.start`) have for themselves, by role and name, with
+            all that these have started; on the host.
     """
 
     slot: int
@@ -82,6 +84,7 @@ class SlotMemory:
     pinned: int | None
     gpu: Mapping[str, int] | None
     shared_with_forks: int = 0
+    children: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
 
     @property
     def unowned(self) -> dict[str, int]:
@@ -131,7 +134,7 @@ class GroupMemory:
     weights: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each role and rank, with numbers: for a table of one's own, or pandas."""
+        """One row for each role and rank, and each child of one, with numbers: for a table of one's own, or pandas."""
         return [row for slot in self.slots for row in _rows(slot)]
 
     def data(self) -> dict[str, Any]:
@@ -249,6 +252,7 @@ def _slot(worker_group: WorkerGroup, slot: int, ledger: Ledger) -> SlotMemory:
         parts.get("pinned"),
         ledger.gpu,
         parts.get("shared", 0),
+        ledger.children,
     )
 
 
@@ -266,3 +270,6 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
             "asleep": role.asleep,
             "activations": None if role.activations is None else max(role.activations.values(), default=0),
         }
+        nothing = {**dict.fromkeys((*KINDS, "shared", "asleep"), 0), "activations": None}
+        for child, size in slot.children.get(role.role, {}).items():
+            yield {"slot": slot.slot, "role": f"{name}/{child}", "rank": role.rank, **nothing, "total": size}

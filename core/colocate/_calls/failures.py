@@ -17,6 +17,7 @@ from colocate._system.lines import with_cells
 from colocate.errors import (
     CallTimeout,
     CapabilityError,
+    ChildDied,
     ColocateError,
     MemoryBudgetError,
     RenewalError,
@@ -32,7 +33,7 @@ def _names(*kinds: type[ColocateError]) -> set[str]:
 
 
 _CONSEQUENCES = _names(Consequence, Poisoned, Unmade)
-_OWN_WORDS = _names(CapabilityError, *OWN_WORDS)
+_OWN_WORDS = _names(CapabilityError, ChildDied, *OWN_WORDS)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 
@@ -45,6 +46,8 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
         found.node, found.called_at = link.node(slot), call.called_at
+        if isinstance(found, ChildDied):
+            found.remote_traceback = with_cells(failure.traceback) or None
         if isinstance(found, MemoryBudgetError) and len(call.targets) > 1 and call.method != "__init__":
             where = f"on rank {rank} of group {link.name!r} (node {link.node(slot)}){_states(call, slot)}"
             found.args = (f"{found.message}, {where}", *found.args[1:])
@@ -215,9 +218,9 @@ def _after(cause: ColocateError | None) -> str:
     return "" if cause is None else f" (after: {cause.message})"
 
 
-def broken_error(link: Link, slot: int, pid: int | None, reason: str) -> WorkerDied:
+def broken_error(link: Link, slot: int, pid: int | None, reason: str, log_tail: str) -> WorkerDied:
     """The error of a group of whose workers one is of no use any more."""
-    return _died(link, slot, pid, f"can't go on: {reason}", detail=reason)
+    return _died(link, slot, pid, f"can't go on: {reason}", detail=reason, log_tail=log_tail or None)
 
 
 def thread_error(name: str, reason: str) -> ColocateError:

@@ -118,6 +118,13 @@ class GroupsDropped(Message):
 
 
 @message
+class HasChildren(Message):
+    """Which processes its roles have started, by `ctx.start`."""
+
+    children: Sequence[tuple[str, str, int, int | None, str]]  # role, name, process id, port, and what it does
+
+
+@message
 class CanWithdraw(Message):
     """Whether it can do without a call."""
 
@@ -196,6 +203,7 @@ class Broken(Message):
     """It lacks what it needs to run roles, such as a thread of its own or its device, and leaves."""
 
     reason: str  # why
+    log_tail: str = ""  # the last lines of a role's child whose end that is
 
 
 @message

@@ -72,3 +72,5 @@ class Ledger:
     gpu: Mapping[str, int] | None
     # What methods have allocated on it at most while they ran, by role and method; None where nobody knows
     peaks: Mapping[str, int] | None
+    # What the processes that roles have started have for themselves, by role and name
+    children: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)

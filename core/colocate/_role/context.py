@@ -7,7 +7,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import attrs
 
@@ -16,9 +16,13 @@ from colocate._values.mesh import Mesh
 from colocate.errors import ColocateError, ConfigError
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from colocate._role.child import Child, Health, Ready
 
 R = TypeVar("R")
 
@@ -103,11 +107,13 @@ class Context:
     _reach: Callable[..., None] | None = attrs.field(default=None, alias="reach")
     slots: Sequence[int] = (0,)
     weights_version: int = 0
+    _starter: Callable[..., Child] | None = attrs.field(default=None, alias="starter")
     # What makes the process groups of a worker's roles, as the worker's `ProcessGroups` does; None outside any.
     _groups: Any = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
     _asked: set[str] = attrs.field(factory=set, init=False)
+    _borrowed: tuple[str, ...] = attrs.field(default=(), init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
 
     @property
@@ -167,13 +173,18 @@ class Context:
             ColocateError: As for `sibling`.
             SleepingError: That memory of it sleeps.
             StaleWeightsError: Its weights are stale, and among what is used.
+            ChildDied: What that role had started has ended by itself.
         """
         if isinstance(awake, str):
             raise ConfigError(f"ctx.borrow(awake={awake!r}) is a string; write awake=({awake!r},)")
         found = self._sibling(name, cls)
         if self._reach is not None:
-            self._reach(name) if awake is None else self._reach(name, tuple(awake))
-        yield found
+            self._reach(self, name) if awake is None else self._reach(self, name, tuple(awake))
+        before, self._borrowed = self._borrowed, (*self._borrowed, name)
+        try:
+            yield found
+        finally:
+            self._borrowed = before
 
     def sibling(self, name: str, cls: type[R] | None = None) -> R:
         """The other role's instance in this worker.
@@ -187,10 +198,11 @@ class Context:
                 it is of another class.
             SleepingError: Memory of that role sleeps.
             StaleWeightsError: Its weights are stale.
+            ChildDied: What that role had started has ended by itself.
         """
         found = self._sibling(name, cls)
         if self._reach is not None:
-            self._reach(name)
+            self._reach(self, name)
             self._asked.add(name)
         return found
 
@@ -213,6 +225,60 @@ class Context:
                 f"{type(found).__qualname__}"
             )
         return cast("R", found)
+
+    def start(
+        self,
+        program: Sequence[str] | Callable[[Connection], object],
+        *,
+        name: str | None = None,
+        ready: Ready | None = None,
+        within: float = 60.0,
+        health: Health | None = None,
+        hung_after: float = 30.0,
+        env: Mapping[str, str] | None = None,
+        python: str | None = None,
+        cwd: str | None = None,
+        port: int | None = None,
+        fails: Literal["call", "group"] | None = "call",
+    ) -> Child:
+        """Start a process that belongs to the role: a server, an engine, a sandbox.
+
+        It ends with the role, after that one's `close()`, and with worker, driver or machine; so does all that it has
+        started. What it prints comes out with what the worker prints. In `{port}` and `{fd}`, in the words of a
+        command, in `env`, `ready` and `health`, its port and socket are put.
+
+        Args:
+            program: A command, as a list of words; or a function, which runs in a new interpreter of this Python, with
+                its end of a connection as argument (`Child.connection`). What lies beside the driver's script is on the
+                path of both.
+            name: What it is called; by default as the program.
+            ready: What it is waited for: a URL that answers GET with 200; a line, by a part of it or a pattern; a
+                function of the `Child`, which says whether it is. None: until it has begun.
+            within: Seconds in which it has to be ready.
+            health: A URL, or a function of the `Child`, which is called on a thread of its own: that it is well.
+            hung_after: A child that wasn't well for so many seconds is ended, by SIGABRT: a Python program prints the
+                stacks of its threads then, which the error has.
+            env: Variables besides those of the worker.
+            python: The interpreter that runs the words of a command, of another environment say.
+            cwd: The folder that it runs in; None for that of the worker.
+            port: A port of 127.0.0.1 that it is to listen on; 0 for any that is free. A command that names `{fd}` is
+                given a listening socket. For others the port is held until they are ready.
+            fails: What fails when it ends by itself: "call", the call of the role that runs, or the next ones, by
+                `ChildDied`, until the role stops it, or starts one of this name again (`@method(revives=True)`);
+                "group", the group, as by the death of a worker. None for nothing: the role looks itself.
+
+        Returns:
+            It, ready.
+
+        Raises:
+            ChildDied: It has ended before it was ready, or wasn't in time, and was ended.
+            ConfigError: The program isn't found, the port is taken, or a child of this name runs.
+            SerializationError: The function can't be sent.
+            ColocateError: This isn't a worker, or it can't be started.
+        """
+        if self._starter is None:
+            raise ColocateError("ctx.start needs a worker: spawn the role (colocate.spawn), on threads say")
+        return self._starter(self, program, name, ready, within, health, hung_after, env, python, cwd, port, fails)
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:
         """A torch.distributed group of this role's ranks, or of those that share all other coordinates with this rank.

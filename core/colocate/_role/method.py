@@ -161,6 +161,7 @@ class _Options(TypedDict, total=False):
     host: Sequence[str]
     awake: Sequence[Tag] | None
     shares: bool
+    revives: bool
 
 
 @overload
@@ -190,6 +191,7 @@ def method(
     host: Sequence[str] = (),
     awake: Sequence[Tag] | None = None,
     shares: bool = False,
+    revives: bool = False,
 ) -> Any:
     """Make a function of a class a method of the role.
 
@@ -206,13 +208,15 @@ def method(
             also where these are stale (`colocate.sync_weights`).
         shares: For `load_weights` (`colocate.sync_weights`): the role is to have the very tensors of its source, and
             only reads them.
+        revives: It runs also where a child of the role has ended by itself (`ctx.start`), of which all others fail,
+            and where weights are stale: to start that again.
 
     Raises:
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
     if f is None:
-        return partial(_declared, dispatch, collect, concurrency, readonly, host, awake, shares)
-    return _declared(dispatch, collect, concurrency, readonly, host, awake, shares, f)
+        return partial(_declared, dispatch, collect, concurrency, readonly, host, awake, shares, revives)
+    return _declared(dispatch, collect, concurrency, readonly, host, awake, shares, revives, f)
 
 
 def _declared(
@@ -223,6 +227,7 @@ def _declared(
     host: Sequence[str],
     awake: Sequence[str] | None,
     shares: bool,
+    revives: bool,
     function: Callable[..., Any],
 ) -> RoleMethod[..., Any, Any]:
     wrong = isinstance(function, RoleMethod | staticmethod | classmethod | property)
@@ -274,5 +279,6 @@ def _declared(
         host=tuple(host),
         awake=None if awake is None else tuple(awake),
         shares=shares,
+        revives=revives,
     )
     return RoleMethod(spec)

@@ -28,6 +28,7 @@ class MethodSpec:
     host: tuple[str, ...]
     awake: tuple[str, ...] | None = None
     shares: bool = False
+    revives: bool = False
     simple: tuple[str, ...] | None = attrs.field(init=False)
     """The names of the parameters when all can be given by position and by name, otherwise None."""
     required: frozenset[str] = attrs.field(init=False)

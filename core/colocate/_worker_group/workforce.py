@@ -112,6 +112,8 @@ class Worker:
     lane_ended: bool = False
     table: Table = attrs.field(factory=lambda: Table("is given it"))  # what it knows of the script
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
+    # The processes that its roles have started: role, name, process id, port, and what it does
+    children: Sequence[tuple[str, str, int, int | None, str]] = ()
     _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
     _where: Question[int, str | None] | None = None
@@ -165,7 +167,9 @@ class Worker:
                 else:
                     self._questions.answered(asked.token, self.slot, message.address)
             case from_worker.Broken():
-                workforce.broken(self, message.reason)
+                workforce.broken(self, message.reason, message.log_tail)
+            case from_worker.HasChildren():
+                self.children = message.children
             case from_worker.Closed():
                 self.lane_ended = True
                 workforce.stages.reach(self.slot, Stage.LEAVING)
@@ -399,9 +403,9 @@ class Workforce:
 
     # -- while it runs
 
-    def broken(self, worker: Worker, reason: str) -> None:
+    def broken(self, worker: Worker, reason: str, log_tail: str) -> None:
         """Take a worker for lost that is of no use any more, and leaves."""
-        error = broken_error(self.link, worker.slot, worker.pid, reason)
+        error = broken_error(self.link, worker.slot, worker.pid, reason, log_tail)
         if self.link.life.is_starting:
             self.built(worker.slot, error)
         else:

@@ -19,6 +19,7 @@ from colocate._values.codec import Codec
 from colocate._values.leaving import gpu_is_used
 from colocate.errors import SerializationError
 from colocate.executor import Boot
+from colocate.worker.children import Children
 from colocate.worker.device import Device
 from colocate.worker.handed import HANDED
 from colocate.worker.lane import Lane
@@ -57,6 +58,7 @@ class WorkerContext:
         accounts: What they have, and may have.
         residency: Who is awake, where they take turns.
         weights: Brings weights of roles to others.
+        children: The processes that its roles have started.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
         lane: Where role code runs.
@@ -67,6 +69,7 @@ class WorkerContext:
 
     lane: Lane
     peers: Peers
+    children: Children
     process: ProcessMemory | None = None
     spill_dir: str | None = None
     recent: RecentSpans[str] | None = None
@@ -92,6 +95,16 @@ class WorkerContext:
         self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
+
+    def reach(self, asking: Context, name: str, *awake: Any) -> None:
+        """A role's object is wanted by role code with a context; see `Residency.reach`.
+
+        Raises:
+            ChildDied: What that role had started has ended.
+        """
+        if asking.role is not None and self.children.dead and (role := self.roles.get(name)) is not None:
+            self.children.check(role)
+        self.residency.reach(name, *awake)
 
     @property
     def moves_tensors(self) -> bool:

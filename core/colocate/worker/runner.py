@@ -126,8 +126,10 @@ class Runner:
                 work.allocated = worker_context.device.begin()
             if worker_context.sleeper.asleep.roles:
                 worker_context.sleeper.check(role, spec)
-            if role.received is not None and (spec.awake is None or "weights" in spec.awake):
+            if role.received is not None and (spec.awake is None or "weights" in spec.awake) and not spec.revives:
                 role.received.check(str(role.name), work.label)
+            if worker_context.children.dead and not spec.revives:
+                worker_context.children.check(role)
             if work.lots:
                 worker_context.definitions.load(work.lots)
             resolver = self._resolver(call, work) if call.uses else None
@@ -194,6 +196,7 @@ class Runner:
             try:
                 with self._role_code:
                     role.close()
+                self._worker_context.children.stop(role.name)
             except BaseException as error:
                 print(f"close() of role {role.name!r} has raised:\n{told(error)}", file=sys.stderr, flush=True)
 
@@ -283,6 +286,8 @@ class Runner:
     ) -> None:
         worker_context, label, device = self._worker_context, work.label, self._worker_context.device
         try:
+            if worker_context.children.dead:
+                worker_context.children.check(role, work.began)
             if device.is_gpu:
                 device.end(label, work.allocated)
             returned = result
@@ -361,6 +366,7 @@ class Runner:
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
     ) -> None:
         worker_context = self._worker_context
+        error = worker_context.children.blamed(error, role)
         worker_context.accounts.changed(role)
         if failure.is_out_of_memory(error):
             with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look

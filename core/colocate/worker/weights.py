@@ -305,6 +305,7 @@ class WeightSyncs:
         self, source: RoleInstance | None, target: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
     ) -> Mapping[str, torch.Tensor]:
         """Have the target take all weights; those that both roles have from now on."""
+        self._worker_context.children.check(target)
         shared: dict[str, torch.Tensor] = {}
         if plan.shares:
             assert source is not None

@@ -18,6 +18,7 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.attaching import Attaching, Successors, Watching
 from colocate.testing.executors.auditing import Auditing, Forks
 from colocate.testing.executors.calls import Calls, Cancelling, Functions
+from colocate.testing.executors.children import Children
 from colocate.testing.executors.closing import Closing, Converging
 from colocate.testing.executors.context import Contexts, Devices, TorchSettings
 from colocate.testing.executors.deaths import Deaths, Vanishing
@@ -61,6 +62,7 @@ class ExecutorSuite(
     TakingTurns,
     WeightSyncs,
     Engines,
+    Children,
     WeightSyncsBetween,
     Transfers,
     Devices,
@@ -129,6 +131,7 @@ __all__ = [
     "Calls",
     "Cancelling",
     "Checkpoints",
+    "Children",
     "Closing",
     "Contexts",
     "Converging",

@@ -228,7 +228,7 @@ def asleep(ctx: colocate.Context) -> list[str]:
 
 def _sleeper(ctx: colocate.Context) -> Sleeper:
     reach: Any = ctx._reach
-    found: Sleeper = reach.__self__._worker_context.sleeper
+    found: Sleeper = reach.__self__.sleeper
     return found
 
 

@@ -115,6 +115,10 @@ class DriversModules:
             self._others.add(name)
         return other
 
+    def know(self, sources: Mapping[str, Source]) -> None:
+        """Have some modules without asking for them."""
+        self._found.update(sources)
+
     def forget(self) -> None:
         """Another driver follows: what nobody has imported yet is that one's to give."""
         self._found = {name: found for name, found in self._found.items() if name in sys.modules}
@@ -136,6 +140,13 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
     spec = ModuleSpec(name, _Loader(name, source, path), origin=path, is_package=source.package)
     spec.has_location = path is not None  # then tracebacks and `inspect` read the source through the loader
     return spec
+
+
+def own_sources() -> dict[str, Source]:
+    """Return the modules that this process has got from its driver, for a child of it."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, DriversModules)]
+    found = [(name, each) for finder in finders for name, each in finder._found.items()]
+    return {name: each for name, each in found if isinstance(each, Source)}
 
 
 _folders_elsewhere: set[str] = set()  # of modules that came as source

@@ -13,6 +13,9 @@ It does the same when what is above it ends, or says `ENDS`. There are two becau
 kills the children of a process that it ends): the other one then does its work. Whoever kills both at once leaves
 processes that can be told by `MARK` in their environment, or, if they have cleared that, by a limit (`starter_of`).
 
+A child that a role starts by `ctx.start` has two supervisors of its own, also where the worker is a thread of the
+driver: this file run as a script puts them above the program that it becomes.
+
 Nothing but the standard library is imported here, and little of that: pages that are touched are a supervisor's own.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from typing import NoReturn
 
@@ -201,7 +205,7 @@ class _Supervisor:
                 over = over or now
                 if now - over > _LEFT_S + TRACKERS_S:
                     return
-            for pid in _below(os.getpid()):
+            for pid in below(os.getpid()):
                 if pid == self._child and self._supervises and now - began < _LOWER_S:
                     continue
                 if now - began > TRACKERS_S or not tracks(pid):
@@ -210,8 +214,8 @@ class _Supervisor:
             pause = min(2 * pause, _LONGEST_S)
 
 
-def _below(top: int) -> list[int]:
-    """Return all descendants of a process that run."""
+def below(top: int) -> list[int]:
+    """Return all descendants of a process that run, the nearest first."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -242,3 +246,25 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def become(starter: int, told: int, command: list[str]) -> NoReturn:
+    """Become a program below supervisors of its own.
+
+    Args:
+        starter: The process that has started this one.
+        told: A descriptor to which this process writes its id, and why it can't become the program if so.
+        command: The program and its arguments.
+    """
+    supervise(starter)
+    os.write(told, str(os.getpid()).encode())
+    os.set_inheritable(told, False)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(told, f" {error.strerror}".encode())
+    os._exit(127)
+
+
+if __name__ == "__main__":
+    become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

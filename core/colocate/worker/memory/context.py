@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from colocate._protocol.message import Message
@@ -34,12 +35,27 @@ class ProcessMemory:
         return {"private": private_bytes(), "empty": self.empty, "pinned": pinned, "shared": shared}
 
 
-def private_bytes() -> int:
-    """Return the memory of this process that isn't mapped from files or shared on purpose."""
+def private_bytes(pid: int | None = None) -> int:
+    """Return the memory of this process, or another, that isn't mapped from files or shared on purpose."""
     # Not by psutil: each worker asks once as it starts, and to import that takes as long as all the rest of a start.
-    with open("/proc/self/statm") as file:
-        _, resident, shared, *_ = map(int, file.read().split())
+    try:
+        with open(f"/proc/{pid or 'self'}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except OSError:  # it is gone
+        return 0
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+
+class Children(Protocol):
+    """The processes that roles have started; see `worker.children`."""
+
+    def check(self, role: RoleInstance) -> None:
+        """Raise where one that a role needs has ended."""
+        ...
+
+    def nbytes(self) -> Mapping[str, Mapping[str, int]]:
+        """Return what they have, by role and name."""
+        ...
 
 
 class Worker(Protocol):
@@ -54,6 +70,11 @@ class Worker(Protocol):
     process: ProcessMemory | None
     device: Device
     setting: Setting
+
+    @property
+    def children(self) -> Children:
+        """What its roles have started."""
+        ...
 
     def ask(self, question: Message) -> Any:
         """Ask the driver."""

@@ -26,6 +26,7 @@ from colocate.worker.serving.failure import LOOKING
 
 # So long a look waits for the lane, where a call may take longer. Whoever looks wants to know within a second.
 _WITHIN_S = 0.2
+_CHILDREN = "children"
 
 
 class LookError(Exception):
@@ -59,12 +60,14 @@ class Shares:
         shared: What of its memory counts with another role, by role.
         asleep: What sleeps, by role.
         emptied: What of that comes back as zeros, and is nowhere until then.
+        children: What the processes that roles have started have, by role and name.
     """
 
     owned: dict[str, dict[tuple[str, str], int]]
     shared: dict[str, int]
     asleep: dict[str, int]
     emptied: dict[str, int]
+    children: Mapping[str, Mapping[str, int]]
 
 
 class Accounts:
@@ -113,6 +116,7 @@ class Accounts:
             None if worker_context.process is None else worker_context.process.look(self._sleeper.offload.pinned),
             _gpu(worker_context.boot.device, worker_context.in_process),
             None if worker_context.device.peaks is None else dict(worker_context.device.peaks),
+            shares.children,
         )
 
     # -- on the lane
@@ -179,7 +183,7 @@ class Accounts:
             return False
         for other in shares.owned.keys() - {role}:
             parts = self._parts(shares, other, limit.device)
-            could_go = sum(parts.values()) - parts.get(Purpose.RESIDENTS.word, 0)
+            could_go = sum(parts.values()) - parts.get(Purpose.RESIDENTS.word, 0) - parts.get(_CHILDREN, 0)
             if could_go > sum(self._sleeper.asleep.kept_awake(other).values()):
                 return False
         return True
@@ -219,7 +223,7 @@ class Accounts:
         parts = self._parts(shares, role, device)
         if not parts:
             return ""
-        order = [*(purpose.word for purpose in Purpose), "asleep"]
+        order = [*(purpose.word for purpose in Purpose), "asleep", _CHILDREN]
         kinds = ", ".join(f"{kind} {size_text(parts[kind])}" for kind in order if kind in parts)
         stays = self._sleeper.asleep.kept_awake(role) if device else {}
         but = ", ".join(f"{size_text(size)} {why}" for why, size in stays.items())
@@ -232,6 +236,8 @@ class Accounts:
         parts = {kind: size for (kind, where), size in shares.owned.get(role, {}).items() if where == here}
         if not device and (asleep := shares.asleep.get(role, 0) - shares.emptied.get(role, 0)):
             parts["asleep"] = asleep
+        if here == "cpu" and (of_children := sum(shares.children.get(role, {}).values())):
+            parts[_CHILDREN] = of_children
         return parts
 
     def _counted(self, held: Mapping[str, Holdings], more: Mapping[str, Any] | None = None) -> Shares:
@@ -258,7 +264,7 @@ class Accounts:
         asleep, emptied = dict.fromkeys(found, 0), dict.fromkeys(found, 0)
         for name, (size, as_zeros) in self._sleeper.asleep.by_role().items():
             asleep[name], emptied[name] = size, as_zeros
-        return Shares(owned, shared, asleep, emptied)
+        return Shares(owned, shared, asleep, emptied, self._worker_context.children.nbytes())
 
 
 def _shares(

@@ -111,10 +111,11 @@ def context_in(
         meshes={name: MeshPlace(mesh, rank) for name, mesh in meshes.items()},
         device=boot.device,
         siblings=worker_context.instances,
-        reach=worker_context.residency.reach,
+        reach=worker_context.reach,
         slots=slots,
         groups=worker_context.groups,
         report=worker_context.report,
+        starter=worker_context.children.start,
     )
 
 

@@ -23,6 +23,7 @@ from colocate._system.tracebacks import NotRebuilt, frames_of_users, told
 from colocate._values.codec import Codec
 from colocate.errors import (
     CapabilityError,
+    ChildDied,
     MemoryBudgetError,
 )
 from colocate.worker.birth import imports
@@ -54,7 +55,7 @@ def failed(
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     # An error of colocate's that role code has raised itself is the role's failure.
     by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
-    ours = isinstance(error, CapabilityError) or (isinstance(error, OWN_WORDS) and not by_role)
+    ours = isinstance(error, CapabilityError | ChildDied) or (isinstance(error, OWN_WORDS) and not by_role)
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)

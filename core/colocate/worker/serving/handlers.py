@@ -33,10 +33,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 _AGAIN_S = 0.001
 _set, _get = signal.signal, signal.getsignal
 _calls_role_code: set[CodeType] = {MethodSpec.call.__code__, awaited.__code__}
+INTERRUPT = signal.SIGRTMIN + 1
+"""Has `on_interrupt`'s function called if it comes in role code, and is nothing elsewhere: it is to be sent again."""
 put_off: list[tuple[Handler, int]] = []
 """What is to be run later, with the numbers of the signals."""
 _waits_for_role_code: set[CodeType] = set()
 _lane: Lane | None = None
+_on_interrupt: Callable[[], object] | None = None
 
 
 def calls_role_code(function: F) -> F:
@@ -55,8 +58,20 @@ def guard(lane: Lane) -> None:
     """From now on handlers that are set in this process run in role code only; the lane is its main thread."""
     global _lane
     _lane = lane
+    _set(INTERRUPT, _interrupted)
     signal.signal, signal.getsignal = _signal, _getsignal
     work_on_main()
+
+
+def on_interrupt(function: Callable[[], object]) -> None:
+    """Have a function called in role code, wherever that is or waits, when `INTERRUPT` comes: it may raise."""
+    global _on_interrupt
+    _on_interrupt = function
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    if _lane is not None and _on_interrupt is not None and _role_code_at(frame)[0]:
+        _on_interrupt()
 
 
 def leave() -> None:

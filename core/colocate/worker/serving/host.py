@@ -29,6 +29,7 @@ from colocate.executor import Boot
 from colocate.wire import Turns
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
+from colocate.worker.children import Children
 from colocate.worker.context import Send, WorkerContext
 from colocate.worker.lane import Lane, Work
 from colocate.worker.memory.ledger import LookError
@@ -65,6 +66,7 @@ class WorkerHost(WorkerContext):
         turns: Turns | None = None,
     ) -> None:
         super().__init__(boot, codec, send, in_process)
+        self.children = Children(self, self.broken)
         self.ended = self._is_broken = False
         self._on_end = on_end
         self._make_peers = peers
@@ -241,21 +243,23 @@ class WorkerHost(WorkerContext):
         self.boot = boot
         former, self.peers = self.peers, self._make_peers(self)
         self._transfer.soon(former.close)
+        self.children.tell_again()
 
     def _thread_failed(self, what: str, error: BaseException) -> None:
         """A thread of the worker has met an exception that nothing of a user's can cause, but a mistake here can."""
         report_exception()  # first: the process ends with the group
         self.broken(f"{what} was ended by {error_text(error)}. {OUR_FAULT}")
 
-    def broken(self, reason: str) -> None:
+    def broken(self, reason: str, log_tail: str = "") -> None:
         """Leave, being of no use any more. Its group fails of that at once instead of waiting."""
         if not self._is_broken:
             self._is_broken = True
-            self.say(from_worker.Broken(reason))
+            self.say(from_worker.Broken(reason, log_tail))
             self.close(reason)
 
     def _end(self) -> None:
         self.lane.join()
+        self.children.close()
         self.groups.close()
         self.residency.close()
         for thread in (self._transfer, self._ledgers, self._snapshots):

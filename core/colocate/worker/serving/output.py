@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
@@ -46,6 +47,19 @@ def label_output() -> None:
         )
         setattr(sys, name, labelled)
         setattr(sys, f"__{name}__", labelled)
+
+
+def say_for(label: str, line: str, group: str | None) -> None:
+    """Print a line of a process that a role has started.
+
+    Args:
+        label: Role, rank, and what the process is called.
+        line: The line.
+        group: The group, where this process is the driver's; None in a worker's own.
+    """
+    lead = f"{_START}{label}{_END}" if group is None else f"[{group}/{label}] "
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        sys.stderr.write(f"{lead}{line}\n")
 
 
 def log_levels() -> dict[str, int]:

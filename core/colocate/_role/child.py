@@ -1,0 +1,425 @@
+"""`Child`: a process that a role has started, as role code has it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from colocate._system.jobs import error_text
+from colocate._system.limits import CHILD_CODE_WITHIN_S, CHILD_ENDS_WITHIN_S, CHILD_STACK_WITHIN_S
+from colocate.errors import ChildDied, ColocateError
+from colocate.wire import EventLoop
+
+if TYPE_CHECKING:
+    import subprocess
+    from multiprocessing.connection import Connection
+
+Fails: TypeAlias = Literal["call", "group"] | None
+Ready: TypeAlias = "str | re.Pattern[str] | Callable[[Child], object]"
+Health: TypeAlias = "str | Callable[[Child], object]"
+
+_TAIL_LINES = 60  # with the stacks of its threads, where it hung
+_READ_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 14
+_MOST_READS = 16
+_LOOKS_S, _ANSWERS_S = 0.02, 2.0
+
+
+class Parent(NamedTuple):
+    """The role that has started a child."""
+
+    group: str
+    role: str
+    rank: int
+    node: str
+
+
+class Child:
+    """A process that a role has started, by `ctx.start`. Nothing that it starts itself outlives it.
+
+    Attributes:
+        name: What it is called.
+        pid: Its process id.
+        port: Its port on 127.0.0.1; None where none was asked for.
+        connection: The other end of what a function has got; None of a command. What one end sends the other receives:
+            any value, and with torch tensors too, without a copy in between.
+    """
+
+    def __init__(
+        self,
+        parent: Parent,
+        name: str,
+        port: int | None,
+        fails: Fails,
+        loop: EventLoop,
+        ends: int,
+        on_line: Callable[[Child, str], None],
+        on_change: Callable[[Child], None],
+    ) -> None:
+        """Made by `ctx.start`."""
+        self.name = name
+        self.pid = 0
+        self.port = port
+        self.connection: Connection | None = None
+        self._parent = parent
+        self._fails = fails
+        self._ended_at = 0.0  # in seconds of time.time()
+        self._told_at = -math.inf  # when the call that runs was told last, in seconds of time.monotonic()
+        self._loop, self._ends, self._on_line, self._on_change = loop, ends, on_line, on_change
+        self._popen: subprocess.Popen[bytes] | None = None  # its upper supervisor
+        self._exitcode: int | None = None  # as subprocess has it
+        self._is_ready = False
+        self._expected = self._is_dead = False
+        self._why = ""
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._rest = b""
+        self._line: re.Pattern[str] | None = None
+        self._said = threading.Event()
+        self._ended = threading.Event()  # it itself
+        self._over = threading.Event()  # and all that it had started
+        self._well_at = 0.0
+
+    # -- for role code
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return not self._is_dead
+
+    @property
+    def _failed(self) -> bool:
+        """Whether it has ended though nobody had wanted that (`stop`, `wait`)."""
+        return self._is_dead and not self._expected
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, or below zero the signal that has ended it; None while it runs, and where that isn't known."""
+        return self._exitcode
+
+    @property
+    def output(self) -> str:
+        """The last lines that it has printed."""
+        return "\n".join(list(self._tail))
+
+    @property
+    def state(self) -> str:
+        """What it does: "starting", "running", or how it has ended."""
+        if self.alive:
+            return "running" if self._is_ready else "starting"
+        return self._how()
+
+    def stop(self, grace: float = 5.0) -> None:
+        """End it, and all that it has started. Its end is no failure then. Idempotent.
+
+        Args:
+            grace: Seconds that it has from SIGTERM to SIGKILL.
+        """
+        self._expected = True
+        if self.alive:
+            self._why = "stopped"
+        self._on_change(self)
+        if not self._over.is_set():
+            self._send(signal.SIGTERM)
+            self._ended.wait(grace)
+            self._end_all()
+        if self.connection is not None:
+            self.connection.close()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait until it has ended by itself, which is no failure then, and return its exit code.
+
+        Args:
+            timeout: How many seconds, at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: It still runs.
+        """
+        self._expected = True
+        self._on_change(self)
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"{self._label()} hasn't ended within {timeout} s")
+        return self._exitcode
+
+    def __repr__(self) -> str:
+        return f"<child {self.name!r} of role {self._parent.role!r}, pid {self.pid}: {self.state}>"
+
+    # -- its life
+
+    def _begin(
+        self,
+        launcher: Sequence[str],
+        words: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | None,
+        fds: Sequence[int],
+    ) -> None:
+        """Start it. Not on the event loop's thread, which is what it is tied to: it ends with that thread.
+
+        Raises:
+            ColocateError: It can't be started.
+        """
+        import subprocess  # as all that few workers need, it is imported when one needs it
+
+        told, tell = os.pipe()
+        output, printed = os.pipe()
+        outcome: list[BaseException | None] = []
+        done = threading.Event()
+
+        def start() -> None:
+            try:
+                self._popen = subprocess.Popen(
+                    [*launcher, str(tell), *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    env=dict(env),
+                    cwd=cwd,
+                    pass_fds=[tell, *fds],
+                )
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+            done.set()
+
+        self._loop.later(0.0, start)
+        done.wait()
+        os.close(tell)
+        os.close(printed)
+        with open(told, "rb") as file:
+            pid, _, trouble = file.read().decode().partition(" ")
+        self._output = output
+        if self._popen is None or trouble or not pid:
+            self._expected = self._is_dead = True
+            self._over.set()
+            if self._popen is not None:
+                self._popen.wait()
+            with open(output, "rb") as file:
+                found = file.read(_READ_BYTES)
+            why = error_text(outcome[0]) if outcome[0] is not None else trouble or found.decode(errors="replace")
+            raise ColocateError(f"{self._label()} could not be started: {words[0]!r}: {why}")
+        self.pid = int(pid)
+        os.set_blocking(output, False)
+        self._whole = os.pidfd_open(self._popen.pid)  # nobody has waited for it yet
+        try:
+            self._itself = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # it is gone already
+            self._itself = -1
+        self._loop.watch(output, self._reads)
+        if self._itself >= 0:
+            self._loop.watch(self._itself, self._gone)
+        self._loop.watch(self._whole, self._all_gone)
+
+    def _become_ready(self, ready: Ready | None, within: float, given_up: Callable[[], bool]) -> None:
+        """Wait until it is ready.
+
+        Args:
+            ready: What it is known by.
+            within: Seconds that it may take.
+            given_up: Whether nobody waits for the call any more that waits here.
+
+        Raises:
+            ChildDied: It has ended, or wasn't ready in time; then it was ended.
+        """
+        until = time.monotonic() + within
+        last = ""
+        while ready is not None:
+            if not self.alive:
+                raise self._error()
+            if given_up() or time.monotonic() > until:
+                why = f"nobody waited any more until it was ready ({last})" if given_up() else ""
+                self._why = why or f"wasn't ready within {within:g} s ({last}), and was ended"
+                self._end_all()
+                raise self._error()
+            if isinstance(ready, re.Pattern):
+                last = f"no line like {ready.pattern!r}"
+                if self._said.wait(_LOOKS_S):
+                    break
+            else:
+                if isinstance(ready, str):
+                    answer = answer_of(ready)
+                    last = f"{ready}: {answer}"
+                    is_there = answer == "200"
+                else:
+                    is_there, last = bool(ready(self)), f"ready={ready!r} says no"
+                if is_there:
+                    break
+                self._ended.wait(_LOOKS_S)
+        self._is_ready = True
+
+    def _awaits(self, line: re.Pattern[str]) -> None:
+        """Look for a line in what it prints, from its beginning on."""
+        self._line = line
+
+    def _look_after(self, health: Health, hung_after: float) -> None:
+        """Ask for its health again and again from now on; end it when nothing good has come for so many seconds."""
+        self._well_at = time.monotonic()
+        every = min(hung_after / 4, 5.0)
+
+        def ask() -> None:
+            while not self._ended.wait(every):
+                try:
+                    well = answer_of(health) == "200" if isinstance(health, str) else health(self)
+                except Exception as error:
+                    self._on_line(self, f"health={health!r} has raised {error_text(error)}")
+                    well = False
+                if well:
+                    self._well_at = time.monotonic()
+
+        def judge() -> None:
+            if self.alive and not self._expected:
+                if time.monotonic() - self._well_at > hung_after:
+                    self._hangs(hung_after)
+                else:
+                    self._loop.later(every, judge)
+
+        # What is asked may be role code, which may hang as well.
+        threading.Thread(target=ask, name=f"child-{self.name}-health", daemon=True).start()
+        self._loop.later(hung_after, judge)
+
+    def _settle(self, within: float) -> None:
+        """Wait for its end, of which there are signs, so many seconds at most."""
+        self._ended.wait(within)
+
+    @property
+    def _top(self) -> int:
+        """The process below which are all that it has started, and it itself."""
+        return 0 if self._popen is None else self._popen.pid
+
+    def _kill(self) -> None:
+        """End it and all that it has started, without a word, and without waiting."""
+        self._expected = True
+        self._signal_whole()
+
+    def _error(self) -> ChildDied:
+        """Return the error that it has ended."""
+        code = self._exitcode
+        return ChildDied(
+            f"{self._label()} {self._how()}",
+            name=self.name,
+            **self._parent._asdict(),
+            pid=self.pid,
+            exitcode=code if code is not None and code >= 0 else None,
+            signal=_name(-code) if code is not None and code < 0 else None,
+            log_tail=self.output or None,
+        )
+
+    def _label(self) -> str:
+        group, role, rank, node = self._parent
+        pid = f"pid {self.pid}, " if self.pid else ""
+        return f"child {self.name!r} of role {role!r} on rank {rank} of group {group!r} ({pid}node {node})"
+
+    def _how(self) -> str:
+        if self._why:
+            return self._why
+        if self._exitcode is None:
+            return "has ended"
+        return (
+            f"exited with code {self._exitcode}" if self._exitcode >= 0 else f"was killed by {_name(-self._exitcode)}"
+        )
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, OSError):  # it is gone
+            if self._itself >= 0 and self.alive:
+                signal.pidfd_send_signal(self._itself, number)
+
+    def _signal_whole(self) -> None:
+        if self._popen is not None:
+            self._popen.send_signal(self._ends)
+
+    def _end_all(self) -> None:
+        self._signal_whole()
+        if not self._over.wait(CHILD_ENDS_WITHIN_S):
+            raise ColocateError(f"{self._label()} was killed, and is still there after {CHILD_ENDS_WITHIN_S:g} s")
+
+    # -- on the event loop's thread
+
+    def _hangs(self, after: float) -> None:
+        """End it alone; a Python program prints its threads' stacks then (faulthandler, which all children have)."""
+        self._why = f"hung: its health was not good for {after:g} s, so it was ended"
+        with contextlib.suppress(OSError):
+            resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
+        for number in (signal.SIGABRT, signal.SIGCONT):  # it may be stopped
+            self._send(number)
+        self._loop.later(CHILD_STACK_WITHIN_S, lambda: self._send(signal.SIGKILL))
+
+    def _reads(self) -> None:
+        self._read()
+
+    def _read(self) -> bool:
+        """Take what it has printed; whether there may be more."""
+        try:
+            data = os.read(self._output, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.unwatch(self._output)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+            self._tail.append(text)
+            if self._line is not None and self._line.search(text):
+                self._said.set()
+            self._on_line(self, text)
+        return bool(data)
+
+    def _gone(self) -> None:
+        """It has ended; its exit code comes when all that it had started is gone, too, which may take longer."""
+        self._loop.unwatch(self._itself)
+        self._loop.later(CHILD_CODE_WITHIN_S, self._finish)
+
+    def _all_gone(self) -> None:
+        self._loop.unwatch(self._whole)
+        assert self._popen is not None
+        self._exitcode = self._popen.wait()
+        self._finish()
+        for fd in (self._output, self._itself, self._whole):
+            if fd >= 0:
+                self._loop.unwatch(fd)
+                os.close(fd)
+        self._over.set()
+
+    def _finish(self) -> None:
+        if self._is_dead:
+            return
+        for _ in range(_MOST_READS):  # what it has printed last; others may still print
+            if not self._read():
+                break
+        self._is_dead, self._ended_at = True, time.time()
+        self._on_change(self)
+        self._ended.set()
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def answer_of(url: str) -> str:
+    """Return the status with which a URL answers, or why it doesn't."""
+    import http.client
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection: Any = made(parts.hostname or "", parts.port, timeout=_ANSWERS_S)
+    try:
+        connection.request("GET", f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}")
+        return str(connection.getresponse().status)
+    except (OSError, http.client.HTTPException) as error:
+        return error_text(error)
+    finally:
+        connection.close()

@@ -1,0 +1,404 @@
+"""Processes that roles start: who fails of their end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import (
+    ChildDied,
+    ConfigError,
+    GroupRestarted,
+    MemoryBudgetError,
+    RoleError,
+    RoleStartError,
+    StaleWeightsError,
+    WorkerDied,
+)
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import Spawn, needs, of_executor, smoke
+from colocate.testing.executors.drivers import Scripted, Scripts
+from colocate.testing.gate import Gate
+from colocate.testing.probes.children import Engines, Given, Recorded, Starter, User
+from colocate.testing.probes.served import FOREVER, SERVER
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+
+PYTHON = sys.executable
+
+
+def starter_in(group: ColocatedGroup) -> Starter:
+    """Return the view of its role "starter"."""
+    return group.role("starter", Starter)
+
+
+class Children(Scripted):
+    """`ctx.start`."""
+
+    @pytest.mark.parametrize("waits", ["wait", "ask"])
+    @needs(OwnProcess)
+    @of_executor
+    def test_a_call_that_waits_fails_of_its_end(self, spawn: Spawn, waits: str) -> None:
+        """At once, wherever it waits in Python: for a queue, for the child's own answer. The worker goes on."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter = starter_in(group)
+        pid, worker = starter.serve(), starter.pid()
+        with Gate() as gate:
+            call = starter.wait.submit(gate.address) if waits == "wait" else starter.ask.submit("hang")
+            if waits == "wait":
+                gate.wait_for()
+                gate.open()
+            os.kill(pid, signal.SIGKILL)
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, ChildDied)
+        assert isinstance(error, RuntimeError)
+        assert (error.name, error.pid, error.signal, error.exitcode) == ("server", pid, "SIGKILL", None)
+        assert (error.group, error.role, error.method, error.rank) == (group.name, "starter", waits, 0)
+        assert "child 'server' of role 'starter' on rank 0" in str(error)
+        assert pickle.loads(pickle.dumps(error)).name == "server"
+        with pytest.raises(ChildDied, match="was killed by SIGKILL"):
+            starter.pid()  # until it does something about that
+        assert starter.serve("the next") != pid
+        assert starter.ask(1) == ("the next", 1)
+        assert starter.pid() == worker
+
+    def test_what_an_async_call_awaits_is_cancelled(self, spawn: Spawn) -> None:
+        """On threads as well, as it is in the hands of an event loop."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        with Gate() as gate:
+            call = starter.wait_async.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(call.exception(PATIENCE_S), ChildDied)
+
+    @smoke
+    def test_the_next_call_fails_of_an_end_between_calls(self, spawn: Spawn) -> None:
+        """With the exit code and the last lines; others of the group go on, and stopping it ends the matter."""
+        group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
+        starter, user = starter_in(group), group.role("user", User)
+        command = [PYTHON, "-c", "import sys; print('the last words'); sys.stdout.flush(); input(); sys.exit(3)"]
+        with Processes([starter.command(command, name="quits")[0]]) as quits:
+            quits.wait()
+        wait_until(lambda: not starter.seen()[0], "the worker has heard of it")
+        with pytest.raises(ChildDied, match=r"child 'quits' .* exited with code 1") as caught:
+            starter.pid()
+        assert (caught.value.exitcode, caught.value.signal) == (1, None)
+        assert "the last words" in str(caught.value)
+        assert user.fine() == 0
+        starter.stop()
+        starter.pid()
+
+    @needs(OwnProcess)
+    def test_who_uses_the_role_fails_as_well(self, spawn: Spawn) -> None:
+        """A call of another role that waits in a method of this one."""
+        group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
+        starter, user = starter_in(group), group.role("user", User)
+        pid = starter.serve()
+        with Gate() as gate:
+            call = user.wait.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(call.exception(PATIENCE_S), ChildDied)
+        with pytest.raises(ChildDied):
+            user.fine()
+
+    @needs(OwnProcess)
+    def test_the_call_itself_may_start_it_again(self, spawn: Spawn) -> None:
+        """It is told once, and goes on."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        with Gate() as gate:
+            call = starter.recovers.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            assert call.result(PATIENCE_S) == ("again", "now")
+
+    def test_a_call_that_ends_after_it_fails_of_it(self, spawn: Spawn) -> None:
+        """Where nothing breaks its wait, as on threads."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter, graph = starter_in(group), group.owner.owner.graph
+        pid = starter.serve()
+        with Gate() as gate:
+            call = starter.pass_gate.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: "(was killed by SIGKILL" in graph.render(), "it is gone")
+        assert isinstance(call.exception(PATIENCE_S), ChildDied)
+
+    @of_executor
+    def test_one_that_hangs_is_ended_alone(self, spawn: Spawn, tmp_path: Path) -> None:
+        """By its health; the call that waits for it fails with its stack, and the worker goes on."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        worker, ill = starter.pid(), tmp_path / "ill"
+        starter.serve(health=str(ill))
+        starter.ask(1)
+        call = starter.ask.submit("hang")
+        ill.touch()
+        error = call.exception(PATIENCE_S)
+        assert isinstance(error, ChildDied)
+        assert (error.signal, "hung: its health" in str(error)) == ("SIGABRT", True)
+        assert "in serve" in str(error.log_tail)
+        starter.stop()
+        assert starter.pid() == worker
+
+    @needs(OwnProcess)
+    def test_the_group_may_fail_of_it(self, spawn: Spawn) -> None:
+        """With fails="group" as of the death of a worker: without a restart it has failed, with one it goes on."""
+        roles = {"starter": colocate.role(Starter, "group")}
+        group = spawn(roles, slots=1)
+        starter = starter_in(group)
+        call = starter.ask.submit("exit")
+        error = call.exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert "child 'server' of role 'starter' on rank 0" in str(error)
+        assert "it has had enough" in str(error)
+        assert group.state == "failed"
+        again = spawn(roles, slots=1, on_failure="restart")
+        assert isinstance(starter_in(again).ask.submit("exit").exception(PATIENCE_S), GroupRestarted)
+        again.wait_ready(PATIENCE_S)
+        assert starter_in(again).ask(1) == ("made", 1)
+
+    def test_what_it_has_started_ends_with_it(self, spawn: Spawn) -> None:
+        """Whatever session that is in, however the child ends."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        for end in ("kill", "stop"):
+            pid = starter.serve()
+            with Processes([pid, starter.ask("spawn")]) as processes:
+                if end == "kill":
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    assert starter.stop() == "stopped"
+                processes.wait()
+
+    @smoke
+    def test_a_port_as_a_socket(self, spawn: Spawn) -> None:
+        """A command that names {fd} gets a socket that listens; others the number of a port that is held for them."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        for words in (["fd", "{fd}"], ["port", "{port}"]):
+            url = "http://127.0.0.1:{port}/ready"
+            command = [PYTHON, "-c", SERVER, *words]
+            pid, port = starter.command(command, name="http", port=0, ready=url)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/pid") as answer:
+                assert int(answer.read()) == pid
+            starter.stop()
+
+    def test_ready_by_a_line(self, spawn: Spawn) -> None:
+        """A part of one, or a pattern."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.command([PYTHON, "-c", FOREVER], name="one", ready="last words")
+        assert "the last words" in starter.seen()[3]
+        starter.command([PYTHON, "-c", FOREVER], name="other", line="^the la.* words$")
+        assert starter.seen()[2] == "running"
+
+    def test_what_is_never_ready_is_told(self, spawn: Spawn) -> None:
+        """In time, with its last output, and it is gone."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(no line like 'never'\)") as caught:
+            starter.command([PYTHON, "-c", FOREVER], name="late", line="never", within=0.5)
+        assert not _is_there(caught.value.pid)
+        with pytest.raises(ChildDied, match="exited with code 2"):
+            starter.command([PYTHON, "-c", "raise SystemExit(2)"], name="gone", ready="never")
+        starter.pid()  # there is none that has died
+
+    @pytest.mark.parametrize(
+        ("what", "options", "words"),
+        [
+            (
+                ["nothing-of-this-name"],
+                {},
+                "the program 'nothing-of-this-name' isn't found: it is on no folder of PATH",
+            ),
+            (["/nothing/there"], {}, "isn't an executable file"),
+            (["-m", "http.server"], {}, "give python= the interpreter"),
+            ("sleep 5", {}, r"a command is a list of words; write \['sleep', '5'\]"),
+            ([], {}, "a command is a list of words"),
+            (["sleep", "{port}"], {}, "port=0 gives it a free one"),
+            (["sleep", "5"], {"cwd": "/nothing/there"}, "is no folder"),
+            (["sleep", "5"], {"fails": "all"}, "it is 'call', 'group' or None"),
+            (print, {"port": 0}, "port= is for commands"),
+            (print, {"python": sys.executable}, "python= is for commands"),
+        ],
+    )
+    def test_a_wrong_one_is_refused(self, spawn: Spawn, what: object, options: dict[str, object], words: str) -> None:
+        """With what to do, before anything is started."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with pytest.raises(RoleError, match=words) as caught:
+            starter.start(what, **options)
+        assert isinstance(caught.value.__cause__, ConfigError)
+
+    def test_a_port_that_is_taken(self, spawn: Spawn) -> None:
+        """Is refused before anything is started."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(RoleError, match=f"port {port} of 127.0.0.1 is taken"):
+                starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=port)
+
+    def test_a_name_that_runs_is_taken(self, spawn: Spawn) -> None:
+        """One name is one child of a role."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.serve()
+        with pytest.raises(RoleError, match="has a child of this name that runs"):
+            starter.serve()
+
+    def test_a_command_to_its_end(self, spawn: Spawn) -> None:
+        """With fails=None nobody minds, and the role waits itself."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        assert starter.run([PYTHON, "-c", "print(6 * 7); raise SystemExit(5)"]) == (5, "42")
+
+    def test_a_constructor_whose_child_dies(self, spawn: Spawn) -> None:
+        """Is a start that fails."""
+        with pytest.raises(RoleStartError, match="'nothing' isn't found"):
+            spawn({"starter": colocate.role(StartsNothing)}, slots=1)
+
+    def test_memory_and_tree(self, spawn: Spawn) -> None:
+        """Each is a node of the tree and a row of the memory."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter = starter_in(group)
+        pid = starter.serve()
+        size = 64 << 20
+        assert starter.ask(("take", size)) == size
+        (row,) = [row for row in group.memory().rows() if row["role"] == "starter/server"]
+        assert size < row["total"] < 4 * size
+        graph = group.owner.owner.graph
+        data = graph.data(memory=True)
+        while data["kind"] != "child":
+            data = next(
+                child for child in data["children"] if child["kind"] in ("pool", "group", "worker", "role", "child")
+            )
+        assert (data["name"], data["state"], data["pid"]) == ("server", "running", pid)
+        assert size < data["bytes"] < 4 * size
+        assert f"child server (running, pid {pid}" in graph.render()
+        starter.stop()
+        assert "child server (stopped" in graph.render()
+
+    def test_budgets_count_it(self, spawn: Spawn) -> None:
+        """With the host's memory of its role."""
+        roles = {"starter": colocate.role(Starter).on(host_memory="256MiB")}
+        starter = starter_in(spawn(roles, slots=1))
+        starter.serve()
+        with pytest.raises(MemoryBudgetError, match=r"starter .*children"):
+            starter.ask(("take", 512 << 20))
+        starter.stop()
+        starter.pid()
+
+    def test_weights_reach_it(self, spawn: Spawn) -> None:
+        """Through its connection: by shared memory, or CUDA IPC. Of a child that dies amid them the sync fails."""
+        pytest.importorskip("torch")
+        group = spawn({"given": colocate.role(Given), "engines": colocate.role(Engines)}, slots=1)
+        given, engines = group.role("given", Given), group.role("engines", Engines)
+        for _ in range(2):
+            given.double()
+            assert colocate.sync_weights(given, engines).nbytes
+            assert engines.sums() == given.sums()
+        engines.die_next()
+        with pytest.raises(ChildDied, match=r"child 'engine' .* exited with code 1"):
+            colocate.sync_weights(given, engines)
+        with pytest.raises((ChildDied, StaleWeightsError)):
+            engines.sums()
+        with pytest.raises(ChildDied):
+            colocate.sync_weights(given, engines)
+        engines.begin()
+        colocate.sync_weights(given, engines)
+        assert engines.sums() == given.sums()
+
+    @of_executor
+    def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
+        """The last first, after `close()` of their role."""
+        file = tmp_path / "ends"
+        group = spawn({"recorded": colocate.role(Recorded, str(file))}, slots=1)
+        group.close()
+        assert file.read_text() == "close ba"
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_the_end_of_a_worker_ends_them(self, spawn: Spawn) -> None:
+        """By SIGKILL; and what they have started."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with Processes([starter.serve(), starter.ask("spawn")]) as children:
+            os.kill(starter.pid(), signal.SIGKILL)
+            children.wait()
+
+    @smoke
+    def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
+        """By SIGKILL: of threads as well."""
+        driver = scripts.start("""
+            from colocate.testing.probes.children import Starter
+            runtime = CONNECT
+            starter = runtime.reserve(1, cpus=0).spawn({"starter": colocate.role(Starter)}).role("starter")
+            say([starter.serve(), starter.ask("spawn")])
+            threading.Event().wait()
+            """)
+        with Processes(driver.hear()) as children:
+            driver.process.kill()
+            children.wait()
+
+    @of_executor
+    def test_functions_of_a_script_and_beside_it(self, scripts: Scripts) -> None:
+        """A function of the script, and one of a module beside it, which a command finds as well."""
+        (scripts.folder / "helper.py").write_text(
+            "def answer():\n    return 42\n\nif __name__ == '__main__':\n    print(answer())\n"
+        )
+        driver = scripts.start("""
+            import helper
+
+            class Asks(colocate.Role):
+                @colocate.method
+                def ask(self):
+                    child = self.ctx.start(told, name="told")
+                    command = self.ctx.start(["-m", "helper"], python=sys.executable, fails=None)
+                    return child.connection.recv(), command.wait(), command.output
+
+            def told(connection):
+                connection.send(helper.answer())
+                connection.recv()
+
+            with CONNECT as runtime:
+                say(runtime.reserve(1, cpus=0).spawn({"asks": colocate.role(Asks)}).role("asks").ask())
+            """)
+        assert driver.hear() == [[42, 0, "42"]]
+        assert driver.end()[0] == 0
+
+    def test_audits_know_them(self, spawn: Spawn) -> None:
+        """None is leaked."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter_in(group).serve()
+        starter_in(group).ask("spawn")
+        assert not group.owner.owner.audit()
+
+    def test_one_that_doesnt_end_by_itself_is_killed(self, spawn: Spawn) -> None:
+        """A stopped process hears no SIGTERM."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        send(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            assert starter.stop() == "stopped"
+        assert not _is_there(pid), time.monotonic() - began
+
+
+class StartsNothing(Starter):
+    """Its constructor fails."""
+
+    def __init__(self) -> None:
+        self.ctx.start(["nothing"], name="nothing")
+
+
+def _is_there(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

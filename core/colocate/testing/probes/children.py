@@ -1,0 +1,206 @@
+"""Roles that start processes by `ctx.start`, and what these run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import colocate
+from colocate import Child, ChildDied, First, Role, Weights, method
+from colocate.testing.gate import Address, pass_gate, pass_gate_async
+from colocate.testing.probes import optional
+from colocate.testing.probes.served import NOTES, serve
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = optional("torch")
+
+
+class Starter(Role):
+    """Has a child of each kind that it is asked for."""
+
+    def __init__(self, fails: str | None = None) -> None:
+        self.child: Child
+        if fails is not None:
+            self.child = self.ctx.start(partial(serve, first="made"), name="server", fails=fails)  # type: ignore[arg-type]
+
+    @method(collect=First(), revives=True)
+    def serve(self, first: str = "", name: str = "server", fails: Any = "call", health: Any = None) -> int:
+        """Start a function."""
+        options: dict[str, Any] = {"health": partial(is_well, health), "hung_after": 0.3} if health else {}
+        self.child = self.ctx.start(partial(serve, first=first), name=name, fails=fails, **options)
+        return self.child.pid
+
+    @method(collect=First())
+    def command(self, /, command: Sequence[str], **options: Any) -> tuple[int, int | None]:
+        """Start a command."""
+        if "line" in options:
+            options["ready"] = re.compile(options.pop("line"))
+        self.child = self.ctx.start(command, **options)
+        return self.child.pid, self.child.port
+
+    @method(collect=First())
+    def start(self, /, what: Any, **options: Any) -> None:
+        """Start anything."""
+        self.ctx.start(what, **options)
+
+    @method(collect=First())
+    def ask(self, *asked: Any) -> Any:
+        """Ask the child something, and wait for what only it can answer."""
+        for each in asked:
+            assert self.child.connection is not None
+            self.child.connection.send(each)
+        assert self.child.connection is not None
+        return self.child.connection.recv()
+
+    @method(collect=First())
+    def wait(self, gate: Address) -> None:
+        """Wait in Python code for what never comes."""
+        pass_gate(gate)
+        queue.Queue[int]().get()
+
+    @method(collect=First())
+    async def wait_async(self, gate: Address) -> None:
+        await pass_gate_async(gate)
+        await asyncio.Event().wait()
+
+    @method(collect=First())
+    def pass_gate(self, gate: Address) -> None:
+        """Wait at a gate, which no end of a child opens on threads."""
+        pass_gate(gate)
+
+    @method(collect=First())
+    def recovers(self, gate: Address) -> Any:
+        """Start it again in the call that has heard of its end."""
+        try:
+            self.wait(gate)
+        except ChildDied:
+            self.serve("again")
+            return self.ask("now")
+
+    @method(collect=First(), revives=True)
+    def seen(self) -> tuple[bool, int | None, str, str]:
+        """Whether it is alive, its exit code, its state and its output."""
+        return self.child.alive, self.child.exitcode, self.child.state, self.child.output
+
+    @method(collect=First(), revives=True)
+    def stop(self) -> str:
+        self.child.stop()
+        return self.child.state
+
+    @method(collect=First())
+    def run(self, command: Sequence[str]) -> tuple[int | None, str]:
+        """Run a command to its end."""
+        child = self.ctx.start(command, fails=None)
+        return child.wait(), child.output
+
+    @method(collect=First())
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def engine(connection: Any) -> None:
+    """Have weights of its own, and tell their sum."""
+    held: dict[str, Any] = {}
+    while (asked := connection.recv()) is not None:
+        if asked == "load":
+            for name, tensor in colocate.torch.receive_weights(connection):
+                held[name] = tensor.clone()
+        elif asked == "die":
+            name, tensor = next(colocate.torch.receive_weights(connection))
+            os._exit(1)
+        connection.send({name: (str(each.dtype), float(each.double().sum())) for name, each in held.items()})
+
+
+class Engines(Role):
+    """Has the weights of another role in a child."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    @method(revives=True)
+    def begin(self) -> None:
+        self.child, self.how = self.ctx.start(engine), "load"
+
+    @method
+    def die_next(self) -> None:
+        self.how = "die"
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        assert self.child.connection is not None
+        self.child.connection.send(self.how)
+        colocate.torch.send_weights(self.child.connection, weights, bucket=4096)
+        self.held = self.child.connection.recv()
+
+    @method(collect=First())
+    def sums(self) -> Any:
+        """What the child has, by name."""
+        return self.held
+
+
+class Given(Role):
+    """Has weights of several kinds and sizes."""
+
+    def __init__(self) -> None:
+        whole = torch.arange(3000, dtype=torch.float32, device=self.ctx.device)
+        self.weights = {
+            "large": whole.view(30, 100).t(),
+            "half": whole[:100].to(torch.bfloat16),
+            "one": torch.tensor(2.5, device=self.ctx.device),
+            "none": torch.empty(0, 3, device=self.ctx.device),
+            "whole": torch.arange(7, device=self.ctx.device),
+        }
+
+    @method
+    def double(self) -> None:
+        for each in self.weights.values():
+            each.mul_(2)
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        yield from self.weights.items()
+
+    @method(collect=First())
+    def sums(self) -> Any:
+        """The same as the child tells."""
+        return {name: (str(each.dtype), float(each.double().sum())) for name, each in self.weights.items()}
+
+
+class User(Role):
+    """Uses the other role's child by that role's object."""
+
+    @method(collect=First())
+    def wait(self, gate: Address) -> None:
+        self.ctx.sibling("starter", Starter).wait(gate)
+
+    @method(collect=First())
+    def fine(self) -> int:
+        return self.ctx.rank
+
+
+class Recorded(Role):
+    """Notes in a file what ends when."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        for name in ("a", "b"):
+            self.ctx.start([sys.executable, "-c", NOTES, file, name], name=name, ready="on")
+
+    @method
+    def noop(self) -> None: ...
+
+    def close(self) -> None:
+        with Path(self.file).open("a") as file:
+            file.write("close ")
+
+
+def is_well(file: str, child: Child) -> bool:
+    """Whether a file isn't there that says otherwise."""
+    return not Path(file).exists()

@@ -1,0 +1,45 @@
+"""The process of a function that a role has started as its child: `python -m colocate.worker.child FD NAME`.
+
+The descriptor is its end of a connection, on which comes what the function needs, and which the function has then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from colocate._definitions.sources import Source
+from colocate.worker.birth.imports import DriversModules
+
+
+class Start(NamedTuple):
+    """What it needs."""
+
+    authkey: bytes  # multiprocessing's, by which tensors are shared
+    path: list[str]
+    sources: Mapping[str, Source]  # modules beside the driver's script, which may be on another machine
+    function: bytes
+
+
+def main() -> None:
+    """Run the function."""
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    connection: Any = Connection(fd)
+    start = Start(*connection.recv())
+    multiprocessing.current_process().authkey = start.authkey
+    sys.path[:] = start.path
+    modules = DriversModules(lambda name: {})
+    modules.know(start.sources)
+    sys.meta_path.insert(0, modules)
+    function: Callable[[Any], object] = pickle.loads(start.function)
+    function(connection)
+
+
+if __name__ == "__main__":
+    main()
