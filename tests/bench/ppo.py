@@ -47,7 +47,7 @@ class _Demo:
 
     example: str
     roles: dict[str, str]
-    job: dict[str, int]
+    job: dict[str, int | str]
 
 
 _DEMOS = {
@@ -56,7 +56,9 @@ _DEMOS = {
         {"actor": "Actor", "critic": "Critic", "reference": "Reference", "reward": "Reward"},
         {"batch": 256},
     ),
-    "GRPO": _Demo("grpo.yaml", {"actor": "GroupActor", "reward": "Reward"}, {"batch": 32, "samples": 8}),
+    "GRPO": _Demo(
+        "grpo.yaml", {"actor": "GroupActor", "reward": "Reward"}, {"batch": 32, "samples": 8, "rollout": "actor"}
+    ),
 }
 
 _recorded: dict[tuple[str, str, int], Any] = {}

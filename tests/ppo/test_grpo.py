@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from tests.ppo.test_job import EASY, EXAMPLES, Recorder
 
 import colocate
+from colocate import CallRecord, MoveRecord
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.group_actor import GroupActor
@@ -32,8 +35,9 @@ TINY = [
 ]
 KL = ["+groups.policy.roles.reference=ppo.reference", "+job.with.kl_coefficient=0.02"]
 TRAINED = [*EASY, "job.with.steps=12", "+job.with.eval_every=12"]
+BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=575KiB"]  # 634 KiB are all of them
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
-ENGINE = ["+job.with.rollout=engine"]
+ENGINE = ["+job.with.rollout=rollout"]
 
 
 def engine(**sizes: Any) -> list[str]:
@@ -42,10 +46,13 @@ def engine(**sizes: Any) -> list[str]:
     config = small_llama(tokenizer, **sizes).to_dict()
     model = {key: value for key, value in config.items() if isinstance(value, int | str)}
     use = {"use": "rollout.engine", "with": {"engine": "transformers", "model": model, "max_length": 64}}
-    return [f"+groups.policy.roles.engine={use}", *ENGINE]
+    return [f"groups.policy.roles.rollout={use}"]
 
 
-OWN = engine(layers=1, hidden=16, heads=2, feed_forward=32)
+OWN = [*engine(layers=1, hidden=16, heads=2, feed_forward=32), *ENGINE]
+
+
+LARGER = engine(layers=2, hidden=64, heads=4, feed_forward=128, phrases=[PHRASE])
 
 
 def run(changes: Iterable[str], directory: Path, **how: Any) -> Recorder:
@@ -56,6 +63,29 @@ def run(changes: Iterable[str], directory: Path, **how: Any) -> Recorder:
         recorder = Recorder(job.runtime, job.groups, directory, **how)
         train(recorder, **config.job.with_)  # type: ignore[arg-type]
     return recorder
+
+
+class Moved:
+    """Hears of what sleeps and wakes."""
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[str, str]] = []
+
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        self.moves.append((record.role, record.kind))
+
+
+class Killer:
+    """Ends a worker when the engine has generated so often, once."""
+
+    def __init__(self, pids: list[int], at: int | None) -> None:
+        self.pids, self.at, self.calls = pids, at, 0
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        if (record.role, record.method) == ("rollout", "generate"):
+            self.calls += 1
+            if self.calls == self.at:
+                os.kill(self.pids[-1], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -182,28 +212,55 @@ def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> No
 
 def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
     """Then nothing is sent; and what it has may sleep while the actor learns."""
-    use = "{use: rollout.engine, with: {engine: transformers, role: actor, max_length: 64}}"
-    sleeps = "+job.with.rollout_sleeps=[cache]"
-    recorder = run([*TINY, f"+groups.policy.roles.engine={use}", *ENGINE, sleeps], tmp_path)
+    recorder = run([*TINY, *ENGINE, "+job.with.rollout_sleeps=[cache]"], tmp_path)
     assert [row["step"] for row in recorder.rows] == [0, 1, 2, 3, 4]
     assert max(row["engine_gap"] for row in recorder.rows[1:]) < 1e-4
 
 
-@pytest.mark.parametrize("rollout", ["actor", "engine"])
-def test_grpo_improves(tmp_path: Path, rollout: str) -> None:
-    own = engine(layers=2, hidden=64, heads=4, feed_forward=128, phrases=[PHRASE])
-    trained = run([*TRAINED, *(own if rollout == "engine" else ())], tmp_path)
+def test_turns_within_a_budget(tmp_path: Path) -> None:
+    """Actor and engine don't fit together, and all goes as if they did."""
+    config = colocate.load_config(EXAMPLES / "grpo.yaml", set=[*TINY, *OWN, *BUDGET])
+    assert config.job is not None
+    moved = Moved()
+    with colocate.launch(config) as job:
+        job.runtime.observe(moved)
+        recorder = Recorder(job.runtime, job.groups, tmp_path)
+        train(recorder, **config.job.with_)  # type: ignore[arg-type]
+    assert recorder.rows == run([*TINY, *OWN], tmp_path).rows
+    assert {("actor", "sleep"), ("rollout", "wake")} <= {*moved.moves}
+
+
+@pytest.mark.long
+def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is restarted, its engine stale: the job goes on from its checkpoint as if nothing had happened."""
+    rows = []
+    for at in (None, 3):
+        (tmp_path / str(at)).mkdir()
+        monkeypatch.chdir(tmp_path / str(at))
+        shards = ["groups.policy.on_failure=restart", "+groups.policy.roles.actor.with.parallel=fsdp2"]
+        two = ["pools.main.slots=2", "executor={use: local, with: {processes: true}}"]
+        config = colocate.load_config(EXAMPLES / "grpo.yaml", set=[*TINY, *OWN, *shards, *two])
+        with colocate.launch(config) as job:
+            job.runtime.observe(Killer(job.groups["policy"].run(lambda ctx: os.getpid()), at))
+            record = job.run(quiet=True)
+            assert job.groups["policy"].generation == int(at is not None)
+        rows.append([{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in record.metrics])
+    assert [row["step"] for row in rows[0]] == [0, 1, 2, 3, 4]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("changes", [["job.with.rollout=actor"], LARGER], ids=["actor", "engine"])
+def test_grpo_improves(tmp_path: Path, changes: list[str]) -> None:
+    trained = run([*TRAINED, *changes], tmp_path)
     assert trained.rows[0]["eval_accuracy"] < 0.35
     assert trained.rows[-1]["eval_accuracy"] > 0.65
     assert trained.rows[-1]["reward"] > trained.rows[1]["reward"] + 0.2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rollout", ["actor", "engine"])
-def test_with_shuffled_rewards_it_does_not(tmp_path: Path, rollout: str) -> None:
-    own = engine(layers=2, hidden=64, heads=4, feed_forward=128, phrases=[PHRASE])
-    changes = [*TRAINED, *(own if rollout == "engine" else ()), "+job.with.shuffle_rewards=true"]
-    control = run(changes, tmp_path)
+@pytest.mark.parametrize("changes", [["job.with.rollout=actor"], LARGER], ids=["actor", "engine"])
+def test_with_shuffled_rewards_it_does_not(tmp_path: Path, changes: list[str]) -> None:
+    control = run([*TRAINED, *changes, "+job.with.shuffle_rewards=true"], tmp_path)
     assert control.rows[-1]["eval_score"] < control.rows[0]["eval_score"] + 0.1
     assert control.rows[-1]["eval_accuracy"] < 0.35
 
@@ -220,7 +277,10 @@ def test_with_shuffled_rewards_it_does_not(tmp_path: Path, rollout: str) -> None
             ["job.with.rollout=engine"],
             "`rollout: engine` needs a role 'engine' in the group 'policy', which has actor, ",
         ),
-        (["+job.with.rollout_sleeps=[cache]"], "`rollout_sleeps` is for a role that only generates; `rollout` is the"),
+        (
+            ["job.with.rollout=actor", "+job.with.rollout_sleeps=[cache]"],
+            "`rollout_sleeps` is for a role that only generates; `rollout` is the",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, change: list[str], words: str) -> None:
