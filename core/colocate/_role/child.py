@@ -7,7 +7,9 @@ import math
 import os
 import re
 import resource
+import select
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -58,7 +60,6 @@ class Child:
         self,
         parent: Parent,
         name: str,
-        port: int | None,
         fails: Fails,
         loop: EventLoop,
         ends: int,
@@ -68,7 +69,7 @@ class Child:
         """Made by `ctx.start`."""
         self.name = name
         self.pid = 0
-        self.port = port
+        self.port: int | None = None
         self.connection: Connection | None = None
         self._parent = parent
         self._fails = fails
@@ -76,6 +77,8 @@ class Child:
         self._told_at = -math.inf  # when the call that runs was told last, in seconds of time.monotonic()
         self._loop, self._ends, self._on_line, self._on_change = loop, ends, on_line, on_change
         self._popen: subprocess.Popen[bytes] | None = None  # its upper supervisor
+        self._held: socket.socket | None = None  # has its port until it has that
+        self._itself = self._whole = self._output = -1  # descriptors of the child, that process, and what it prints
         self._exitcode: int | None = None  # as subprocess has it
         self._is_ready = False
         self._expected = self._is_dead = False
@@ -127,7 +130,9 @@ class Child:
         if self.alive:
             self._why = "stopped"
         self._on_change(self)
-        if not self._over.is_set():
+        if self._popen is None:  # whoever starts it sees that
+            self._is_dead = True
+        elif not self._over.is_set():
             self._send(signal.SIGTERM)
             self._ended.wait(grace)
             self._end_all()
@@ -177,7 +182,7 @@ class Child:
         def start() -> None:
             try:
                 self._popen = subprocess.Popen(
-                    [*launcher, str(tell), *words],
+                    [*launcher, str(os.getpid()), str(tell), *words],
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=printed,
@@ -231,7 +236,7 @@ class Child:
         """
         until = time.monotonic() + within
         last = ""
-        while ready is not None:
+        while ready is not None and not self._expected:
             if not self.alive:
                 raise self._error()
             if given_up() or time.monotonic() > until:
@@ -253,11 +258,17 @@ class Child:
                 if is_there:
                     break
                 self._ended.wait(_LOOKS_S)
+        if self._expected:  # another thread has stopped it
+            self._end_all()
+            raise self._error()
         self._is_ready = True
 
-    def _awaits(self, line: re.Pattern[str]) -> None:
-        """Look for a line in what it prints, from its beginning on."""
-        self._line = line
+    def _awaits(self, ready: Ready | None) -> Ready | None:
+        """Look in what it prints for the line that it is ready by, if it is by one; return what it is ready by."""
+        if isinstance(ready, str) and not ready.startswith(("http://", "https://")):
+            ready = re.compile(re.escape(ready))
+        self._line = ready if isinstance(ready, re.Pattern) else None
+        return ready
 
     def _look_after(self, health: Health, hung_after: float) -> None:
         """Ask for its health again and again from now on; end it when nothing good has come for so many seconds."""
@@ -285,14 +296,27 @@ class Child:
         threading.Thread(target=ask, name=f"child-{self.name}-health", daemon=True).start()
         self._loop.later(hung_after, judge)
 
-    def _settle(self, within: float) -> None:
-        """Wait for its end, of which there are signs, so many seconds at most."""
-        self._ended.wait(within)
+    def _settle(self, within: float, signs: bool = False) -> None:
+        """Wait for the news of its end, so many seconds at most, if there are signs of it."""
+        poll = select.poll()
+        with contextlib.suppress(OSError, ValueError):  # closed just now
+            if self._itself >= 0:
+                poll.register(self._itself, select.POLLIN)
+            if self.connection is not None:
+                poll.register(self.connection.fileno(), 0)
+            signs = signs or bool(poll.poll(0))
+        if self.alive and signs:
+            self._ended.wait(max(0.0, within))
 
     @property
     def _top(self) -> int:
         """The process below which are all that it has started, and it itself."""
         return 0 if self._popen is None else self._popen.pid
+
+    def _let_go_of_port(self) -> None:
+        """Hold it no longer."""
+        if self._held is not None:
+            self._held.close()
 
     def _kill(self) -> None:
         """End it and all that it has started, without a word, and without waiting."""

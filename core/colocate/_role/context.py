@@ -251,7 +251,7 @@ class Context:
             program: A command, as a list of words; or a function, which runs in a new interpreter of this Python, with
                 its end of a connection as argument (`Child.connection`). What lies beside the driver's script is on the
                 path of both.
-            name: What it is called; by default as the program.
+            name: What it is called; by default as the program, with a number where such a one runs.
             ready: What it is waited for: a URL that answers GET with 200; a line, by a part of it or a pattern; a
                 function of the `Child`, which says whether it is. None: until it has begun.
             within: Seconds in which it has to be ready.

@@ -11,8 +11,8 @@ awaits is cancelled. On `local` threads nothing breaks a wait: such a call fails
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
-import re
 import signal
 import socket
 import sys
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
@@ -43,6 +43,8 @@ from colocate.worker.serving.scope import Scope
 if TYPE_CHECKING:
     from colocate._role.child import Child, Fails, Health, Ready
 
+T = TypeVar("T")
+_LAUNCHER = (sys.executable, "-I", "-S", supervisor.__file__)
 _NUDGE_S, _LONGEST_NUDGE_S = 0.005, 0.1
 _BROKEN_WITHIN_S = 0.1  # what a child's end has broken is heard of before that end
 
@@ -95,84 +97,56 @@ class Children:
         fails: Fails,
     ) -> Child:
         """See `Context.start`."""
-        # As all that few workers need, this is imported when one needs it.
-        from multiprocessing.connection import Connection
-
-        from colocate._role.child import Child, Parent
+        from colocate._role.child import Child, Parent  # as all that few workers need: when one needs it
 
         words, title = _words(program, python, port)
-        name = name or title
-        what = f"ctx.start({name!r})"
-        limit(within, f"{what}: within")
-        limit(hung_after, f"{what}: hung_after")
-        if fails not in ("call", "group", None):
-            raise ConfigError(f"{what}: fails={fails!r}; it is 'call', 'group' or None")
+        what = f"ctx.start({name or title!r})"
         if ctx.role is None:
             raise ConfigError(f"{what}: children belong to a role, which a function isn't: have a method start it")
-        key = ctx.role, name
-        former = self._all.get(key)
-        if former is not None and former.alive:
-            former._settle(_BROKEN_WITHIN_S)  # who starts it again may know of its end already
-        if former is not None and former.alive:
-            raise ConfigError(f"{what}: role {ctx.role!r} has a child of this name that runs (pid {former.pid})")
-        environ = self._environ(env or {})
-        if cwd is not None and not Path(cwd).is_dir():
-            raise ConfigError(f"{what}: cwd={str(cwd)!r} is no folder on node {ctx.node}")
-        _check_program(what, words[0] if words else sys.executable, environ, cwd, ctx)
-        if port is None and any("{port}" in word or "{fd}" in word for word in words):
-            raise ConfigError(f"{what}: its words name a port or a socket, and it has none: port=0 gives it a free one")
-        fds: list[int] = []
-        sockets: list[socket.socket] = []
+        if fails not in ("call", "group", None):
+            raise ConfigError(f"{what}: fails={fails!r}; it is 'call', 'group' or None")
+        limit(within, f"{what}: within")
+        limit(hung_after, f"{what}: hung_after")
+        loop, parent = self._have_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
+        for known in list(self._all.values()):
+            known._settle(_BROKEN_WITHIN_S)  # who starts it again may know of its end already
+        with self._lock:
+            names = [name] if name else (f"{title}-{n}" if n > 1 else title for n in itertools.count(1))
+            free = (each for each in names if (found := self._all.get((ctx.role, each))) is None or not found.alive)
+            if (own := next(free, None)) is None:
+                raise ConfigError(f"{what}: role {ctx.role!r} has a child of this name that runs")
+            former = self._all.pop((ctx.role, own), None)
+            child = Child(parent, own, fails, loop, supervisor.ENDS, self._printed, self._changed)
+            self._all[ctx.role, own] = child
         try:
-            if port is not None:
-                sockets.append(_bound(what, port))
-                port = sockets[0].getsockname()[1]
-                if any("{fd}" in word for word in words):
-                    sockets[0].listen(128)
-                    fds.append(sockets[0].fileno())
-            values = {"{port}": str(port), "{fd}": str(fds[0]) if fds else "{fd}"}
-            if port is not None:
-                words = [_filled(word, values) for word in words]
-                environ |= {each: _filled(value, values) for each, value in (env or {}).items()}
-                ready = _filled(ready, values) if isinstance(ready, str) else ready
-                health = _filled(health, values) if isinstance(health, str) else health
-            parent = Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
-            child = Child(parent, name, port, fails, self._have_loop(), supervisor.ENDS, self._printed, self._changed)
-            data = _packed(program, what) if callable(program) else b""
+            if cwd is not None and not Path(cwd).is_dir():
+                raise ConfigError(f"{what}: cwd={str(cwd)!r} is no folder on node {ctx.node}")
+            environ = self._environ(env or {})
+            _check_program(what, words[0] if words else sys.executable, environ, cwd, ctx)
             if callable(program):
-                here, there = socket.socketpair()
-                sockets.append(there)
-                child.connection = Connection(here.detach())
-                fds.append(there.fileno())
-                words = [sys.executable, "-P", "-m", "colocate.worker.child", str(there.fileno()), name]
-            if isinstance(ready, str) and not ready.startswith(("http://", "https://")):
-                ready = re.compile(re.escape(ready))
-            if isinstance(ready, re.Pattern):
-                child._awaits(ready)
+                ready = child._awaits(ready)
+                self._begin_function(child, program, environ, cwd)
+            else:
+                values = _port_of(child, words, port)
+                ready = child._awaits(_filled(ready, values))
+                health = _filled(health, values)
+                words = [_filled(word, values) for word in words]
+                environ = {each: _filled(value, values) for each, value in environ.items()}
+                child._begin(_LAUNCHER, words, environ, cwd, [int(values["{fd}"])] if "{fd}" in values else [])
+                if "{fd}" in values:
+                    child._let_go_of_port()  # its end shows that of the child
+                self._tell()
+            child._become_ready(ready, within, lambda: self._given_up(ctx))
+        except BaseException:
+            child.stop(0)
             with self._lock:
-                self._all.pop(key, None)
-                self._all[key] = child
-            try:
-                child._begin(
-                    [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid())], words, environ, cwd, fds
-                )
-                if fds:
-                    sockets.pop().close()  # its end shows that of the child
-                self._tell()
-                if callable(program):
-                    self._send_function(child, data)
-                child._become_ready(ready, within, self._given_up)
-            except BaseException:
-                child.stop(0)
-                with self._lock:
-                    del self._all[key]
-                    if former is not None:
-                        self._all[key] = former
-                self._tell()
-                raise
+                del self._all[ctx.role, own]
+                if former is not None:
+                    self._all[ctx.role, own] = former
+            self._tell()
+            raise
         finally:
-            for each in sockets:  # a port that it has bound itself
-                each.close()
+            child._let_go_of_port()
         with self._lock:
             if former is not None:
                 self._note(former)
@@ -182,6 +156,28 @@ class Children:
             child._look_after(health, hung_after)
         self._tell()
         return child
+
+    def _begin_function(
+        self, child: Child, function: Callable[[Any], object], environ: Mapping[str, str], cwd: str | None
+    ) -> None:
+        """Have an interpreter run a function, and give it that."""
+        import multiprocessing
+        from multiprocessing.connection import Connection
+
+        data = _packed(function, f"ctx.start({child.name!r})")
+        here, there = socket.socketpair()
+        with there:  # closed here, its end shows that of the child
+            child.connection = Connection(here.detach())
+            fd = there.fileno()
+            words = [sys.executable, "-P", "-m", "colocate.worker.child", str(fd), child.name]
+            child._begin(_LAUNCHER, words, environ, cwd, [fd])
+        self._tell()
+        try:
+            key = bytes(multiprocessing.current_process().authkey)
+            child.connection.send((key, sys.path, own_sources(), data))
+        except OSError:
+            child._settle(_BROKEN_WITHIN_S, signs=True)
+            raise child._error() from None
 
     def _environ(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a child: this process's, with what is asked for and what lies beside the script."""
@@ -194,20 +190,12 @@ class Children:
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), *beside]))
         return found
 
-    def _send_function(self, child: Child, data: bytes) -> None:
-        import multiprocessing
-
-        assert child.connection is not None
-        try:
-            key = bytes(multiprocessing.current_process().authkey)
-            child.connection.send((key, sys.path, own_sources(), data))
-        except OSError:
-            raise child._error() from None
-
-    def _given_up(self) -> bool:
-        """Whether nobody waits any more for what runs on the lane."""
-        call = running_call.get() or self._worker_context.lane.last()
-        return self._worker_context.scope.closed is not None or (call is not None and call.cancelled)
+    def _given_up(self, ctx: Context) -> bool:
+        """Whether nobody waits any more for what runs, or the constructors that do."""
+        last = self._worker_context.lane.last()
+        if last is not None and isinstance(last.message, to_worker.Build) and last.cancelled:
+            return True
+        return self._worker_context.scope.closed is not None or ctx.cancelled
 
     def _have_loop(self) -> EventLoop:
         with self._lock:
@@ -240,9 +228,10 @@ class Children:
         broken = _is_of_a_connection(error)
         if name is None and not broken:
             return error
+        until = time.monotonic() + _BROKEN_WITHIN_S
         for child in [each for each in self._all.values() if name is None or each._parent.role in used]:
-            if broken and child.alive:
-                child._settle(_BROKEN_WITHIN_S)
+            if broken:
+                child._settle(until - time.monotonic(), signs=True)
             if child in self.dead:
                 found = child._error()
                 found.__cause__ = error
@@ -313,9 +302,12 @@ class Children:
 
     def _note(self, child: Child) -> bool:
         """Have `dead` say whether a child is among them; whether it has come to that. With the lock held."""
-        is_dead = child._failed and child._is_ready and child._fails is not None and child in self._all.values()
+        key = child._parent.role, child.name
+        is_dead = child._failed and child._is_ready and child._fails is not None and self._all.get(key) is child
         was = child in self.dead
         self.dead = (*(each for each in self.dead if each is not child), *([child] if is_dead else ()))
+        if child._is_ready and not child.alive and not is_dead and self._all.get(key) is child:
+            del self._all[key]
         return is_dead and not was
 
     def _nudge(self, child: Child, after_s: float) -> None:
@@ -416,10 +408,27 @@ def _bound(what: str, port: int) -> socket.socket:
     return made
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
-    for name, value in values.items():
-        text = text.replace(name, value)
-    return text
+def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, str]:
+    """Hold a port for a command, and return what is put in the place of what."""
+    takes_socket = any("{fd}" in word for word in words)
+    if port is None:
+        if takes_socket or any("{port}" in word for word in words):
+            raise ConfigError(f"ctx.start({child.name!r}): its words name a port, and it has none: port=0 gives it one")
+        return {}
+    held = child._held = _bound(f"ctx.start({child.name!r})", port)
+    child.port = held.getsockname()[1]
+    if not takes_socket:
+        return {"{port}": str(child.port)}
+    held.listen(128)
+    return {"{port}": str(child.port), "{fd}": str(held.fileno())}
+
+
+def _filled(value: T, values: Mapping[str, str]) -> T:
+    """Return a text with values in their places; anything else as it is."""
+    if isinstance(value, str):
+        for name, each in values.items():
+            value = value.replace(name, each)  # type: ignore[assignment]
+    return value
 
 
 def _packed(function: Callable[[Any], object], what: str) -> bytes:

@@ -223,7 +223,7 @@ class Children(Scripted):
             (["-m", "http.server"], {}, "give python= the interpreter"),
             ("sleep 5", {}, r"a command is a list of words; write \['sleep', '5'\]"),
             ([], {}, "a command is a list of words"),
-            (["sleep", "{port}"], {}, "port=0 gives it a free one"),
+            (["sleep", "{port}"], {}, "port=0 gives it one"),
             (["sleep", "5"], {"cwd": "/nothing/there"}, "is no folder"),
             (["sleep", "5"], {"fails": "all"}, "it is 'call', 'group' or None"),
             (print, {"port": 0}, "port= is for commands"),
@@ -246,11 +246,20 @@ class Children(Scripted):
                 starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=port)
 
     def test_a_name_that_runs_is_taken(self, spawn: Spawn) -> None:
-        """One name is one child of a role."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        """One name is one child of a role; without one each has its own."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter = starter_in(group)
         starter.serve()
         with pytest.raises(RoleError, match="has a child of this name that runs"):
             starter.serve()
+        before = starter.seen()
+        assert starter.run([PYTHON, "-c", "pass"])[0] == 0
+        for _ in range(2):
+            starter.start([PYTHON, "-c", FOREVER])
+        shown = group.owner.owner.graph.render()
+        name = Path(PYTHON).name
+        assert all(f"child {each} (running" in shown for each in ("server", name, f"{name}-2"))
+        assert starter.seen() == before
 
     def test_a_command_to_its_end(self, spawn: Spawn) -> None:
         """With fails=None nobody minds, and the role waits itself."""
@@ -281,7 +290,8 @@ class Children(Scripted):
         assert size < data["bytes"] < 4 * size
         assert f"child server (running, pid {pid}" in graph.render()
         starter.stop()
-        assert "child server (stopped" in graph.render()
+        assert "child server" not in graph.render()
+        assert not [row for row in group.memory().rows() if row["role"] == "starter/server"]
 
     def test_budgets_count_it(self, spawn: Spawn) -> None:
         """With the host's memory of its role."""
