@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
     from colocate._role.child import Child
     from colocate._role.context import Context, Rendezvous, context
-    from colocate._role.method import RoleCall, method
+    from colocate._role.method import RoleCall, RowCall, method
     from colocate._role.role import Role, RoleSpec, role
+    from colocate._role.rows import RowStream
     from colocate._role.weights import Weights, WeightSync
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
@@ -75,13 +76,14 @@ _HOMES = {
     "_api.group": "ColocatedGroup",
     "_api.memory": "GroupMemory RoleMemory SlotMemory",
     "_values.mesh": "Mesh Ranks",
-    "_role.method": "RoleCall method",
+    "_role.method": "RoleCall RowCall method",
     "_plugins.needs": "needs",
     "_plugins.entry_points": "hookimpl",
     "_api.pool": "Pool PoolPart Slot",
     "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
     "_role.role": "Role RoleSpec role",
     "_api.runtime": "Runtime",
+    "_role.rows": "RowStream",
     "_role.weights": "WeightSync Weights",
     "_views.view": "Inspection RoleView inspect",
     "_views.weights": "sync_weights",
@@ -157,6 +159,8 @@ __all__ = [
     "RoleSpec",
     "RoleStartError",
     "RoleView",
+    "RowCall",
+    "RowStream",
     "Run",
     "RunInfo",
     "RunRecord",

@@ -37,6 +37,7 @@ class ColocateError(Exception):
     log_tail: str | None = None
     remote_traceback: str | None = None
     called_at: str | None = None
+    row: int | None = None
 
     _first: ColocateError | None = None  # that this is a copy of
 

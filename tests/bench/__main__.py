@@ -16,6 +16,7 @@ PARTS = (
     "before",
     "definitions",
     "residents",
+    "streams",
     "weights",
     "scale",
     "memory",

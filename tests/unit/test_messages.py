@@ -30,6 +30,7 @@ NESTED = {
     (to_worker.Build, "budgets"): Budgets((Limit("the group", None, True, 1),), {"role": 2}, True, ("role",)),
     (to_worker.Batch, "calls"): [(to_worker.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
     (from_worker.Failed, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
+    (from_worker.RowEnded, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.LedgerTold, "ledger"): Ledger(
         *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, {"role": {"why": 8}}, ("role",), {"empty": 3}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import colocate
-from colocate import ColocatedGroup, First, Role, method
+from colocate import Broadcast, ColocatedGroup, First, Gather, Role, Scatter, method
 from colocate.errors import ConfigError, DispatchError
 
 
@@ -85,7 +85,7 @@ def test_what_is_no_role_method() -> None:
     async def later(self: Any) -> AsyncIterator[int]:
         yield 1
 
-    generator = "it has a `yield`, and a generator can't leave its worker"
+    generator = "it has a `yield`, .* it has no dispatch. A generator can't leave its worker"
     kind = r"can't be made a role method: @method stands once, above a function"
     of_a_class: Any = classmethod
     wrongs = [5, property(lambda self: 1), staticmethod(len), of_a_class(len), method(lambda self: 1)]
@@ -95,3 +95,35 @@ def test_what_is_no_role_method() -> None:
     declared: Callable[..., Any] = method
     with pytest.raises(DispatchError, match="concurrency='2'; it is at least 1"):
         declared(concurrency="2")(lambda self: 1)
+
+
+def test_what_has_no_rows_of_its_own() -> None:
+    """Methods with `rows=`, and such that yield, are refused when their class is declared."""
+
+    def batch(self: Any, rows: list[int]) -> list[int]:
+        return rows
+
+    async def one(self: Any, row: int, factor: int = 1) -> int:
+        return row * factor
+
+    async def none(self: Any) -> int:
+        return 1
+
+    def yields(self: Any, rows: list[int]) -> Iterator[tuple[int, int]]:
+        yield 0, rows[0]
+
+    declared: Callable[..., Any] = method
+    for options, function, words in (
+        ({"rows": "rows"}, batch, "rows='rows' is for an `async def` that takes one row"),
+        ({"rows": "rows"}, yields, "rows='rows' is for an `async def` that takes one row"),
+        ({"rows": "factor"}, one, "rows='factor' names the first parameter after self, which is 'row'"),
+        ({"rows": "row"}, none, "rows='row' names the first parameter after self, which is missing"),
+        ({"rows": "row", "dispatch": Scatter("row")}, one, "leave dispatch= and collect= out"),
+        ({"rows": "row", "collect": Gather()}, one, "leave dispatch= and collect= out"),
+        ({"dispatch": Broadcast()}, yields, r"by a Scatter without padding, and it has Broadcast\(\)"),
+        ({"dispatch": Scatter("rows", pad=True)}, yields, r"and it has Scatter\('rows', pad=True\)"),
+        ({"dispatch": Scatter("rows"), "collect": Gather()}, yields, "collected in order: leave collect= out"),
+        ({"dispatch": Scatter("rows"), "concurrency": 2}, yields, "above 1 for async methods only"),
+    ):
+        with pytest.raises(DispatchError, match=words):
+            declared(**options)(function)

@@ -37,17 +37,21 @@ _OWN_WORDS = _names(CapabilityError, ChildDied, *OWN_WORDS)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 
-def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, body: Any) -> ColocateError:
-    """The error for a call that raised on a rank."""
+def failure_error(
+    link: Link, call: PendingCall, slot: int, failure: Failure, body: Any, row: int | None = None
+) -> ColocateError:
+    """The error for a call that raised on a rank, or for a row of one."""
     kind, text, role = failure.type, failure.text, failure.role
     rank = call.rank_of(slot)
     if failure.host and kind in _OWN_WORDS and isinstance(own := _original(link, body, kind, text), ColocateError):
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
-        found.node, found.called_at = link.node(slot), call.called_at
+        found.node, found.called_at, found.row = link.node(slot), call.called_at, row
         if isinstance(found, ChildDied):
             found.remote_traceback = with_cells(failure.traceback) or None
+        if row is not None:
+            found.args = (f"row {row}: {found.message}", *found.args[1:])
         if isinstance(found, MemoryBudgetError) and len(call.targets) > 1 and call.method != "__init__":
             where = f"on rank {rank} of group {link.name!r} (node {link.node(slot)}){_states(call, slot)}"
             found.args = (f"{found.message}, {where}", *found.args[1:])
@@ -55,13 +59,14 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
     where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
     if role is None:
         where = call.label if call.method != "__init__" else "what comes before the constructors of the roles"
-    states = _states(call, slot) if call.method != "__init__" else ""
+    states = _states(call, slot) if call.method != "__init__" and row is None else ""
     follows = kind in _CONSEQUENCES  # the role hasn't raised it: it says what kept the role from going on
     how = "was given up" if follows else f"raised {kind}"
     if failure.unmade is not None:
         how, text = "could not begin", f"{failure.unmade} can't be rebuilt there: {kind}: {text}"
+    of_row = "" if row is None else f" in row {row},"
     error = RoleError(
-        f"{where} {how} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
+        f"{where} {how}{of_row} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
         group=link.name,
         role=role or call.role or None,
         method=call.method,
@@ -69,6 +74,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         node=link.node(slot),
         remote_traceback=with_cells(failure.traceback),
         called_at=call.called_at,
+        row=row,
     )
     error._follows = follows
     if not follows:  # unpickled later, not on this thread, which reads all connections

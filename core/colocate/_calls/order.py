@@ -29,6 +29,7 @@ from colocate._calls.failures import (
 )
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
+from colocate._calls.rows import RowsCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
@@ -272,6 +273,13 @@ class CallOrder:
                 hold.later.append((call, error, failure.secondary))
             else:
                 self._tell_root(hold, call, error)
+
+    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
+        """A rank has ended a row of a call that goes on."""
+        with self.lock:
+            call = self.pending.get(told.seq)
+            if isinstance(call, RowsCall):  # otherwise it has failed
+                call.row_ended(slot, told, body)
 
     def alive(self, slot: int, number: int) -> None:
         """A rank has heard of a hold."""

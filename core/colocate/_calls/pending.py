@@ -85,6 +85,7 @@ class PendingCall(Underway):
         raised: Of the spans' indices, those of ranks that have raised.
         left: Indices of those that ran it yet when it failed, and since when.
         updates: Beginnings and ends of updates by slot, where there were any.
+        received: Bytes that have come of its rows, where these end one by one.
         taken: What ranks have got of residents by index, where there was something and somebody wants to know.
         on_end: Called with the order's lock held, just before it is settled.
     """
@@ -99,6 +100,7 @@ class PendingCall(Underway):
     on_end: OnEnd | None = None
     at: tuple[CodeType | str, int] = ("", 0)
     sent = 0
+    received = 0
     raised: Sequence[int] = ()
     left: Sequence[tuple[int, float]] = ()
     updates: Mapping[int, int] = MappingProxyType({})
@@ -147,11 +149,38 @@ class PendingCall(Underway):
             self.pipeline.refuse_wait(self.label, awaits=False)
         self._check_fork()
         if not self.is_set:
+            if half_read:
+                self.refuse_behind_stream()
             super()._wait(timeout)
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         if self.pipeline is not None:
             self.pipeline.refuse_wait(self.label, awaits)
+
+    def _check_wait(self, *, awaits: bool = False) -> None:
+        super()._check_wait(awaits=awaits)
+        if half_read and not self.is_set:
+            self.refuse_behind_stream(awaits)
+
+    def refuse_behind_stream(self, awaits: bool = False) -> None:
+        """Raise where it comes after a stream that this thread, or task, reads: while it waits nobody reads that."""
+        for call, reader in list(half_read.items()):
+            if (
+                call.link is self.link
+                and call is not self
+                and not -1 < self.seq < call.seq
+                and reader.is_here(awaits)
+                and not set(call.targets).isdisjoint(self.targets)
+            ):
+                who = "task" if awaits else "thread"
+                raise ColocateError(
+                    f"{self.label} comes after the stream of {call.label} that was opened at {call.called_at}, whose "
+                    f"rows haven't all been read, and are read by this {who}: it would wait for itself. Read all of "
+                    "them first, or close the stream (`with view.method.stream(...) as rows:`)",
+                    group=None if self.link is None else self.link.name,
+                    role=self.role,
+                    method=self.method,
+                )
 
     def _check_fork(self) -> None:
         if self.link is not None and self.link.forked:
@@ -214,6 +243,18 @@ class PendingCall(Underway):
         """The slots that haven't answered."""
         answered = {rank for rank, _, _ in self.spans}
         return [slot for index, slot in enumerate(self.targets) if index not in answered]
+
+
+class Reader(Protocol):
+    """Who reads a stream."""
+
+    def is_here(self, awaits: bool) -> bool:
+        """Whether this thread reads it, or `awaits`: this task."""
+        ...
+
+
+half_read: dict[PendingCall, Reader] = {}
+"""Calls whose rows are read one by one, and haven't all been."""
 
 
 def result_of(link: Group, call: PendingCall, slot: int, body: Any) -> Any:

@@ -195,7 +195,7 @@ class Ended(NamedTuple):
         words = None if error is None else str(error).partition("\n")[0]
         used = [use._kept for use in call.uses]
         ready = max([call.submitted, *(end for kept in used for _, _, end in kept.call.spans)])
-        received = 0 if in_process else sum(map(packed_bytes, call.bodies))
+        received = 0 if in_process else sum(map(packed_bytes, call.bodies)) + call.received
         makers = {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used if call.taken}
         return cls(
             group,

@@ -82,6 +82,25 @@ class Failed(Message):
 
 
 @message
+class RowEnded(Message):
+    """A row of a call has ended, and the call goes on. Body: its value; the exception, if it has raised."""
+
+    seq: int  # the call
+    row: int  # its index: in what the driver was given, and of a method that yields in what the rank has got
+    failure: Failure | None  # what it has raised
+
+    def head(self) -> Head:
+        """Return what travels of it."""
+        return "RowEnded", self.seq, self.row, None if self.failure is None else values(self.failure)
+
+    @classmethod
+    def of(cls, *values: Any) -> RowEnded:
+        """As `Message.of`."""
+        seq, row, failure = values
+        return cls(seq, row, None if failure is None else Failure(*failure))
+
+
+@message
 class Alive(Message):
     """It has heard of a hold."""
 

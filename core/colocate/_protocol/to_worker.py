@@ -12,6 +12,9 @@ from colocate._role.budget import Budgets
 # of bytes of its pickle and the buffers that it refers to.
 Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 
+AHEAD = 64
+"""How many rows of a call that yields them a rank tells of before any are read."""
+
 # How many operations were begun on each process group, and of how many ranks that is, by the group's name.
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
 
@@ -119,6 +122,30 @@ class Batch(Message):
         """As `Message.of`."""
         frees, calls = values
         return cls(frees, [(Call(*head[1:]), where) for head, where in calls])
+
+
+@message
+class Row(Message):
+    """Run a row of a call of a method with `rows=`; answered by `RowEnded`. Body: the row, by its parameter's name."""
+
+    seq: int  # the call
+    row: int  # its index in what the driver was given
+
+
+@message
+class NoMoreRows(Message):
+    """A call gets no more rows: it ends when those that run have."""
+
+    seq: int  # the call
+    withdrawn: bool  # whether nobody waits for these either: they are cancelled, and of a batch nothing more is said
+
+
+@message
+class ReadRows(Message):
+    """Rows of a call that yields them have been read: as many more may come."""
+
+    seq: int  # the call
+    count: int  # how many
 
 
 @message

@@ -150,6 +150,10 @@ class Underway(Flag):
     def _check_unsent(self, *, awaits: bool = False) -> None:
         """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
 
+    def _check_wait(self, *, awaits: bool = False) -> None:
+        """As `_check_unsent`; also when it waits behind what the very thread, or task, has to do first."""
+        self._check_unsent(awaits=awaits)
+
     def _collect(self) -> None:
         raw = self._raw
         if self._outcomes:  # looked for afterwards: what there is is dropped once it has been collected
@@ -275,7 +279,7 @@ class Call(OnDriver, Generic[C_co]):
         import asyncio  # takes a tenth of a driver's start, and most await nothing
 
         underway = self._underway
-        underway._check_unsent(awaits=True)
+        underway._check_wait(awaits=True)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -351,7 +355,7 @@ def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[C
     pending = set(calls)
     finished: queue.SimpleQueue[Call[C]] = queue.SimpleQueue()
     for call in pending:
-        call._underway._check_unsent()
+        call._underway._check_wait()
         call._underway._then(lambda _, call=call: finished.put(call))  # type: ignore[misc]
     deadline = Deadline(timeout)
     while pending:

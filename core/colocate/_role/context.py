@@ -41,6 +41,23 @@ class CallState:
 
 
 @attrs.define(eq=False)
+class RowState(CallState):
+    """What one row of a running call knows of itself (`@method(rows=...)`).
+
+    Attributes:
+        row: Its index in what the driver has given.
+        of: The call.
+        at_end: Functions that end what it has begun: called when it is over, the last first, before its value is sent.
+            What they return is awaited, if it can be.
+    """
+
+    row: int
+    of: CallState
+    at_end: list[Callable[[], object]] = attrs.field(factory=list, init=False)
+    generator: torch.Generator | None = attrs.field(default=None, init=False)
+
+
+@attrs.define(eq=False)
 class MeshPlace:
     """Where this rank lies in one mesh of its role."""
 
@@ -90,6 +107,7 @@ class Context:
         meshes: This rank's place in each named mesh; an unnamed one has the key "".
         slots: Indices of the slots that have the role, by its ranks: those are its ranks in torch's default group.
         weights_version: How often the role has got weights by `colocate.sync_weights`; 0 for those of its constructor.
+        calls_before: The last call of before the checkpoint that the role goes on from; rows draw other numbers then.
     """
 
     rank: int
@@ -101,6 +119,7 @@ class Context:
     generation: int
     seed: int
     meshes: Mapping[str, MeshPlace]
+    _seed_of_rows: int = attrs.field(default=0, kw_only=True, repr=False, alias="seed_of_rows")
     hosted: bool = True
     _device: str = attrs.field(default="cpu", alias="device")
     _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
@@ -108,6 +127,7 @@ class Context:
     slots: Sequence[int] = (0,)
     weights_version: int = 0
     _starter: Callable[..., Child] | None = attrs.field(default=None, alias="starter")
+    calls_before: int = 0
     # What makes the process groups of a worker's roles, as the worker's `ProcessGroups` does; None outside any.
     _groups: Any = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
@@ -136,7 +156,16 @@ class Context:
 
         After a call that has failed on any rank it is where it was before, unless the role has begun another one since:
         the call that is made again draws the same numbers.
+
+        A row of a method with `rows=` has one of its own, seeded by seed, group, role, call and row: equal on whatever
+        rank it runs, and beside whatever others.
         """
+        call = running_call.get()
+        if isinstance(call, RowState):
+            if call.generator is None:
+                seed = derive_seed(self._seed_of_rows, str(self.calls_before + call.seq), None, call.row)
+                call.generator = need_torch("ctx.generator").Generator(device=self._device).manual_seed(seed)
+            return cast("torch.Generator", call.generator)
         if self._generator is None:
             generator = need_torch("ctx.generator").Generator(device=self._device)
             generator.manual_seed(self.seed)
@@ -149,9 +178,16 @@ class Context:
         return self._call.valid_rows
 
     @property
+    def row(self) -> int | None:
+        """In a method with `rows=`: the index of this row in what the driver has given; None in others."""
+        call = self._call
+        return call.row if isinstance(call, RowState) else None
+
+    @property
     def cancelled(self) -> bool:
         """True once nobody waits for this call any more: a long method looks here and returns early."""
-        return self._call.cancelled
+        call = self._call
+        return call.cancelled or (isinstance(call, RowState) and call.of.cancelled)
 
     @property
     def _call(self) -> CallState:
@@ -361,7 +397,8 @@ def standalone_context(role: str) -> Context:
     """Return the context of a role object made outside any worker: rank 0 of 1, on the CPU."""
     seed = derive_seed(0, "standalone", role, 0)
     place = {"": MeshPlace(Mesh({"dp": 1}), 0)}
-    return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, hosted=False)
+    rows = derive_seed(0, "standalone", role, -1)
+    return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, seed_of_rows=rows, hosted=False)
 
 
 def need_torch(what: str) -> Any:

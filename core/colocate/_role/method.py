@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import (
     TYPE_CHECKING,
@@ -23,14 +23,15 @@ from typing import (
 
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
-from colocate._role.standalone import StandaloneCall
+from colocate._role.standalone import StandaloneCall, StandaloneRows
 from colocate._values.collect import Collect, Concat, First, Gather, Reduce
 from colocate._values.collect import check as check_collect
-from colocate._values.dispatch import Broadcast, Dispatch, OnRank
-from colocate.errors import DispatchError
+from colocate._values.dispatch import Broadcast, Dispatch, OnRank, Scatter
+from colocate.errors import ColocateError, DispatchError
 
 if TYPE_CHECKING:
     from colocate._role.call import Call, Resident
+    from colocate._role.rows import RowStream
 
 Tag: TypeAlias = Literal["weights", "grads", "optimizer", "cache"]
 """What of a role's memory can sleep: parameters and buffers; gradients; the state of optimizers; other tensors."""
@@ -40,6 +41,8 @@ Discardable: TypeAlias = Literal["grads", "cache"]
 DISCARDABLE: tuple[Discardable, ...] = ("grads", "cache")
 P = ParamSpec("P")
 T = TypeVar("T")
+X = TypeVar("X")
+V = TypeVar("V")
 R_co = TypeVar("R_co", covariant=True)
 C_co = TypeVar("C_co", covariant=True)
 
@@ -69,6 +72,48 @@ class RoleCall(Protocol[P, C_co]):
         ...
 
 
+class RowCall(RoleCall[P, list[V]], Protocol[P, V]):
+    """A method whose rows end one by one: called it waits for all, and returns their values in order."""
+
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> RowStream[V]:
+        """Send it and return at once: the rows come from the stream as they end."""
+        ...
+
+    @overload
+    def options(
+        self,
+        *,
+        on_error: Literal["return"],
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        retry: int | None = None,
+        sticky: Callable[[Any], object] | None = None,
+    ) -> RowCall[P, V | ColocateError]: ...
+    @overload
+    def options(
+        self,
+        *,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        on_error: Literal["raise"] | None = None,
+        retry: int | None = None,
+        sticky: Callable[[Any], object] | None = None,
+    ) -> RowCall[P, V]: ...
+    def options(self, **options: Any) -> Any:  # noqa: D417 - that of the overloads
+        """The same method with other options; None leaves what was said before.
+
+        Args:
+            timeout: Seconds until the call is given up with `CallTimeout`.
+            ranks: The ranks that rows are given to.
+            on_error: What an error of one row does. "raise": the rows that run are cancelled, no others begin, and it
+                is raised when the call has ended. "return": it stands in the place of the row's value.
+            retry: How often a row begins anew that has raised, or whose worker has died where the group restarts
+                (`on_failure="restart"`): on another rank, if there is one.
+            sticky: A function of a row that makes a key. Rows with one key go to one rank (for prefix caches).
+        """
+        ...
+
+
 class RoleMethod(Generic[P, R_co, C_co]):
     """What `@method` leaves in the class: of parameters `P`, with results `R_co` on a rank and `C_co` for the driver.
 
@@ -92,7 +137,7 @@ class RoleMethod(Generic[P, R_co, C_co]):
             return self
         if _in_role_code(instance):
             return types.MethodType(self.spec.function, instance)
-        return StandaloneCall(instance, self.spec)
+        return (StandaloneRows if self.spec.streams else StandaloneCall)(instance, self.spec)
 
     def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """The function itself, on this rank alone.
@@ -116,6 +161,18 @@ class RoleMethod(Generic[P, R_co, C_co]):
 
     def __repr__(self) -> str:
         return f"<role method {self.spec.function.__qualname__}>"
+
+
+if TYPE_CHECKING:
+
+    class RowMethod(RoleMethod[P, R_co, list[V]], Generic[P, R_co, V]):
+        """What `@method` leaves of one whose rows end one by one. At run time it is a `RoleMethod`."""
+
+        @overload
+        def __get__(self, instance: None, owner: type, /) -> RowMethod[P, R_co, V]: ...
+        @overload
+        def __get__(self, instance: object, owner: type | None = None, /) -> RowCall[P, V]: ...
+        def __get__(self, instance: object | None, owner: type | None = None, /) -> Any: ...
 
 
 def _in_role_code(instance: object) -> bool:
@@ -144,6 +201,28 @@ class _List(Protocol):
     def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 
 
+# Of a function that returns Any, which may be of either kind, the parameters are lost here.
+class _ListOrRows(Protocol):
+    """As `_List`; of a function that yields rows the list has an item per row."""
+
+    @overload
+    def __call__(
+        self, f: Callable[Concatenate[Any, P], Iterator[tuple[int, T]] | AsyncIterator[tuple[int, T]]], /
+    ) -> RowMethod[P, Any, T]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+
+
+class _Rows(Protocol):
+    """A decorator of a function of one row, for which the driver gives a list, or another value with such rows."""
+
+    def __call__(
+        self, f: Callable[Concatenate[Any, X, P], Coroutine[Any, Any, T]], /
+    ) -> RowMethod[Concatenate[Sequence[X] | X, P], Any, T]: ...
+
+
 class _Custom(Protocol):
     """A decorator whose collected value is what a user's `Collect` makes of it."""
 
@@ -168,12 +247,18 @@ class _Options(TypedDict, total=False):
 def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
 @overload
 def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+@overload
+def method(*, rows: str, **options: Unpack[_Options]) -> _Rows: ...
 # An OnRank is a Dispatch: one behind a variable that is typed as any Dispatch is taken for the usual kind, whose result
 # is a list. The alternative would be Any for every dispatch of the user's own.
 @overload
 def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
     *, dispatch: OnRank, collect: None = ..., **options: Unpack[_Options]
 ) -> _Same: ...
+@overload
+def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
+    *, dispatch: Scatter, collect: None = ..., **options: Unpack[_Options]
+) -> _ListOrRows: ...
 @overload
 def method(*, dispatch: Dispatch = ..., collect: Concat | First | Reduce, **options: Unpack[_Options]) -> _Same: ...
 @overload
@@ -186,6 +271,7 @@ def method(
     *,
     dispatch: Dispatch | None = None,
     collect: Collect | None = None,
+    rows: str | None = None,
     concurrency: int = 1,
     readonly: Sequence[str] = (),
     host: Sequence[str] = (),
@@ -195,12 +281,18 @@ def method(
 ) -> Any:
     """Make a function of a class a method of the role.
 
+    One with `Scatter` may yield `(index, value)` once for each row that its rank has got, in any order: then its rows
+    end one by one, as those of one with `rows=` do, and `view.m.stream(...)` gives them as they end.
+
     Args:
         f: The function, when used without parentheses. For mypy one with `**kwargs` is written
             `def name(self, /, **kwargs)`.
         dispatch: How the arguments reach the ranks (default: `Broadcast()`).
         collect: How the ranks' results become one value (default: `Gather()`, a list; with `OnRank`, that rank's).
-        concurrency: How many calls of an `async def` method may overlap.
+        rows: The first parameter, of an `async def` method that takes one row there. The driver gives all rows, and the
+            method is run once for each: on whatever rank has a place, `concurrency` at a time. Other arguments go to
+            every row. It has neither `dispatch` nor `collect`: its value is a list with that of each row.
+        concurrency: How many calls of an `async def` method may overlap, or rows of one with `rows=` on each rank.
         readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
         host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
         awake: What of the role's memory it uses: of "weights", "grads", "optimizer", "cache". A call wakes that, if it
@@ -215,13 +307,14 @@ def method(
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
     if f is None:
-        return partial(_declared, dispatch, collect, concurrency, readonly, host, awake, shares, revives)
-    return _declared(dispatch, collect, concurrency, readonly, host, awake, shares, revives, f)
+        return partial(_declared, dispatch, collect, rows, concurrency, readonly, host, awake, shares, revives)
+    return _declared(dispatch, collect, rows, concurrency, readonly, host, awake, shares, revives, f)
 
 
 def _declared(
     dispatch: Dispatch | None,
     collect: Collect | None,
+    rows: str | None,
     concurrency: int,
     readonly: Sequence[str],
     host: Sequence[str],
@@ -240,10 +333,13 @@ def _declared(
     for given, kind in ((dispatch, Dispatch), (collect, Collect)):
         if given is not None and not isinstance(given, kind):
             raise DispatchError(f"{where}: {given!r} is not a {kind.__name__}; did you forget its parentheses?")
+    yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if rows is not None:
+        _check_rows(rows, function, dispatch, collect, where)
+    elif yields:
+        collect = _collect_yields(dispatch, collect, where)
     dispatch = dispatch if dispatch is not None else Broadcast()
     collect = collect if collect is not None else First() if isinstance(dispatch, OnRank) else Gather()
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise DispatchError(f"{where}: it has a `yield`, and a generator can't leave its worker: return a list")
     full = inspect.signature(function)
     parameters = list(full.parameters.values())
     if not parameters:
@@ -262,10 +358,10 @@ def _declared(
         raise DispatchError(f"{where}: awake {what}; a role's memory is of {', '.join(TAGS)}")
     if shares and function.__name__ != "load_weights":
         raise DispatchError(f"{where}: shares=True is for load_weights, which takes another role's weights")
-    is_async = inspect.iscoroutinefunction(function)
-    if not isinstance(concurrency, int) or concurrency < 1 or (concurrency > 1 and not is_async):
+    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    if not isinstance(concurrency, int) or concurrency < 1 or (concurrency > 1 and (yields or not is_async)):
         raise DispatchError(
-            f"{where}: concurrency={concurrency!r}; it is at least 1, and above 1 for async methods only"
+            f"{where}: concurrency={concurrency!r}; it is at least 1, and above 1 for async methods only (no yield)"
         )
     spec = MethodSpec(
         name=function.__name__,
@@ -280,5 +376,40 @@ def _declared(
         awake=None if awake is None else tuple(awake),
         shares=shares,
         revives=revives,
+        rows=rows,
+        yields=yields,
     )
     return RoleMethod(spec)
+
+
+def _check_rows(
+    rows: object, function: Callable[..., Any], dispatch: Dispatch | None, collect: Collect | None, where: str
+) -> None:
+    """Raise unless a function can be given one row at a time."""
+    if not inspect.iscoroutinefunction(function):
+        raise DispatchError(
+            f"{where}: rows={rows!r} is for an `async def` that takes one row and returns its value, many of which "
+            'run at once. What works on a batch has dispatch=Scatter("batch"), and may yield (index, value)'
+        )
+    if dispatch is not None or collect is not None:
+        raise DispatchError(
+            f"{where}: with rows={rows!r} each row goes to one rank, and the value is a list with that of each: leave "
+            "dispatch= and collect= out"
+        )
+    names = list(inspect.signature(function).parameters)[1:]
+    if not names or rows != names[0]:
+        first = repr(names[0]) if names else "missing"
+        raise DispatchError(f"{where}: rows={rows!r} names the first parameter after self, which is {first}")
+
+
+def _collect_yields(dispatch: Dispatch | None, collect: Collect | None, where: str) -> Collect:
+    """Return which ranks' rows count of a method that yields them; raises where it can't."""
+    if not isinstance(dispatch, Scatter) or dispatch.pad:
+        given = "no dispatch" if dispatch is None else repr(dispatch)
+        raise DispatchError(
+            f"{where}: it has a `yield`, which is for (index, value) of the rows that a rank has got, by a Scatter "
+            f"without padding, and it has {given}. A generator can't leave its worker: return a list"
+        )
+    if collect is not None:
+        raise DispatchError(f"{where}: it yields its rows, whose values are collected in order: leave collect= out")
+    return Concat(dispatch.axis, mesh=dispatch.mesh)

@@ -29,6 +29,12 @@ class MethodSpec:
     awake: tuple[str, ...] | None = None
     shares: bool = False
     revives: bool = False
+    rows: str | None = None
+    """The parameter that takes one row, of a method that the driver gives a list of them."""
+    yields: bool = False
+    """Whether it yields `(index, value)` of the rows that it has got."""
+    streams: bool = attrs.field(init=False)
+    """Whether its rows end one by one."""
     simple: tuple[str, ...] | None = attrs.field(init=False)
     """The names of the parameters when all can be given by position and by name, otherwise None."""
     required: frozenset[str] = attrs.field(init=False)
@@ -42,6 +48,7 @@ class MethodSpec:
         is_simple = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
         scatter = self.dispatch
         decided = {
+            "streams": self.rows is not None or self.yields,
             "simple": tuple(each.name for each in parameters) if is_simple else None,
             "required": frozenset(each.name for each in parameters if each.default is inspect.Parameter.empty),
             "padded": scatter.parameters[0] if isinstance(scatter, Scatter) and scatter.pad is True else None,

@@ -18,6 +18,7 @@ from colocate._values.leaves import (
     Kind,
     Label,
     Memo,
+    Registered,
     check_alike,
     is_container,
     kind_of,
@@ -208,6 +209,22 @@ def _length(leaf: Any, path: str) -> int:
         what = "a strided nested tensor" if getattr(leaf, "is_nested", False) else f"0-d {type(leaf).__name__}"
         raise DispatchError(f"{path} ({what}) has no rows; {_HAVE_ROWS}")
     return total
+
+
+def each_row(value: Any, path: str) -> list[Any]:
+    """Take the rows one by one, as their items: of a list the item itself, of a tensor one with an axis less.
+
+    Of a type that was registered (`register_batch`) each is a batch of one row.
+    """
+    count, memo = rows(value, path), Memo()
+
+    def items(leaf: Any) -> Sequence[Any]:
+        kind = _kind(leaf, path)
+        if isinstance(kind, Registered):
+            return kind.split(leaf, [1] * count, memo)
+        return list(leaf.unbind(0)) if hasattr(leaf, "unbind") else list(leaf)
+
+    return take_apart(value, count, items)
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import attrs
 
-from colocate._calls.pending import PendingCall, Unsent
+from colocate._calls.pending import PendingCall, Unsent, half_read
 from colocate._calls.records import Ended
 from colocate._definitions.bundles import refuse_apart
 from colocate._definitions.codec import pack
@@ -195,6 +195,8 @@ def submit(draft: Draft) -> PendingCall:
 
 def start(draft: Draft) -> PendingCall:
     """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
+    if half_read:
+        draft.call.refuse_behind_stream()
     messages = Messages((draft,))
     if not messages.post():
         if not on_main():
@@ -266,14 +268,31 @@ def _send_soon(draft: Draft) -> None:
     worker_group.services.timers.soon(send_it)
 
 
-def _send(messages: Messages) -> None:
+def send_rows(messages: Messages, begin: Callable[[], object], is_again: bool) -> None:
+    """Send a call whose rows end one by one, and begin with these; not on the main thread.
+
+    Args:
+        messages: The call.
+        begin: Sends the first of its rows.
+        is_again: Whether it goes on where one of before the group's restart has ended.
+    """
+    _send(messages, begin, is_again)
+
+
+def _send(messages: Messages, then: Callable[[], object] | None = None, is_again: bool = False) -> None:
     (draft,) = messages.drafts
     worker_group, call = draft.worker_group, draft.call
     try:
         with worker_group.order.lock:
-            worker_group.check()
+            worker_group.check(notes_restarts=not is_again)
             draft.lend()
             sent = send(messages)
+            if then is not None:
+                try:
+                    then()
+                except BaseException as error:
+                    worker_group.order.give_up(call, error, True)
+                    raise
     except BaseException as error:
         worker_group.order.drop(call, error)  # unless that was done
         raise

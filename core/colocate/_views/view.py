@@ -13,10 +13,12 @@ from colocate._role import context
 from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo, no_such_method
+from colocate._role.rows import no_such_attribute
 from colocate._signals.at_work import at_work, refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.nesting import no_end
+from colocate._views.rows import RowsViewCall
 from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit, with_references
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError
@@ -30,12 +32,12 @@ class RoleView(OnDriver):
     def __init__(self, worker_group: WorkerGroup, role: RoleInfo) -> None:
         self.__dict__["_colocate_view"] = worker_group, role
 
-    def __getattr__(self, name: str) -> ViewCall:
+    def __getattr__(self, name: str) -> ViewCall | RowsViewCall:
         worker_group, role = self.__dict__["_colocate_view"]
         spec = role.methods.get(name)
         if spec is None:
             raise no_such_method(role.name, name, role.methods)
-        call = ViewCall(worker_group, role, spec)
+        call = (RowsViewCall if spec.streams else ViewCall)(worker_group, role, spec)
         self.__dict__[name] = call  # found directly from now on
         return call
 
@@ -136,6 +138,9 @@ class ViewCall(OnDriver):
             self._timeout if timeout is None else timeout,
             self._ranks if ranks is None else chosen_ranks(ranks),
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_such_attribute(self._label, name)
 
     def __repr__(self) -> str:
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"

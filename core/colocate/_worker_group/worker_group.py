@@ -184,8 +184,12 @@ class Restarts:
         if overcome is not None:
             raise overcome.with_traceback(None)
 
-    def wait(self, timeout: float | None) -> Tag:
+    def wait(self, timeout: float | None, notes: bool = True) -> Tag:
         """Wait until the group can be called again; the tag of the checkpoint that its roles were restored from.
+
+        Args:
+            timeout: Seconds to wait at most; None for ever.
+            notes: Whether who waits takes note of the restart, after which others may call.
 
         Raises:
             TimeoutError: It isn't ready yet.
@@ -203,7 +207,8 @@ class Restarts:
                 group.refuse_closed()
                 if (failure := group.life.told()) is not None:
                     raise copy.copy(failure)
-                group.life.noted()
+                if notes:
+                    group.life.noted()
                 return self.restored
 
     def committed(self, checkpoint: Checkpoint) -> None:
@@ -366,12 +371,13 @@ class WorkerGroup(Link):
 
     # -- what its calls and parts need
 
-    def check(self) -> None:
+    def check(self, notes_restarts: bool = True) -> None:
         """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
         if self.life.failure is not None and self.alive and (failure := self.life.told()) is not None:
             raise copy.copy(failure)
         super().check()
-        self.restarts.check()
+        if notes_restarts:
+            self.restarts.check()
 
     def cancel(self, call: PendingCall) -> bool:
         """Withdraw a call from all ranks, if none has begun it."""
@@ -447,6 +453,8 @@ class WorkerGroup(Link):
                 if message.seq == 0:
                     self.workforce.build_failed(slot, message.failure, body)
                 order.failed(slot, message, body)
+            case from_worker.RowEnded():
+                order.row_ended(slot, message, body)
             case from_worker.Alive():
                 order.alive(slot, message.number)
             case from_worker.Held():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from colocate.executor import Boot
 from colocate.worker.children import Children
 from colocate.worker.device import Device
 from colocate.worker.handed import HANDED
+from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane
 from colocate.worker.memory.context import ProcessMemory
 from colocate.worker.memory.ledger import Accounts
@@ -65,6 +67,7 @@ class WorkerContext:
         peers: How it gets at other workers' residents.
         process: What its process has besides; None where that is the driver's.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
+        inlets: What is said of rows that end one by one, by their calls, as long as these are there.
     """
 
     lane: Lane
@@ -95,6 +98,8 @@ class WorkerContext:
         self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
+        self.inlets: weakref.WeakValueDictionary[int, Inlet] = weakref.WeakValueDictionary()
+        self.scope.ends(lambda seq, reason: self.end_inlets(seq))
 
     def reach(self, asking: Context, name: str, *awake: Any) -> None:
         """A role's object is wanted by role code with a context; see `Residency.reach`.
@@ -114,6 +119,13 @@ class WorkerContext:
     def _end_peers(self, seq: int, reason: str) -> None:
         if seq < 0 or any(running >= seq for running in list(self.lane.running)):
             self.peers.abort(reason)
+
+    def end_inlets(self, seq: int) -> None:
+        """Calls from this one on, -1 for all, had better end, also where they wait for what is said of their rows."""
+        for number, inlet in list(self.inlets.items()):
+            if number >= seq:
+                inlet.end()
+                self.lane.do(inlet.wake)
 
     def why_not(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""

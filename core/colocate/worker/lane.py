@@ -53,6 +53,7 @@ class Work(CallState):
     used: Sequence[int] = attrs.field(default=(), init=False)  # the residents that it was given
     watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # its arguments, where writes are noticed
     raised: BaseException | None = attrs.field(default=None, init=False)  # by a handler while an async method awaited
+    inlet: Any = attrs.field(default=None, init=False)  # by which its rows come and go, if they do so one by one
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from colocate._role.context import Context
@@ -29,8 +30,13 @@ def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
 
 def counts(spec: MethodSpec, ctx: Context) -> bool:
     """Whether a call that goes to all ranks looks at the result of this one."""
+    return ctx.rank in sources_of(spec, ctx)
+
+
+def sources_of(spec: MethodSpec, ctx: Context) -> Sequence[int]:
+    """The ranks whose results a call that goes to all ranks looks at."""
     meshes = {name: place.mesh for name, place in ctx.meshes.items()}
-    return ctx.rank in spec.collect.sources(Ranks(ctx.world_size, meshes))
+    return spec.collect.sources(Ranks(ctx.world_size, meshes))
 
 
 def without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:

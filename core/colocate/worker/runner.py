@@ -141,8 +141,9 @@ class Runner:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
             if not spec.is_async and "asyncio" in sys.modules:  # else nobody asks for a current loop
                 worker_context.lane.have_loop()
+            code = spec.call if work.inlet is None else self._code_of_rows(work, role, spec)
             with self._role_code:
-                result = role.run(spec.call, role.instance, arguments)
+                result = role.run(code, role.instance, arguments)
             if spec.is_async:
                 finishes = self._finish_async(result, work, call, role, spec, resolver, start)
                 return Steps(
@@ -163,6 +164,11 @@ class Runner:
             running_call.reset(tokens[1])
             reset_current(tokens[0])
         return True
+
+    def _code_of_rows(self, work: Work, role: RoleInstance, spec: MethodSpec) -> Callable[..., Any]:
+        from colocate.worker.rows import RowTasks  # it has asyncio, which is imported when there is something to await
+
+        return RowTasks(self._worker_context, self._awaited_code, self._broken).runs(work, role, spec)
 
     def renew(self, message: to_worker.DropGroups) -> None:
         """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""

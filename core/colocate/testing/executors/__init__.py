@@ -38,6 +38,7 @@ from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Checkpoints, Restarting
 from colocate.testing.executors.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
 from colocate.testing.executors.startup import Printing, Startup, Templates
+from colocate.testing.executors.streams import Streams
 from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents, Transfers
 from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.turns import TakingTurns
@@ -72,6 +73,7 @@ class ExecutorSuite(
     Functions,
     Definitions,
     Order,
+    Streams,
     Cancelling,
     Failures,
     Serialization,
@@ -175,6 +177,7 @@ __all__ = [
     "Smoke",
     "Spawn",
     "Startup",
+    "Streams",
     "Successors",
     "TakingTurns",
     "Templates",

@@ -108,6 +108,7 @@ def context_in(
         group=group,
         generation=generation,
         seed=derive_seed(seed, group, role, rank),
+        seed_of_rows=derive_seed(seed, group, role, -1),
         meshes={name: MeshPlace(mesh, rank) for name, mesh in meshes.items()},
         device=boot.device,
         siblings=worker_context.instances,

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from colocate._role.context import running_call
 from colocate._role.method import RoleMethod
 from colocate._role.weights import Received
 from colocate._system.files import places
@@ -47,6 +48,11 @@ def save(
             own = _own_file(role, folder, "weights")
             own.parent.mkdir(exist_ok=True)
             own.write_text(str(role.received.version), encoding="utf-8")
+        call = running_call.get()
+        if call is not None and any(spec.rows is not None for spec in role.methods.values()):
+            own = _own_file(role, folder, "calls")
+            own.parent.mkdir(exist_ok=True)
+            own.write_text(str(role.ctx.calls_before + call.seq), encoding="utf-8")
         generator = role.ctx._generator
         if generator is not None:
             own = _own_file(role, folder, "generator")
@@ -77,6 +83,8 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
         if role.received is not None:  # what it has may be of another age than what its source has, or half of it
             role.received.fail("it was restored since from a checkpoint")
             role.ctx.weights_version = role.received.version
+        if (own := _own_file(role, folder, "calls")).exists():
+            role.ctx.calls_before = int(own.read_text(encoding="utf-8"))
         own = _own_file(role, folder, "generator")
         if own.exists():
             import torch

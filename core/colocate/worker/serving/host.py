@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 from colocate._protocol import from_worker, to_worker
@@ -31,6 +32,7 @@ from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.children import Children
 from colocate.worker.context import Send, WorkerContext
+from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane, Work
 from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
@@ -38,6 +40,7 @@ from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
 from colocate.worker.serving.functions import hosted_functions
 
+_ROWS_TOLD = 4  # of a call's rows that run, where stacks are asked for
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
 
@@ -106,6 +109,10 @@ class WorkerHost(WorkerContext):
                 for call, its_body in take_apart(batch.calls, body):
                     if (called := self._work_of(call, its_body)) is not None:
                         self.lane.put(called)
+            case to_worker.Row() | to_worker.NoMoreRows() | to_worker.ReadRows() as message:
+                if (inlet := self.inlets.get(message.seq)) is not None:  # otherwise the call has failed here
+                    inlet.tell(message, body)
+                    self.lane.do(inlet.wake)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
             case to_worker.Define() as message:
@@ -145,8 +152,11 @@ class WorkerHost(WorkerContext):
                 self.lane.resume(resume.number, frozenset(resume.withdrawn))
             case to_worker.Unwanted() as message:
                 self.lane.give_up(message.seq, message.seq)
+                if (inlet := self.inlets.get(message.seq)) is not None:
+                    inlet.end()
             case to_worker.Stop():
                 self.lane.stop()
+                self.end_inlets(-1)
             case to_worker.Withdraw() as asked:
                 self.say(from_worker.CanWithdraw(asked.token, self.lane.hold_up(asked.token, asked.seq)))
             case to_worker.Decided() as decided:
@@ -203,6 +213,9 @@ class WorkerHost(WorkerContext):
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
         work.lots = self.definitions.received.count
+        if spec.streams:
+            work.concurrency = min(concurrency, 1)
+            work.inlet = self.inlets[call.seq] = Inlet()
         if call.keep is not None:
             if not is_expected:
                 self.store.expect(call.keep)
@@ -279,8 +292,13 @@ class WorkerHost(WorkerContext):
         with failure.LOOKING:
             stack = "".join(failure.stack_of_role_code(self.lane.thread))
             awaiting = self.lane.tasks.awaiting() if self.lane.tasks is not None else {}
-            waits = [(seq, "".join(failure.role_code_in(frames))) for seq, frames in awaiting.items() if seq in running]
-        told = [f"awaiting in {running[seq].label}\n{frames}" for seq, frames in waits]
+            waits = [
+                (where, "".join(failure.role_code_in(frames)))
+                for seq, own in awaiting.items()
+                if seq in running
+                for where, frames in _awaited(running[seq], own)
+            ]
+        told = [f"awaiting in {where}\n{frames}" for where, frames in waits]
         if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
             computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
             if (module := importing(failure.frames_of(self.lane.thread))) is not None:
@@ -316,6 +334,15 @@ class WorkerHost(WorkerContext):
         except BaseException as error:  # users' classes say how they are packed
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.say(from_worker.Fetched(asked.token, None, told), body)
+
+
+def _awaited(work: Work, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
+    """Where a call waits that awaits something, and its frames: those of its rows, of which the first are told."""
+    from colocate.worker.serving.tasks import frames_of  # it has asyncio, which only those import that await something
+
+    rows = [] if work.inlet is None else list(work.inlet.running.items())[:_ROWS_TOLD]
+    found = [(f"{work.label}, row {row}", frames_of(task.get_coro())) for row, task in rows]
+    return [each for each in found if each[1]] or [(work.label, frames)]
 
 
 def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> Iterator[object]:

@@ -70,7 +70,7 @@ class Tasks:
 
     def awaiting(self) -> dict[int, list[FrameType]]:
         """Where each of them waits, the outermost frame first; none of one that computes. From any thread."""
-        found = {number: _frames_of(task.get_coro()) for number, task in list(self._running.items())}
+        found = {number: frames_of(task.get_coro()) for number, task in list(self._running.items())}
         return {number: frames for number, frames in found.items() if frames}
 
     def wait(self) -> None:
@@ -123,7 +123,7 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> as
     return asyncio.Task(coroutine if block is None else Steps(coroutine, block()), loop=loop, **options)
 
 
-def _frames_of(awaited: Any) -> list[FrameType]:
+def frames_of(awaited: Any) -> list[FrameType]:
     """The frames of a coroutine and of what it awaits, as far as they are written in Python; none while it runs."""
     frames: list[FrameType] = []
     while isinstance(awaited, CoroutineType | GeneratorType | Steps):

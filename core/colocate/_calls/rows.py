@@ -1,0 +1,342 @@
+"""Rows of a call that end one by one, the driver's half: which rank gets which, and what has come of them.
+
+Such a call has one place in the order of its group. Ranks are given rows of a method with `rows=` as they have places;
+what a batched method yields comes while there is credit. `worker/rows.py` has the other half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, cast
+
+from colocate._calls.failures import failure_error
+from colocate._calls.link import Link
+from colocate._calls.pending import PendingCall, result_of
+from colocate._definitions.packed import packed_bytes
+from colocate._protocol import from_worker, to_worker
+from colocate._role.rows import OnError
+from colocate._signals.at_work import Section
+from colocate._signals.off_main import hand_over
+from colocate._system.jobs import error_text
+from colocate._system.numbers import plural
+from colocate.errors import CallCancelled, ClosedError, ColocateError, SerializationError
+
+
+class Flow:
+    """Which row goes to which slot, of those that slots take one by one. Without threads and clocks.
+
+    Attributes:
+        running: The slot of each row that runs.
+        tries: How often each row may begin yet.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[int],
+        slots: Sequence[int],
+        places: int,
+        ahead: int | None = None,
+        keys: Mapping[int, Hashable] | None = None,
+        tries: MutableMapping[int, int] | None = None,
+    ) -> None:
+        """Begin with none given.
+
+        Args:
+            rows: Those that wait, in order.
+            slots: They.
+            places: How many rows run at once on each.
+            ahead: How many are out at most: given, and not read; None for any number.
+            keys: By row; those with one key go to one slot. None: each goes where most places are free.
+            tries: How often each row may begin; once where it isn't named.
+        """
+        self.running: dict[int, int] = {}
+        self.tries = {} if tries is None else tries
+        self._waiting = deque(rows)
+        self._own: dict[int, deque[int]] = {slot: deque() for slot in slots}  # which only this one takes
+        self._free = dict.fromkeys(slots, places)
+        self._ahead = ahead
+        self._out = 0
+        self._keys = keys
+        self._homes: dict[Hashable, int] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait."""
+        return bool(self._waiting) or any(self._own.values())
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether rows wait until some have been read."""
+        return self._ahead is not None and self._out >= self._ahead and self.waits
+
+    def give(self) -> list[tuple[int, int]]:
+        """Give out the rows that can begin now: slot and row of each."""
+        found: list[tuple[int, int]] = []
+        while (self._ahead is None or self._out < self._ahead) and (given := self._next()) is not None:
+            slot, row = given
+            self._free[slot] -= 1
+            self._out += 1
+            self.running[row] = slot
+            self.tries[row] = self.tries.get(row, 1) - 1
+            found.append(given)
+        return found
+
+    def _next(self) -> tuple[int, int] | None:
+        open_slots = sorted((slot for slot, free in self._free.items() if free), key=lambda slot: -self._free[slot])
+        for slot in open_slots:
+            if own := self._own[slot]:
+                return slot, own.popleft()
+        while open_slots and self._waiting:
+            row = self._waiting.popleft()
+            if self._keys is None:
+                return open_slots[0], row
+            home = self._homes.setdefault(self._keys[row], open_slots[0])
+            if self._free[home]:
+                return home, row
+            self._own[home].append(row)
+        return None
+
+    def ended(self, row: int, again: bool = False) -> None:
+        """A row has ended. `again`: it begins anew, on another slot if there is one."""
+        slot = self.running.pop(row)
+        self._free[slot] += 1
+        if again:
+            self._out -= 1
+            others = [other for other in self._own if other != slot] or [slot]
+            self._own[max(others, key=lambda other: self._free[other] - len(self._own[other]))].append(row)
+
+    def read(self) -> None:
+        """One that has ended was read."""
+        self._out -= 1
+
+    def stop(self) -> None:
+        """Give out no others."""
+        self._waiting.clear()
+        for own in self._own.values():
+            own.clear()
+
+
+class RowsCall(PendingCall):
+    """A call whose rows end one by one.
+
+    Attributes:
+        count: How many there are.
+        ends: What has come of each that has ended, by its index: the slot, and its value, packed, or an error.
+        heard: Called with the index of each, on a thread of the framework, with the order's lock held.
+        failure: The error of the row that has ended it, where errors of rows do.
+        is_read: Whether its rows are read as they end; otherwise all together are its value.
+    """
+
+    def __init__(
+        self, label: str, role: str, method: str, targets: Sequence[int], ranks: Sequence[int], lock: Section, rows: int
+    ) -> None:
+        """Args: lock: That of its group's calls."""
+        super().__init__(label, role, method, targets, ranks)
+        self.count = rows
+        self.ends: dict[int, tuple[int, Any, ColocateError | None]] = {}
+        self.heard: Callable[[int], object] = lambda row: None
+        self.failure: ColocateError | None = None
+        self.is_read = False
+        self._lock = lock
+        self._read: deque[int] = deque()  # the slots of rows that have been
+        self._is_withdrawn = False  # perhaps before it was sent
+        self._is_over = False  # whether its ranks have been told that no rows will come
+
+    # -- with the order's lock held
+
+    def begin(self) -> None:
+        """It has been sent."""
+        if self._is_withdrawn:
+            self._end_rows(withdrawn=True)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
+        """A row has ended on a rank."""
+        raise NotImplementedError
+
+    def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
+        self.ends[row] = slot, body, error
+        self.received += packed_bytes(body)
+        self.heard(row)
+
+    def _end_rows(self, withdrawn: bool) -> None:
+        """Tell its ranks that no rows will come."""
+        if withdrawn or not self._is_over:
+            self._is_over = True
+            self.group.send(self.targets, to_worker.NoMoreRows(self.seq, withdrawn))
+
+    @property
+    def group(self) -> Link:
+        """Its group, once it has been sent."""
+        return cast("Link", self.link)
+
+    # -- on any thread
+
+    def withdraw(self) -> None:
+        """Have no others begin, and those that run cancelled."""
+        with self._lock:
+            self._is_withdrawn = True
+            if self.seq >= 0 and not self.done():
+                self._end_rows(withdrawn=True)
+
+    def take(self, row: int) -> Any:
+        """Return the value of a row that has ended, which was read now. This takes no lock on the main thread.
+
+        Raises:
+            ColocateError: It can't be rebuilt here.
+        """
+        value = self.value_of(row)
+        self._read.append(self.ends.pop(row)[0])
+        if self._wants_read():
+            hand_over(self._note_read)
+        return value
+
+    def _wants_read(self) -> bool:
+        raise NotImplementedError
+
+    def _note_read(self) -> None:
+        with self._lock:
+            if not self.done():
+                self._take_read()
+
+    def _take_read(self) -> None:
+        raise NotImplementedError
+
+    def value_of(self, row: int) -> Any:
+        """The value of a row that has ended.
+
+        Raises:
+            ColocateError: Its error.
+        """
+        slot, body, error = self.ends[row]
+        if error is not None:
+            raise error
+        return result_of(self.group, self, slot, body)
+
+    def _joined(self, raw: Sequence[Any]) -> Any:
+        if self.is_read:
+            return None
+        if self.failure is not None:
+            raise self.failure
+        return [self._of_all(row) for row in range(self.count)]
+
+    def _of_all(self, row: int) -> Any:
+        if row not in self.ends:
+            raise left_out(self, self.count - len(self.ends))
+        return self.value_of(row)
+
+
+class GivenRows(RowsCall):
+    """One of a method with `rows=`, which ranks are given one by one."""
+
+    def __init__(
+        self,
+        *args: Any,
+        flow: Flow,
+        bodies: MutableMapping[int, Any],
+        on_error: OnError,
+    ) -> None:
+        """Args: bodies: The rows, packed, by index; those that have ended are taken out. on_error: As in options."""
+        super().__init__(*args)
+        self._flow = flow
+        self._packed = bodies
+        self._on_error = on_error
+
+    def _begin(self) -> None:
+        self._give()
+
+    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
+        """Take what has come of a row, and give out others."""
+        row, failure = told.row, told.failure
+        again = failure is not None and self._flow.tries[row] > 0 and not self._is_over
+        self._flow.ended(row, again)
+        if failure is None:
+            self._note(row, slot, body)
+        elif not again:
+            self._note(row, slot, None, failure_error(self.group, self, slot, failure, body, row))
+        self._give()
+
+    def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
+        self._packed.pop(row, None)
+        if error is not None and self._on_error == "raise" and self.failure is None:
+            self.failure = error
+            self._end_rows(withdrawn=True)
+        super()._note(row, slot, body, error)
+
+    def value_of(self, row: int) -> Any:
+        """As that of the base; an error that is returned is a value."""
+        error = self.ends[row][2]
+        return error if error is not None and self._on_error == "return" else super().value_of(row)
+
+    def _end_rows(self, withdrawn: bool) -> None:
+        if withdrawn:
+            self._flow.stop()
+        super()._end_rows(withdrawn)
+
+    def _give(self) -> None:
+        while self._read:
+            self._read.popleft()
+            self._flow.read()
+        for slot, row in self._flow.give():
+            try:
+                self.group.send([slot], to_worker.Row(self.seq, row), self._packed[row])
+            except Exception as error:  # no descriptor is left, say
+                self._flow.ended(row)
+                words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
+                self._note(row, slot, None, SerializationError(words, method=self.method, row=row))
+        may_come_again = any(self._flow.tries[row] for row in self._flow.running)
+        if not (self._is_over or self._flow.waits or may_come_again):
+            self._end_rows(withdrawn=False)
+
+    def _wants_read(self) -> bool:
+        return self._flow.is_stalled
+
+    def _take_read(self) -> None:
+        self._give()
+
+
+class YieldedRows(RowsCall):
+    """One of a batched method, whose ranks yield the rows that they have got."""
+
+    def __init__(self, *args: Any, places: Mapping[int, Sequence[int]], is_ahead: bool) -> None:
+        """Args: places: The indices of the rows of each slot whose rows count. is_ahead: Whether these are read."""
+        super().__init__(*args)
+        self._rows_of = places
+        self._is_ahead = is_ahead
+
+    def _begin(self) -> None:
+        if not self._is_ahead:  # all may come at once
+            for slot, rows in self._rows_of.items():
+                self.group.send([slot], to_worker.ReadRows(self.seq, len(rows)))
+
+    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
+        """Take what has come of a row."""
+        self._note(self._rows_of[slot][told.row], slot, body)
+
+    def _wants_read(self) -> bool:
+        return self._is_ahead and len(self._read) >= to_worker.AHEAD // 2
+
+    def _take_read(self) -> None:
+        counts: Counter[int] = Counter()
+        with contextlib.suppress(IndexError):
+            while True:
+                counts[self._read.popleft()] += 1
+        for slot, count in counts.items():
+            self.group.send([slot], to_worker.ReadRows(self.seq, count))
+
+
+def left_out(call: RowsCall, count: int) -> ColocateError:
+    """The error of rows that a call has left out, as it saw that it was cancelled, or its group closes."""
+    left, closed_by = plural(count, "row"), call.group.closed_by
+    if closed_by is not None:
+        words = f"group {call.group.name!r} was closed by {closed_by} before {call.label} had ended {left}"
+        return ClosedError(words, closed_by=closed_by)
+    return CallCancelled(
+        f"{call.label} was cancelled while it ran (ctx.cancelled), and has ended without {left}", method=call.method
+    )

@@ -1,0 +1,156 @@
+"""Rows of a call that end one by one: what the driver reads them from, and what a row knows of itself."""
+
+from __future__ import annotations
+
+import abc
+import sys
+from collections.abc import AsyncIterator, Iterator
+from inspect import isawaitable
+from types import TracebackType
+from typing import Any, Generic, Literal, NoReturn, Self, TypeAlias, TypeVar
+
+from colocate._role.call import OnDriver
+from colocate._role.context import RowState
+from colocate._role.method_spec import MethodSpec
+from colocate._system.numbers import amount_problem, plural
+from colocate._system.tracebacks import told
+from colocate.errors import ConfigError, DispatchError
+
+T_co = TypeVar("T_co", covariant=True)
+
+OnError: TypeAlias = Literal["raise", "return"]
+"""What an error of one row does: it ends the call, or stands in the place of the row's value."""
+
+
+class RowStream(OnDriver, abc.ABC, Generic[T_co]):
+    """The rows of a call as they end: `(index, value)`, where the index is that of the row in what the call was given.
+
+    An iterator, an async iterator, and a context manager that closes it. One thread, or task, reads it at a time. One
+    that is dropped is closed.
+    """
+
+    _instead = "Give the values that were read from it instead"
+    _unsent = "; send the values that were read from it"
+
+    def __iter__(self) -> Iterator[tuple[int, T_co]]:
+        return self
+
+    @abc.abstractmethod
+    def __next__(self) -> tuple[int, T_co]:
+        """Wait for a row to end.
+
+        Raises:
+            StopIteration: All have been read, and the call has ended.
+            ColocateError: What went wrong with a row, or with the call; ClosedError if the stream is closed.
+        """
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, T_co]]:
+        return self
+
+    @abc.abstractmethod
+    async def __anext__(self) -> tuple[int, T_co]:
+        """As `__next__`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Read no more: rows that haven't begun never will, and those that run are cancelled. It doesn't wait."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: object, sticky: object) -> None:
+    """Raise unless a method can be called with such options, of which None are as before."""
+    if on_error not in (None, "raise", "return"):
+        raise ConfigError(f"options(on_error={on_error!r}): use 'raise' or 'return'")
+    if retry is not None and (problem := amount_problem(retry, whole=True)) is not None:
+        raise ConfigError(f"options(retry) {problem}")
+    if sticky is not None and not callable(sticky):
+        raise ConfigError(f"options(sticky={sticky!r}): give a function of a row, which makes its key")
+    if spec.rows is None and (retry or sticky is not None):
+        raise ConfigError(
+            f"{label} gets the rows of a rank at once, by {spec.dispatch!r}: retry= and sticky= are for methods that "
+            "take one row (@method(rows=...))"
+        )
+
+
+def no_keep(label: str) -> NoReturn:
+    """Refuse a kept result of a method whose rows end one by one."""
+    raise DispatchError(
+        f"{label}.keep(...): its rows come to the driver one by one, and none stay in the workers: call it, submit it, "
+        "or read its .stream(...)"
+    )
+
+
+def no_such_attribute(label: str, name: str) -> AttributeError:
+    """The error of what a method of a view hasn't, such as the stream of one that has none."""
+    if name != "stream":
+        return AttributeError(f"{label} has no attribute {name!r}: call it, or use .submit, .keep or .options")
+    return AttributeError(
+        f"{label} has no stream: its value comes at once. Methods with rows=..., and those with Scatter that yield "
+        "(index, value), have one"
+    )
+
+
+class Yielded:
+    """What a method yields of the rows of one rank: each once."""
+
+    def __init__(self, label: str, rows: int) -> None:
+        """Args: label: The method. rows: How many rows the rank has got."""
+        self._label = label
+        self._rows = rows
+        self._seen: set[int] = set()
+
+    @property
+    def left(self) -> int:
+        """How many are still to come."""
+        return self._rows - len(self._seen)
+
+    def take(self, item: Any) -> tuple[int, Any]:
+        """Return index and value of what was yielded.
+
+        Raises:
+            DispatchError: It isn't that, or there was one of that row before.
+        """
+        if not (isinstance(item, tuple) and len(item) == 2 and hasattr(item[0], "__index__")):
+            raise DispatchError(f"{self._says} {_short(item)}")
+        index, value = item[0].__index__(), item[1]
+        if not 0 <= index < self._rows:
+            raise DispatchError(f"{self._says} the index {index}")
+        if index in self._seen:
+            raise DispatchError(f"{self._says} row {index} twice")
+        self._seen.add(index)
+        return index, value
+
+    def check_end(self) -> None:
+        """Raise a `DispatchError` unless all have come."""
+        if self.left:
+            missing = [index for index in range(self._rows) if index not in self._seen]
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise DispatchError(f"{self._says} nothing for {shown}")
+
+    @property
+    def _says(self) -> str:
+        got = plural(self._rows, "row")
+        return f"{self._label} yields (index, value) once for each of the {got} that it has got, and has yielded"
+
+
+def _short(item: Any) -> str:
+    text = repr(item)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+async def end_row(state: RowState) -> None:
+    """A row is over: end what it has begun, the last first. What that raises is printed."""
+    while state.at_end:
+        try:
+            ended = state.at_end.pop()()
+            if isawaitable(ended):
+                await ended
+        except Exception as error:
+            print(f"what row {state.row} has begun could not be ended:\n{told(error)}", file=sys.stderr, flush=True)

@@ -1,0 +1,414 @@
+"""Calls whose rows end one by one: rows that ranks take as they have places, and batched methods that yield."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate._protocol.to_worker import AHEAD
+from colocate.errors import (
+    CallTimeout,
+    ClosedError,
+    ColocateError,
+    ConfigError,
+    DispatchError,
+    GroupRestarted,
+    PipelineError,
+    RoleError,
+    WorkerDied,
+)
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs, of_executor
+from colocate.testing.gate import Gate
+from colocate.testing.probes.streams import PLACES, Playing, Yielding, number
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+OUT = 2 * PLACES * 2
+"""How many rows of two ranks are begun and not read, at most."""
+
+
+class Streams(ExecutorCase):
+    """`@method(rows=...)`, methods that yield, `view.m.stream`."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_playing(cls, runtime: Runtime) -> Shared:
+        """Two slots with a role of each kind."""
+        roles: dict[str, RoleSpec[Any]] = {"playing": colocate.role(Playing), "yielding": colocate.role(Yielding)}
+
+        def warm_up(group: ColocatedGroup) -> None:
+            group.role("playing", Playing).play([1, 2, 3])
+
+        return Shared(runtime, roles, 2, "playing", warm_up=warm_up)
+
+    @pytest.fixture
+    def streaming(self, no_leaks: None, shared_playing: Shared) -> ColocatedGroup:
+        """Them."""
+        return shared_playing.get()
+
+    @pytest.fixture
+    def playing(self, streaming: ColocatedGroup) -> Playing:
+        """Its view, with an empty log."""
+        view = streaming.role("playing", Playing)
+        view.logged()
+        return view
+
+    @of_executor
+    def test_all_ways_to_call(self, playing: Playing) -> None:
+        """Each row runs once, on some rank; values come in order, or as they end with the indices of the rows."""
+        rows = list(range(20))
+        values = playing.play(rows, factor=3)
+        assert [value for value, _ in values] == [3 * row for row in rows]
+        assert {rank for _, rank in values} == {0, 1}
+        assert [value for value, _ in playing.play.submit(rows, 2).result(PATIENCE_S)] == [2 * row for row in rows]
+        assert sorted((index, value) for index, (value, _) in playing.play.stream(rows)) == [*enumerate(rows)]
+        assert playing.play([]) == []
+        assert list(playing.play.stream([])) == []
+        assert Counter([row for log in playing.logged() for row in log]) == Counter(rows * 3)
+
+    @of_executor
+    def test_async_for(self, playing: Playing, streaming: ColocatedGroup) -> None:
+        """Streams are read by `async for` as well, several at once by several tasks."""
+        yielding = streaming.role("yielding", Yielding)
+
+        async def read(stream: Any) -> list[Any]:
+            return [row async for row in stream]
+
+        async def main() -> list[Any]:
+            streams = playing.play.stream(list(range(30))), yielding.later.stream(rows)
+            return list(await asyncio.gather(*map(read, streams)))
+
+        rows = list(range(200))
+        played, yielded = asyncio.run(main())
+        assert sorted(index for index, _ in played) == list(range(30))
+        assert sorted(yielded) == [(row, 2 * row) for row in rows]
+
+    def test_idle_ranks_take_the_next_row(self, playing: Playing) -> None:
+        """While some rows keep the places of a rank, the others take all that come after."""
+        with Gate() as gate:
+            rows = [True, None, True, None, *[None] * 20]  # the first and the third go to rank 0
+            with playing.wait.stream(rows, gate.address) as stream:
+                gate.wait_for(2)
+                ended = [next(stream) for _ in range(22)]
+                assert {rank for _, (_, rank) in ended} == {1}
+                gate.open()
+                assert sorted(stream) == [(0, (0, 0)), (2, (2, 0))]
+
+    def test_rows_of_one_key_go_to_one_rank(self, playing: Playing) -> None:
+        """With `sticky`; keys are spread over the ranks."""
+        rows = [row for row in range(12) for _ in range(3)]
+        homes: dict[int, set[int]] = {}
+        for row, rank in playing.play.options(sticky=lambda row: row)(rows):
+            homes.setdefault(row, set()).add(rank)
+        assert all(len(ranks) == 1 for ranks in homes.values())
+        assert {rank for ranks in homes.values() for rank in ranks} == {0, 1}
+        with pytest.raises(TypeError, match=r"options\(sticky=...\) has made the key \[1\], which has no hash"):
+            playing.play.options(sticky=lambda row: [row])([1])
+
+    def test_ranks_of_rows(self, playing: Playing) -> None:
+        """Rows go to the ranks that a call names."""
+        assert {rank for _, rank in playing.play.options(ranks=[1])([1, 2, 3, 4])} == {1}
+
+    def test_nothing_runs_ahead_of_who_reads(self, playing: Playing, streaming: ColocatedGroup) -> None:
+        """Of a stream that nobody reads as many rows begin as there are places, twice; a batch yields so many rows."""
+        rows = list(range(10 * OUT))
+        stream = playing.play.stream(rows)
+        wait_until(lambda: len(stream._call.ends) == OUT, "as many rows as may have ended")  # type: ignore[attr-defined]
+        next(stream)
+        wait_until(lambda: len(stream._call.ends) == OUT, "another one has ended")  # type: ignore[attr-defined]
+        stream.close()
+        assert len([row for log in playing.logged() for row in log]) == OUT + 1
+        yielding = streaming.role("yielding", Yielding)
+        for method in (yielding.all, yielding.later):
+            with method.stream(list(range(2 * 3 * AHEAD))) as yields:
+                call = yields._call  # type: ignore[attr-defined]
+                wait_until(lambda call=call: len(call.ends) == 2 * AHEAD, "all have yielded")  # type: ignore[misc]
+            assert yielding.state() == [(AHEAD, "before")] * 2
+            assert len(list(method.stream(list(range(2 * 3 * AHEAD))))) == 2 * 3 * AHEAD
+            assert yielding.state() == [(3 * AHEAD, "at its end")] * 2
+
+    @of_executor
+    def test_closed(self, playing: Playing) -> None:
+        """Rows that haven't begun never do, those that run are cancelled, and the lane goes on."""
+        with Gate() as gate:
+            with playing.wait.stream([True] * 100, gate.address) as stream:
+                gate.wait_for(2 * PLACES)
+            logs = playing.logged()
+            assert Counter(event for log in logs for event, _ in log) == {"begun": 4, "cancelled": 4}
+            with pytest.raises(ClosedError, match=r"the stream of playing.wait was closed"):
+                next(stream)
+            stream.close()
+
+    def test_dropped(self, playing: Playing) -> None:
+        """A stream that is left half read, and that nobody has any more, is closed."""
+        with Gate() as gate:
+            for _ in playing.wait.stream([None, *[True] * 99], gate.address):
+                break
+            gc.collect()
+            logs = playing.logged()
+        assert not {event for log in logs for event, row in log if row not in range(OUT + 1)}
+
+    def test_who_waits_behind_a_half_read_stream(self, playing: Playing, streaming: ColocatedGroup) -> None:
+        """That is an error at once, in all ways to wait, and nothing is sent; not in other threads."""
+        words = r"comes after the stream of playing.play that was opened at \S+:\d+, .* it would wait for itself"
+        stream = playing.play.stream(list(range(100)))
+        next(stream)
+        for waits in (
+            playing.logged,
+            lambda: playing.play([1]),
+            lambda: next(playing.play.stream([1])),
+            playing.logged.submit().result,
+            lambda: playing.logged.keep().fetch(),
+            lambda: playing.logged.keep().wait(),
+            lambda: colocate.wait([playing.logged.submit()]),
+            lambda: list(colocate.as_completed([playing.logged.submit()])),
+            lambda: streaming.run(number),
+        ):
+            with pytest.raises(ColocateError, match=words):
+                waits()
+        found: list[Any] = []
+        other = threading.Thread(target=lambda: found.append(playing.logged()))
+        other.start()
+        assert len(list(stream)) == 99
+        other.join(PATIENCE_S)
+        assert len(found) == 1
+        assert playing.logged() == [[], []]  # of which `found` had the rows
+
+        async def main() -> None:
+            async for _ in playing.play.stream(list(range(100))):
+                with pytest.raises(ColocateError, match="are read by this task"):
+                    await playing.logged.submit()
+                break
+
+        asyncio.run(main())
+        for index, _ in playing.play.stream([1]):  # all have been read
+            assert playing.logged() == [[1], []], index
+
+    @of_executor
+    def test_a_row_that_raises(self, playing: Playing) -> None:
+        """Its error names it; the rows that run are cancelled, no others begin, and no rank is held."""
+        with Gate() as gate:
+            rows = ["a", "b", "fail", *["c"] * 50]
+            stream = playing.fail.stream(rows, gate.address)
+            with pytest.raises(RoleError, match=r"playing.fail raised KeyError in row 2, on rank 0 of group") as caught:
+                list(stream)
+            error = caught.value
+            assert (error.row, error.rank, error.role, error.method) == (2, 0, "playing", "fail")
+            assert isinstance(error.__cause__, KeyError)
+            assert "streams.py" in (error.remote_traceback or "")
+            with pytest.raises(RoleError, match="in row 2,"):
+                playing.fail(rows, gate.address)
+            with pytest.raises(RoleError, match="in row 2,"):
+                playing.fail.submit(rows, gate.address).result(PATIENCE_S)
+            assert max(len(log) for log in playing.logged()) <= 3 * (PLACES + 1)
+
+    def test_errors_in_the_place_of_values(self, playing: Playing) -> None:
+        """With `on_error="return"` the other rows go on."""
+        rows = ["a", "fail", "b", "fail"]
+        for found in (
+            playing.fail.options(on_error="return")(rows),
+            playing.fail.options(on_error="return").submit(rows).result(PATIENCE_S),
+            [
+                value
+                for _, value in sorted(playing.fail.options(on_error="return").stream(rows), key=lambda row: row[0])
+            ],
+        ):
+            assert [value[0] for value in found if isinstance(value, tuple)] == ["a", "b"]
+            assert [value.row for value in found if isinstance(value, RoleError)] == [1, 3]
+
+    def test_retry(self, playing: Playing) -> None:
+        """A row that has raised begins anew on another rank, as often as is said."""
+        assert playing.fail.options(retry=1)(["once"] * 8) == [("once", 1)] * 8
+        playing.logged()
+        with pytest.raises(RoleError, match="in row 0,"):
+            playing.fail.options(retry=2)(["fail"])
+        assert sum(len(log) for log in playing.logged()) == 3
+        found = playing.fail.options(retry=3, on_error="return")(["fail", "a"])
+        assert isinstance(found[0], RoleError)
+        assert found[1][0] == "a"  # type: ignore[index]
+
+    def test_what_a_row_has_begun_ends_with_it(self, playing: Playing) -> None:
+        """Before its value is there, the last first, whatever becomes of it."""
+        found = playing.begins.options(ranks=[0], on_error="return")(["a", "fail", "b"])
+        assert [found[0], found[2]] == ["a", "b"]
+        log = playing.logged()[0]
+        assert [entry for entry in log if entry.startswith("fail")] == ["fail ending", "fail ended"]
+        assert len(log) == 6
+
+    @of_executor
+    def test_rows_that_a_method_yields(self, streaming: ColocatedGroup) -> None:
+        """Their indices are those of what the driver has given, also where rows are balanced."""
+        yielding, rows = streaming.role("yielding", Yielding), list(range(7))
+        expected = [2 * row for row in rows]
+        costs = [1, 9, 1, 1, 1, 1, 4]
+        for found in (
+            yielding.all(rows),
+            yielding.all.submit(rows).result(PATIENCE_S),
+            yielding.later(rows),
+            yielding.later(rows, costs),
+            yielding.later.submit(rows, costs).result(PATIENCE_S),
+        ):
+            assert found == expected
+        for stream in (yielding.all.stream(rows), yielding.later.stream(rows), yielding.later.stream(rows, costs)):
+            assert sorted(stream) == list(enumerate(expected))
+
+    def test_what_is_yielded_wrongly(self, streaming: ColocatedGroup) -> None:
+        """Each row once, by its index among those of the rank: anything else is an error, and so is what it raises."""
+        yielding = streaming.role("yielding", Yielding)
+        words = r"yielding.wrong yields \(index, value\) once for each of the 2 rows that it has got, and has yielded "
+        for items, told in (
+            (["a"], r"'a'"),
+            ([(2, 0)], "the index 2"),
+            ([(0, 0), (0, 1)], "row 0 twice"),
+            ([(1, 0)], "nothing for 0"),
+        ):
+            with pytest.raises(DispatchError, match=words + told):
+                yielding.wrong([1, 2, 3, 4], items)
+        stream = yielding.wrong.stream([1, 2, 3, 4], [(0, 5), ValueError("amid")])
+        found: list[Any] = []
+        with pytest.raises(RoleError, match="raised ValueError"):
+            found += stream
+        with pytest.raises(RoleError, match="raised ValueError"):
+            yielding.wrong([1, 2, 3, 4], [(0, 5), ValueError("amid")])
+        assert yielding.one() == 1
+
+    @needs(OwnProcess)
+    def test_ranks_that_work_on_the_same_rows(self, spawn: Spawn) -> None:
+        """The first of them tells; when the stream is closed none leaves the steps that they take together."""
+        pytest.importorskip("torch")
+        group = spawn({"yielding": colocate.role(Yielding).on(mesh={"dp": 1, "tp": 2})})
+        yielding = group.role("yielding", Yielding)
+        rows = list(range(4 * AHEAD))
+        assert yielding.all(rows) == [2 * row for row in rows]
+        assert yielding.meets(rows) == [2 * row for row in rows]
+        with yielding.meets.stream(rows) as stream:
+            assert next(stream) == (0, 0)
+        assert yielding.one() == 1
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_a_worker_that_dies(self, spawn: Spawn, tmp_path: Path) -> None:
+        """The rows that had ended stay; the others have that error, or it is raised."""
+        group = spawn({"playing": colocate.role(Playing)})
+        playing = group.role("playing", Playing)
+        found = playing.die.options(on_error="return")([None, None, None, None, tmp_path / "a"])
+        assert isinstance(found[4], WorkerDied)
+        assert {type(value) for value in found[:3]} <= {tuple, WorkerDied}
+        with pytest.raises(WorkerDied):
+            playing.die([None])
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_rows_go_to_the_workers_of_a_restarted_group(self, spawn: Spawn, tmp_path: Path) -> None:
+        """With `retry`, rows that had not ended; and other calls are told of the restart as ever."""
+        group = spawn({"playing": colocate.role(Playing)}, on_failure="restart")
+        playing = group.role("playing", Playing)
+        rows = [None, tmp_path / "a", None, None, None, None]
+        with pytest.raises(GroupRestarted):
+            playing.die(rows)
+        group.wait_ready(PATIENCE_S)
+        rows[1] = tmp_path / "b"
+        found = playing.die.options(retry=1)(rows)
+        assert found[1][0] == 2
+        with pytest.raises(GroupRestarted):
+            playing.die(rows)
+        group.wait_ready(PATIENCE_S)
+        rows[1] = tmp_path / "c"
+
+        async def main() -> list[Any]:
+            return [row async for row in playing.die.options(retry=1).stream(rows)]
+
+        assert sorted(index for index, _ in asyncio.run(main())) == [0, 1, 2, 3, 4, 5]
+
+    def test_timeout_of_rows(self, playing: Playing) -> None:
+        """It says in which rows ranks are; the rows that had ended were read."""
+        with Gate() as gate:
+            stream = playing.wait.options(timeout=1.0).stream([None, True], gate.address)
+            assert next(stream)[0] == 0
+            with pytest.raises(CallTimeout, match=r"awaiting in playing.wait, row 1\n"):
+                next(stream)
+            assert list(stream) == []
+            assert ("cancelled", 1) in playing.logged()[1]
+            found = playing.wait.options(timeout=0.1, on_error="return")([None, True], gate.address)
+            assert isinstance(found[1], CallTimeout)
+
+    @of_executor
+    def test_the_group_is_closed(self, spawn: Spawn) -> None:
+        """Who reads a stream is told; nothing waits for rows that nobody reads."""
+        for name in ("play", "all", "later"):
+            group = spawn({"playing": colocate.role(Playing), "yielding": colocate.role(Yielding)})
+            role = group.role("playing" if name == "play" else "yielding")
+            stream = getattr(role, name).stream(list(range(1000)))
+            next(stream)
+            group.close(grace=PATIENCE_S)
+            with pytest.raises(ClosedError, match=r"was closed by"):
+                list(stream)
+
+    def test_draws(self, playing: Playing, spawn: Spawn, tmp_path: Path) -> None:
+        """Rows draw the same on whatever ranks; each row, each call and what follows a checkpoint others."""
+        pytest.importorskip("torch")
+
+        def drawn(group: ColocatedGroup, **options: Any) -> list[tuple[float, float]]:
+            return group.role("playing", Playing).draw.options(**options)(list(range(8)))
+
+        group = spawn({"playing": colocate.role(Playing)}, slots=1, name="drawing")
+        alone, again = drawn(group), drawn(group)
+        group.close()
+        assert len({number for row in (*alone, *again) for number in row}) == 32
+        group = spawn({"playing": colocate.role(Playing)}, slots=2, name="drawing")
+        assert drawn(group) == alone
+        assert drawn(group, ranks=[1]) == again
+        group.checkpoint(tmp_path / "checkpoint")
+        group.close()
+        group = spawn({"playing": colocate.role(Playing)}, slots=2, name="drawing", restore=tmp_path / "checkpoint")
+        assert not set(drawn(group)) & {*alone, *again}
+        group.close()
+
+    def test_values_of_rows(self, streaming: ColocatedGroup) -> None:
+        """Rows are items of lists, also of those in mappings; residents go to all rows, or are fetched."""
+        torch, playing = pytest.importorskip("torch"), streaming["playing"]
+        kept = playing.count.options(ranks=[0]).keep()
+        rows = {"number": [1, 2, 3], "other": torch.arange(6).reshape(3, 2)}
+        assert playing.add(rows, [10]) == [12, 17, 22]
+        assert playing.add({**rows, "number": torch.tensor([1, 2, 3])}, [10]) == [12, 17, 22]
+        counted = playing.count.keep()
+        assert playing.play(counted.ref)[0] == ([0, 1], 0)
+        assert [value for value, _ in playing.play([1, 2], kept.ref)] == [[[0, 1]], [[0, 1]] * 2]
+
+    def test_refused_of_rows(self, playing: Playing, streaming: ColocatedGroup) -> None:
+        """What has no meaning for such a method, each with what to do."""
+        yielding = streaming.role("yielding", Yielding)
+        with pytest.raises(DispatchError, match=r"playing.play.keep\(...\): its rows come to the driver one by one"):
+            playing.play.keep([1])
+        with pytest.raises(AttributeError, match=r"playing.count has no stream: its value comes at once"):
+            playing.count.stream()  # type: ignore[attr-defined]
+        with streaming.pipeline():
+            for call in (playing.play, playing.play.submit, playing.play.stream):
+                with pytest.raises(PipelineError, match=r"playing.play would wait"):
+                    call([1])
+        with pytest.raises(ConfigError, match=r"options\(on_error='ignore'\): use 'raise' or 'return'"):
+            playing.play.options(on_error="ignore")  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match=r"options\(retry\) must be a whole number from 0"):
+            playing.play.options(retry=-1)
+        with pytest.raises(ConfigError, match=r"options\(sticky='key'\): give a function of a row"):
+            playing.play.options(sticky="key")  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match=r"gets the rows of a rank at once, .* retry= and sticky= are for"):
+            yielding.all.options(retry=1)
+        with pytest.raises(DispatchError, match=r"row \(int\) has no rows"):
+            playing.play(1)
+        with pytest.raises(TypeError, match="missing a required argument"):
+            playing.play()  # type: ignore[call-arg]
+        with playing.play.stream([1, 2]) as stream:
+            with pytest.raises(TypeError, match="lives on the driver and can't be sent; send the values"):
+                pickle.dumps(stream)
+            with pytest.raises(TypeError, match="lives on the driver and can't be an argument"):
+                playing.play.submit([1], stream)  # type: ignore[arg-type]

@@ -1,0 +1,179 @@
+"""Roles whose rows end one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from colocate import Context, First, Role, RoleError, Scatter, method
+from colocate._role.context import RowState, running_call
+from colocate.testing.gate import Address, pass_gate_async
+
+PLACES = 2
+
+
+class Playing(Role):
+    """Rows that the driver gives one by one."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    @method(rows="row", concurrency=PLACES)
+    async def play(self, row: int, factor: int = 1) -> tuple[int, int]:
+        """The row, and where it ran."""
+        self.log.append(row)
+        await asyncio.sleep(0)
+        assert self.ctx.row is not None
+        return row * factor, self.ctx.rank
+
+    @method(rows="row", concurrency=PLACES)
+    async def wait(self, row: Any, gate: Address) -> tuple[int, int]:
+        """As `play`; one that isn't None waits at a gate."""
+        self.log.append(("begun", self.ctx.row))
+        try:
+            if row is not None:
+                await pass_gate_async(gate)
+        except asyncio.CancelledError:
+            self.log.append(("cancelled", self.ctx.row))
+            raise
+        assert self.ctx.row is not None
+        return self.ctx.row, self.ctx.rank
+
+    @method(rows="row", concurrency=PLACES)
+    async def fail(self, row: str, gate: Address | None = None) -> tuple[str, int]:
+        """Fails in rows of this name; the others wait at a gate, if there is one."""
+        self.log.append(row)
+        if row == "fail":
+            raise KeyError(row)
+        if row == "once" and self.ctx.rank == 0:
+            raise RuntimeError(row)
+        if gate is not None:
+            await pass_gate_async(gate)
+        return row, self.ctx.rank
+
+    @method(rows="row", concurrency=PLACES)
+    async def die(self, row: Path | None) -> tuple[int, int]:
+        """Kills its worker in rows with the name of a file that isn't there, which is there afterwards."""
+        if row is not None and not row.exists():
+            row.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.ctx.generation, self.ctx.rank
+
+    @method(rows="row", concurrency=PLACES)
+    async def draw(self, row: int) -> tuple[float, float]:
+        """Two random numbers, with other rows between them."""
+        import torch
+
+        first = torch.rand((), generator=self.ctx.generator).item()
+        await asyncio.sleep(0.001 * (row % 3))
+        return first, torch.rand((), generator=self.ctx.generator).item()
+
+    @method(rows="row", concurrency=PLACES)
+    async def begins(self, row: str) -> str:
+        """Begins what has to be ended with the row, which fails, or not."""
+        state = running_call.get()
+        assert isinstance(state, RowState)
+
+        async def end() -> None:
+            await asyncio.sleep(0)
+            self.log.append(f"{row} ended")
+
+        state.at_end += [end, lambda: self.log.append(f"{row} ending")]
+        if row == "fail":
+            raise RoleError(row)
+        return row
+
+    @method(rows="row", concurrency=PLACES)
+    async def add(self, row: dict[str, Any], values: list[int]) -> int:
+        """Sums a row of a mapping, and what all rows have got."""
+        return int(row["number"]) + int(row["other"].sum()) + sum(values)
+
+    def save(self, directory: Path) -> None:
+        """Save nothing: what rows draw next is saved without that."""
+
+    def restore(self, directory: Path) -> None:
+        """Do nothing."""
+
+    @method
+    def logged(self) -> list[Any]:
+        """What has happened since this was asked last."""
+        found, self.log = self.log, []
+        return found
+
+    @method
+    def count(self) -> list[int]:
+        """A value to keep."""
+        return [self.ctx.rank, 1]
+
+
+class Yielding(Role):
+    """Rows that a batched method yields, in the reverse order."""
+
+    def __init__(self) -> None:
+        self.yielded = 0
+        self.closed = ""
+
+    @method(dispatch=Scatter("batch"))
+    def all(self, batch: list[int]) -> Iterator[tuple[int, int]]:
+        """Each twice as large."""
+        self.yielded, self.closed = 0, "no"
+        try:
+            for index in reversed(range(len(batch))):
+                self.yielded += 1
+                yield index, 2 * batch[index]
+            self.closed = "at its end"
+        except GeneratorExit:
+            self.closed = "before"
+            raise
+
+    @method(dispatch=Scatter("batch", balance="costs"))
+    async def later(self, batch: list[int], costs: list[int] | None = None) -> AsyncIterator[tuple[int, int]]:
+        """The same, awaiting something."""
+        self.yielded, self.closed = 0, "no"
+        try:
+            for index in reversed(range(len(batch))):
+                await asyncio.sleep(0)
+                self.yielded += 1
+                yield index, 2 * batch[index]
+            self.closed = "at its end"
+        except GeneratorExit:
+            self.closed = "before"
+            raise
+
+    @method(dispatch=Scatter("batch"))
+    def wrong(self, batch: list[int], items: list[Any]) -> Iterator[tuple[int, Any]]:
+        """Yields these items; raises in the place of one that is an exception."""
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    @method(dispatch=Scatter("batch"))
+    def meets(self, batch: list[int]) -> Iterator[tuple[int, int]]:
+        """Yields rows between steps that all ranks of its mesh take together."""
+        import torch
+        import torch.distributed as dist
+
+        group = self.ctx.process_group("tp")
+        for index, value in enumerate(batch):
+            total = torch.tensor([value])
+            dist.all_reduce(total, group=group)
+            yield index, int(total)
+
+    @method
+    def state(self) -> tuple[int, str]:
+        """How many rows were yielded, and how that ended."""
+        return self.yielded, self.closed
+
+    @method(collect=First())
+    def one(self) -> int:
+        return 1
+
+
+def number(ctx: Context) -> int:
+    """A function for `group.run`."""
+    return 1

@@ -1,0 +1,85 @@
+"""`Inlet`: what a driver says of the rows of a call that end one by one, on its way to the lane."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from colocate._protocol import to_worker
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class Inlet:
+    """What is said of the rows of one call, between the thread that receives it and the lane.
+
+    Attributes:
+        rows: Those that are to begin: index and body of each.
+        credit: How many may be told of those that a method yields.
+        no_more: Whether no other rows will come.
+        withdrawn: Whether nobody waits for any.
+        ended: Whether the call had better end, as a failed one's, or with its group.
+        running: The tasks of rows, by their index.
+    """
+
+    def __init__(self) -> None:
+        self.rows: deque[tuple[int, Any]] = deque()
+        self.credit = to_worker.AHEAD
+        self.no_more = self.withdrawn = self.ended = False
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
+        self._news: asyncio.Future[None] | None = None
+        self._told = threading.Event()
+
+    # -- on the thread that receives; `wake` on the lane is to follow
+
+    def tell(self, message: to_worker.Row | to_worker.NoMoreRows | to_worker.ReadRows, body: Any) -> None:
+        """Take what the driver says."""
+        match message:
+            case to_worker.Row():
+                self.rows.append((message.row, body))
+            case to_worker.NoMoreRows():
+                self.withdrawn = self.withdrawn or message.withdrawn
+                self.no_more = True
+            case to_worker.ReadRows():
+                self.credit += message.count
+        self._told.set()
+
+    def end(self) -> None:
+        """The call had better end."""
+        self.ended = True
+        self._told.set()
+
+    # -- on the lane
+
+    def wait(self) -> None:
+        """Wait until something may be yielded, or is no longer wanted."""
+        while not (self.credit or self.withdrawn or self.ended):
+            self._told.wait()
+            self._told.clear()
+
+    def news(self) -> asyncio.Future[None]:
+        """Return what is done when there is something new."""
+        import asyncio  # which no other call needs
+
+        self._news = asyncio.get_running_loop().create_future()
+        return self._news
+
+    def wake(self) -> None:
+        """Something is new."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def over(self, row: int) -> None:
+        """A row's task has ended."""
+        del self.running[row]
+        self.wake()
+
+    def cancel(self) -> None:
+        """Cancel each row that runs, once."""
+        for row, task in self.running.items():
+            if row not in self._cancelled:
+                self._cancelled.add(row)
+                task.cancel()

@@ -1,0 +1,166 @@
+"""Rows of a call that end one by one, the worker's half.
+
+Of a method with `rows=` each row is a task of the lane's event loop. What a batched method yields is told as it comes,
+and the method goes on only while the driver has credit for more. `_calls/rows.py` has the driver's half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from colocate._protocol import from_worker
+from colocate._protocol.consequence import Consequence
+from colocate._role.context import RowState, running_call
+from colocate._role.method_spec import MethodSpec
+from colocate._role.rows import Yielded, end_row
+from colocate._system.tracebacks import rebuilding
+from colocate._values.leaving import ordinary, placed
+from colocate.worker.birth.ending import RoleCode
+from colocate.worker.context import WorkerContext
+from colocate.worker.inlet import Inlet
+from colocate.worker.lane import Work
+from colocate.worker.results import sources_of
+from colocate.worker.serving import failure
+from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.role_instance import RoleInstance
+
+
+class RowTasks:
+    """Runs calls whose rows end one by one. On the lane."""
+
+    def __init__(self, worker_context: WorkerContext, role_code: RoleCode, broken: Callable[[str], None]) -> None:
+        """Args: role_code: The block of each row. broken: What the worker is told when it can't run them any more."""
+        self._worker_context = worker_context
+        self._role_code = role_code
+        self._broken = broken
+
+    def runs(self, work: Work, role: RoleInstance, spec: MethodSpec) -> Callable[[object, dict[str, Any]], Any]:
+        """Return what runs a call, given the role and the arguments, in the place of the method itself."""
+
+        def run(instance: object, arguments: dict[str, Any]) -> Any:
+            if spec.rows is not None:
+                return self._play(work, role, spec, arguments)
+            items, yielded = spec.call(instance, arguments), Yielded(work.label, work.valid_rows or 0)
+            if spec.is_async:
+                return self._hear_async(work, role, spec, items, yielded)
+            return self._hear(work, role, spec, items, yielded)
+
+        return run
+
+    # -- rows that the driver gives
+
+    async def _play(self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any]) -> None:
+        inlet: Inlet = work.inlet
+        try:
+            while True:
+                while inlet.rows and not (inlet.withdrawn or inlet.ended):
+                    row, body = inlet.rows.popleft()
+                    task = asyncio.ensure_future(self._row(work, role, spec, arguments, row, body))
+                    inlet.running[row] = task
+                    task.add_done_callback(lambda _, row=row: inlet.over(row))  # type: ignore[misc]
+                if inlet.withdrawn:
+                    inlet.cancel()
+                if (inlet.no_more or inlet.ended) and not inlet.running:
+                    return
+                await inlet.news()
+        finally:  # a call ends when its rows have
+            inlet.cancel()
+            while inlet.running:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([*inlet.running.values()])
+
+    @calls_role_code
+    async def _row(
+        self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any], row: int, body: Any
+    ) -> None:
+        worker_context = self._worker_context
+        state = RowState(work.seq, row=row, of=work)
+        running_call.set(state)
+        try:
+            try:
+                with rebuilding("a row"):
+                    given = worker_context.hand_over(worker_context.codec.unpack(body, worker_context.boot.device))
+                if worker_context.moves_tensors:
+                    given = placed(given, worker_context.boot.device, spec.host)
+                with self._role_code:
+                    result = await spec.call(role.instance, {**arguments, **given})
+            finally:
+                await end_row(state)
+            self._tell(work, row, result)
+        except BaseException as error:  # whatever role code raises is the row's
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                return  # nobody waits for it
+            label = f"{work.label}, row {row}"
+            secondary = isinstance(error, Consequence)
+            told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
+            worker_context.say(from_worker.RowEnded(work.seq, row, told), body)
+            if (lost := worker_context.device.why_lost()) is not None:
+                self._broken(f"{label}: {lost}")
+
+    def _tell(self, work: Work, row: int, result: Any) -> None:
+        worker_context, label = self._worker_context, work.label
+        if worker_context.device.is_gpu:
+            worker_context.device.end(label)
+        if result is not None:
+            result = ordinary(result, worker_context.device.lends)
+        body = None if result is None else worker_context.packed(result, label)
+        worker_context.say_result(from_worker.RowEnded(work.seq, row, None), body, label)
+
+    # -- rows that a method yields
+
+    # Where other ranks work on the same rows, it ends by itself when nobody waits for them: one of these ranks alone
+    # mustn't leave the steps that they take together.
+
+    @calls_role_code
+    def _hear(self, work: Work, role: RoleInstance, spec: MethodSpec, items: Iterator[Any], yielded: Yielded) -> None:
+        inlet, sources = work.inlet, sources_of(spec, role.ctx)
+        tells, is_alone = role.ctx.rank in sources, len(sources) == role.ctx.world_size
+        try:
+            while True:
+                if tells and yielded.left and not inlet.credit:
+                    self._worker_context.lane.waits()
+                    inlet.wait()
+                if inlet.ended or (inlet.withdrawn and is_alone):
+                    return
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                row, value = yielded.take(item)
+                if tells and not inlet.withdrawn:
+                    inlet.credit -= 1
+                    self._tell(work, row, value)
+                del item, value
+        finally:
+            items.close()  # type: ignore[attr-defined]
+        if not work.cancelled:
+            yielded.check_end()
+
+    async def _hear_async(
+        self, work: Work, role: RoleInstance, spec: MethodSpec, items: AsyncIterator[Any], yielded: Yielded
+    ) -> None:
+        inlet, sources = work.inlet, sources_of(spec, role.ctx)
+        tells, is_alone = role.ctx.rank in sources, len(sources) == role.ctx.world_size
+        try:
+            while True:
+                while tells and yielded.left and not (inlet.credit or inlet.withdrawn or inlet.ended):
+                    await inlet.news()
+                if inlet.ended or (inlet.withdrawn and is_alone):
+                    return
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    break
+                row, value = yielded.take(item)
+                if tells and not inlet.withdrawn:
+                    inlet.credit -= 1
+                    self._tell(work, row, value)
+                del item, value
+        finally:
+            await items.aclose()  # type: ignore[attr-defined]
+        if not work.cancelled:
+            yielded.check_end()

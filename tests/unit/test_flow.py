@@ -1,0 +1,98 @@
+"""Which rank gets which row, of those that end one by one."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+
+import pytest
+
+from colocate._calls.rows import Flow
+
+
+def played(flow: Flow, times: list[float], places: int) -> tuple[float, dict[int, int]]:
+    """When the last of its rows ends, where each takes so long, and on which slot each ran; all are read at once."""
+    now, ends, homes = 0.0, list[tuple[float, int]](), dict[int, int]()
+    while True:
+        for slot, row in flow.give():
+            homes[row] = slot
+            heapq.heappush(ends, (now + times[row], row))
+        assert max(Counter(flow.running.values()).values(), default=0) <= places
+        if not ends:
+            assert not flow.waits
+            return now, homes
+        now, row = heapq.heappop(ends)
+        flow.ended(row)
+        flow.read()
+
+
+def simulated(times: list[float], places: int) -> float:
+    """When the last row ends, where the first place that is free takes the next row."""
+    free = [0.0] * places
+    for each in times:
+        heapq.heapreplace(free, free[0] + each)
+    return max(free)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_free_place_takes_the_next_row(seed: int) -> None:
+    """Whatever rows take, and slots there are; and also with keys each row runs once, each key on one slot."""
+    draw = random.Random(seed)
+    slots, places = draw.randint(1, 4), draw.randint(1, 8)
+    times = [draw.uniform(0.01, 1.0) for _ in range(draw.randint(1, 100))]
+    last, _ = played(Flow(range(len(times)), range(slots), places), times, places)
+    assert last == pytest.approx(simulated(times, slots * places))
+    ahead = draw.randint(slots * places, 3 * slots * places)
+    assert played(Flow(range(len(times)), range(slots), places, ahead), times, places)[0] == pytest.approx(last)
+    keys = {row: draw.randint(0, 5) for row in range(len(times))}
+    _, homes = played(Flow(range(len(times)), range(slots), places, keys=keys), times, places)
+    assert len(homes) == len(times)
+    assert len({(keys[row], slot) for row, slot in homes.items()}) == len(set(keys.values()))
+
+
+def test_the_least_loaded_one_comes_first() -> None:
+    """Rows are spread from the beginning."""
+    flow = Flow(range(6), [4, 7], 2)
+    assert flow.give() == [(4, 0), (7, 1), (4, 2), (7, 3)]
+    flow.ended(1)
+    assert flow.give() == [(7, 4)]
+
+
+def test_no_more_are_out_than_may_be() -> None:
+    """Those that have ended count until they are read."""
+    flow = Flow(range(5), [0], 2, ahead=3)
+    assert [row for _, row in flow.give()] == [0, 1]
+    flow.ended(0)
+    assert [row for _, row in flow.give()] == [2]
+    flow.ended(1)
+    assert flow.give() == []
+    assert flow.is_stalled
+    flow.read()
+    assert [row for _, row in flow.give()] == [3]
+
+
+def test_a_row_that_begins_anew_goes_elsewhere() -> None:
+    """If there is another slot; its tries are counted."""
+    tries = {0: 2, 1: 2}
+    flow = Flow([0, 1], [0, 1], 1, tries=tries)
+    assert flow.give() == [(0, 0), (1, 1)]
+    assert tries == {0: 1, 1: 1}
+    flow.ended(0, again=True)
+    assert flow.give() == []  # the other one is busy
+    flow.ended(1)
+    assert flow.give() == [(1, 0)]
+    assert tries[0] == 0
+    alone = Flow([0], [3], 1, tries={0: 2})
+    alone.give()
+    alone.ended(0, again=True)
+    assert alone.give() == [(3, 0)]
+
+
+def test_stopped() -> None:
+    flow = Flow(range(4), [0], 1, keys=dict.fromkeys(range(4), "key"))
+    flow.give()
+    flow.stop()
+    flow.ended(0)
+    assert flow.give() == []
+    assert not flow.waits
