@@ -9,6 +9,7 @@ OLDEST := .venv/oldest
 NEWEST := .venv/newest
 TRAINERS := .venv/trainers
 TORCH := .venv/torch
+ENGINES := .venv/engines
 # What needs one extra alone has an environment of its own, unless there is the one with everything.
 DEMO := $(if $(wildcard $(INSTALLED)),.venv,.venv/demo)
 DOCS := $(if $(wildcard $(INSTALLED)),.venv,.venv/docs)
@@ -22,7 +23,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions trainers docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions trainers engines docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -75,6 +76,16 @@ $(TRAINERS)/.installed: $(INSTALLED)  # libraries that people train with, beside
 
 trainers: $(TRAINERS)/.installed  ## what the docs say of Accelerate, Lightning Fabric and PEFT; GRPO's loss beside TRL's
 	$(TRAINERS)/bin/python -m pytest tests/trainers
+
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt  # vLLM, which dictates torch and transformers: gigabytes
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps --requirement constraints-engines.txt
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+engines: $(ENGINES)/.installed  ## vLLM in a role: what all engines hold, what is its own, and its numbers; on a CPU, Python 3.11
+	$(ENGINES)/bin/python -m pytest tests/rollout
+	$(ENGINES)/bin/python -m tests.rollout.figures
 
 versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports; parts on today's newest
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"

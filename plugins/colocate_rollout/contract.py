@@ -60,7 +60,7 @@ class Prompt:
     """One prompt and the samples that are wanted of it.
 
     Attributes:
-        index: The prompt's number, which its rows carry.
+        index: The prompt's number in the whole list that the driver has given, which its rows carry.
         token_ids: What the model is to go on with; at least one.
         seeds: One for each sample.
     """
@@ -100,6 +100,8 @@ class Engine(Protocol):
     the role's context, and with the options that the role was declared with (`with:` of a config), which are checked
     against its signature. All methods are called on the lane of the worker, one at a time, but while `rows` is gone
     through others may be called: `update` and `sleep` between two rows.
+
+    One that keeps process groups has a method `renew()` as well, which does without (see `colocate.torch.renew`).
     """
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
@@ -149,7 +151,10 @@ class Engine(Protocol):
         ...
 
     def managed(self) -> Mapping[str, int]:
-        """Return the bytes that `sleep` frees, by tag, as they are now: none for what sleeps."""
+        """Return the bytes of memory that `sleep` frees, and of what colocate can't find, by tag, as they are now.
+
+        What sleeps has none. colocate doesn't look into what an attribute `apart` of the engine's has, a sequence.
+        """
         ...
 
     def abort(self) -> None:

@@ -8,10 +8,18 @@ from typing import Any
 
 import attrs
 
-from colocate import Concat, ConfigError, Role, Scatter, Weights, method
+from colocate import Concat, ConfigError, DispatchError, Role, Scatter, Weights, method
 from colocate.plugins import find_engine
 from colocate.signatures import arguments_of, path_text
 from colocate_rollout.contract import Engine, Prompt, Row, Sampling
+
+
+class _Numbered(Scatter):
+    """`Scatter` of prompts, each of which knows its place in the whole list: their seeds depend on that alone."""
+
+    def split(self, arguments: Mapping[str, Any], ranks: Any) -> Sequence[Mapping[str, Any]]:
+        """See `Scatter`."""
+        return super().split({**arguments, "prompts": _numbered(arguments["prompts"])}, ranks)
 
 
 class EngineRole(Role):
@@ -32,7 +40,7 @@ class EngineRole(Role):
         self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
         self.engine = engine_class(engine, options)(self.ctx, **options)
 
-    @method(dispatch=Scatter("prompts"), collect=Concat(), awake=("weights", "cache"))
+    @method(dispatch=_Numbered("prompts"), collect=Concat(), awake=("weights", "cache"))
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -53,14 +61,14 @@ class EngineRole(Role):
             raise ConfigError(f"generate(samples={samples}): at least one")
         wanted = self._wanted(sampling)
         base = self._base(wanted)
-        found: list[list[Row | None]] = [[None] * samples for _ in prompts]
         given = [
-            Prompt(index, prompt, tuple(_seed(base, index, sample) for sample in range(samples)))
-            for index, prompt in enumerate(prompts)
+            attrs.evolve(each, seeds=tuple(_seed(base, each.index, sample) for sample in range(samples)))
+            for each in _numbered(prompts)
         ]
+        found: dict[int, list[Row | None]] = {each.index: [None] * samples for each in given}
         for row in self._rows(given, wanted, lambda: self.ctx.cancelled):
             found[row.index][row.sample] = row
-        return [tuple(row for row in rows if row is not None) for rows in found]
+        return [tuple(row for row in rows if row is not None) for rows in found.values()]
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
         """The engine's rows, of which nothing is left in it however this ends."""
@@ -84,6 +92,8 @@ class EngineRole(Role):
         """What the seeds of this call are derived from."""
         if sampling.seed is not None:
             return sampling.seed
+        if self.ctx.hosted:
+            return self.ctx.call_seed
         import torch
 
         generator = self.ctx.generator
@@ -115,10 +125,29 @@ class EngineRole(Role):
         found: Sequence[object] = getattr(self.engine, "apart", ())
         return found
 
+    def renew(self) -> None:
+        """Have an engine do without process groups that were cut: it has a method `renew` for that, or keeps none."""
+        if (hook := getattr(self.engine, "renew", None)) is not None:
+            hook()
+
     def close(self) -> None:
         """End the engine."""
         if self.engine is not None:
             self.engine.close()
+
+
+def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
+    """Return prompts with their numbers, unless they have them."""
+    found = []
+    for index, each in enumerate(prompts):
+        try:
+            found.append(each if isinstance(each, Prompt) else Prompt(index, each))
+        except (TypeError, ValueError) as error:
+            raise DispatchError(
+                f"generate(prompts=...): prompt {index} is {type(each).__name__}, and no list of token ids ({error})",
+                parameter="prompts",
+            ) from None
+    return found
 
 
 def engine_class(engine: str | type[Any], options: Mapping[str, Any]) -> type[Any]:

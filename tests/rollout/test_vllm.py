@@ -1,0 +1,209 @@
+"""The engine `vllm`: what all engines hold, and what it alone does; `make engines` runs it where vLLM is installed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import colocate
+from colocate import CallTimeout, ConfigError, RoleStartError
+from colocate_rollout.contract import Row, Sampling
+from colocate_rollout.process import _names
+from colocate_rollout.role import EngineRole
+from colocate_rollout.testing import (
+    _NEVER,
+    LLAMA,
+    PROMPTS,
+    ModelSuite,
+    Trainer,
+    assert_alike,
+    by_number,
+    log_probs,
+    made,
+    prompts,
+    weights_of,
+)
+
+pytest.importorskip("vllm")
+
+OPTIONS: dict[str, Any] = {"engine": "vllm", "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 8}
+SAMPLING = Sampling(max_tokens=12)
+SEEDED = Sampling(max_tokens=12, seed=7)
+ENDLESS = Sampling(max_tokens=100, stop_token_ids=())
+
+
+class TestVllm(ModelSuite):
+    """What all engines hold, and what is left by failures inside vLLM."""
+
+    engine = "vllm"
+    options: ClassVar[dict[str, Any]] = {"model": LLAMA, "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 5}
+
+    @pytest.fixture
+    def leave_nothing(self) -> None:
+        """The engine stays for the next test; `test_the_process_is_as_before` holds what is left of one."""
+
+    @pytest.mark.parametrize("method", ["execute_model", "sample_tokens"])
+    def test_failed_inside(
+        self, role: EngineRole, rows: Mapping[tuple[int, int], Row], method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An exception in one of vLLM's steps leaves no request, which would have the next call go on for ever."""
+        engine: Any = role._engine
+        before, count = getattr(engine._runner, method), [0]
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] == 3:
+                raise ArithmeticError("in a step")
+            return before(*args, **kwargs)
+
+        monkeypatch.setattr(engine._runner, method, fails)
+        with pytest.raises(ArithmeticError, match="in a step"):
+            by_number(role._rows(prompts(), self.sampling, _NEVER))
+        assert engine.requests == 0
+        monkeypatch.undo()
+        assert_alike(by_number(engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
+    @pytest.mark.usefixtures("without")
+    def test_tied_weights_under_one_name(self) -> None:
+        """A head that is tied gets new weights with the embedding, though vLLM has packed it apart."""
+        fields = {**LLAMA, "tie_word_embeddings": True}
+        model = made(fields)
+        role = EngineRole("vllm", **{**self.options, "model": fields})
+        weights = weights_of(model)
+        del weights.specs["lm_head.weight"]
+        weights._given = ((name, each) for name, each in model.state_dict().items() if name != "lm_head.weight")
+        role.load_weights(weights, 1)
+        self._as_forward(role._engine, model, 1)
+        role.close()
+
+    @pytest.mark.usefixtures("without")
+    def test_bfloat16(self) -> None:
+        """A trainer in float32 and an engine in bfloat16 are as near as these numbers are."""
+        model = made(LLAMA)
+        role = EngineRole("vllm", **self.options, dtype="bfloat16")
+        role.load_weights(weights_of(model), 1)
+        for (index, _), row in by_number(role._engine.rows(prompts(), self.sampling, _NEVER)).items():
+            assert row.log_probs == pytest.approx(log_probs(model, PROMPTS[index], row), abs=0.1)
+        role.close()
+
+    @pytest.mark.usefixtures("without")
+    def test_wrong_options_of_vllm(self) -> None:
+        """Names are vLLM's own; what loads code isn't for a config; what vLLM refuses is told in its words."""
+        for options, said in (
+            ({"max_num_seq": 3}, "vLLM has no option 'max_num_seq'; did you mean 'max_num_seqs'?"),
+            ({"worker_extension_cls": "os.path"}, "'worker_extension_cls' of vLLM's isn't for users"),
+            ({"trust_remote_code": True}, "'trust_remote_code' of vLLM's isn't for users"),
+            ({"max_model_len": 4096}, "vLLM refuses the model or an option: .*max_model_len"),
+            ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 doesn't divide the role's 1 slots"),
+            ({"model": "/nowhere"}, "'/nowhere' is no model of transformers"),
+            ({"model": {**LLAMA, "model_type": "lama"}}, "is no model of transformers"),
+            ({"kv_cache_memory_bytes": "1KiB"}, "vLLM refuses the model or an option"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                EngineRole("vllm", **{**self.options, **options})
+
+
+def state() -> dict[str, Any]:
+    """What there is once in a process."""
+    return {
+        "torch": _names(),
+        "environ": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "random": torch.random.get_rng_state().tolist(),
+        "groups": dist.is_initialized(),
+        "files": sorted(each.name for folder in (tempfile.gettempdir(), "/dev/shm") for each in Path(folder).iterdir()),
+    }
+
+
+def test_the_process_is_as_before() -> None:
+    """Torch, the environment and the collector are, between any two steps; groups and files are after the end."""
+    weights = weights_of(made(LLAMA))
+    before, frozen = state(), gc.get_freeze_count()
+    role = EngineRole(model=LLAMA, **OPTIONS)
+    role.load_weights(weights, 1)
+    for _ in role._engine.rows(prompts(), SAMPLING, _NEVER):
+        now = state()
+        for what in ("torch", "environ", "threads", "random"):
+            assert now[what] == before[what], what
+        assert gc.get_freeze_count() <= frozen  # of those of before some are gone
+    with pytest.raises(ConfigError, match="this process has an engine 'vllm' already"):
+        EngineRole(model=LLAMA, **OPTIONS)
+    role.close()
+    role.close()
+    now = state()
+    for what in before:
+        assert now[what] == before[what], what
+
+
+@pytest.fixture
+def group() -> Iterator[colocate.ColocatedGroup]:
+    """A trainer and an engine, whose model is as the trainer's, in each of two slots."""
+    roles = {
+        "engine": colocate.role("rollout.engine", model=LLAMA, **OPTIONS),
+        "trainer": colocate.role(Trainer, LLAMA),
+    }
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
+        yield pool.spawn(roles)
+
+
+def check(trainer: Any, found: list[tuple[Row, ...]]) -> None:
+    for rows in zip(*found, strict=True):
+        for row, wanted in zip(rows, trainer.log_probs(PROMPTS, rows)[0], strict=True):
+            assert row.log_probs == pytest.approx(wanted, abs=5e-5)
+
+
+def test_in_a_group(group: colocate.ColocatedGroup) -> None:
+    """Weights are in sync, a timeout ends a call after a step, and memory that the engine frees is told."""
+    engine, trainer = group.role("engine"), group.role("trainer")
+    with pytest.raises(colocate.RoleError, match=r"no whole weights: none have come yet"):
+        engine.generate(PROMPTS)
+    for version in (1, 2):
+        trainer.step()
+        assert colocate.sync_weights(trainer, engine).version == version
+        found = engine.generate(PROMPTS, 2, sampling=SAMPLING)
+        check(trainer, found)
+        assert {row.versions for rows in found for row in rows if len(row.token_ids) == 12} == {((version, 12),)}
+    seeded = engine.generate(PROMPTS, 2, sampling=SEEDED)
+    with pytest.raises(CallTimeout):
+        engine.generate.options(timeout=0.5)(PROMPTS * 200, 4, sampling=ENDLESS)
+    trainer.step()
+    colocate.sync_weights(trainer, engine)
+    check(trainer, engine.generate(PROMPTS, sampling=SAMPLING))
+    assert group.sleep("engine", ["cache"]) == 2 * 4 * 2**20
+    check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
+    assert len(seeded) == len(PROMPTS)
+
+
+def test_wrong_places() -> None:
+    """Tensor parallelism is over a mesh, and vLLM's groups are of all slots."""
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
+        role = colocate.role("rollout.engine", model=LLAMA, tensor_parallel_size=2, **OPTIONS)
+        with pytest.raises(RoleStartError, match=r"say \.on\(mesh=\{'dp': 1, 'tp': 2\}\)"):
+            pool.spawn({"engine": role})
+        role = colocate.role("rollout.engine", model=LLAMA, **OPTIONS)
+        with pytest.raises(RoleStartError, match=r"the role is on 1 of its group's 2 slots"):
+            pool.spawn({"engine": role.on(slots=[0]), "trainer": colocate.role(Trainer, LLAMA)})
+
+
+def test_tensor_parallel() -> None:
+    """Two slots are one engine, whose ranks end together when a call is cut short."""
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
+        role = colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(mesh={"dp": 1, "tp": 2})
+        group = pool.spawn({"engine": role, "trainer": colocate.role(Trainer, LLAMA)})
+        engine, trainer = group.role("engine"), group.role("trainer")
+        for _ in range(2):
+            trainer.step()
+            colocate.sync_weights(trainer, engine)
+            check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
+        with pytest.raises(CallTimeout):
+            engine.generate.options(timeout=0.5)(PROMPTS * 100, 4, sampling=ENDLESS)
+        colocate.sync_weights(trainer, engine)
+        check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
