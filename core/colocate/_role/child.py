@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from colocate._system.jobs import error_text
-from colocate._system.limits import CHILD_CODE_WITHIN_S, CHILD_ENDS_WITHIN_S, CHILD_STACK_WITHIN_S
+from colocate._system.limits import (
+    CHILD_CODE_WITHIN_S,
+    CHILD_ENDS_WITHIN_S,
+    CHILD_STACK_WITHIN_S,
+    CHILD_TOLD_WITHIN_S,
+)
 from colocate.errors import ChildDied, ColocateError
 from colocate.wire import EventLoop
 
@@ -61,6 +66,7 @@ class Child:
         parent: Parent,
         name: str,
         fails: Fails,
+        row: Any,
         loop: EventLoop,
         ends: int,
         on_line: Callable[[Child, str], None],
@@ -73,6 +79,7 @@ class Child:
         self.connection: Connection | None = None
         self._parent = parent
         self._fails = fails
+        self._row = row  # the `RowState` of a row of a call that has started it; None of others
         self._ended_at = 0.0  # in seconds of time.time()
         self._told_at = -math.inf  # when the call that runs was told last, in seconds of time.monotonic()
         self._loop, self._ends, self._on_line, self._on_change = loop, ends, on_line, on_change
@@ -312,6 +319,14 @@ class Child:
     def _top(self) -> int:
         """The process below which are all that it has started, and it itself."""
         return 0 if self._popen is None else self._popen.pid
+
+    def _blamed(self, error: Exception) -> Exception:
+        """Return what it means that its connection is broken: that it has ended, which is told by that then."""
+        self._settle(CHILD_TOLD_WITHIN_S, signs=True)
+        if not self._failed:
+            return error
+        self._told_at = time.monotonic()
+        return self._error()
 
     def _let_go_of_port(self) -> None:
         """Hold it no longer."""

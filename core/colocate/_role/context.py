@@ -49,11 +49,13 @@ class RowState(CallState):
         of: The call.
         at_end: Functions that end what it has begun: called when it is over, the last first, before its value is sent.
             What they return is awaited, if it can be.
+        raised: What it fails of, as what it awaited was cancelled.
     """
 
     row: int
     of: CallState
     at_end: list[Callable[[], object]] = attrs.field(factory=list, init=False)
+    raised: BaseException | None = attrs.field(default=None, init=False)
     generator: torch.Generator | None = attrs.field(default=None, init=False)
 
 
@@ -285,8 +287,9 @@ class Context:
         """Start a process that belongs to the role: a server, an engine, a sandbox.
 
         It ends with the role, after that one's `close()`, and with worker, driver or machine; so does all that it has
-        started. What it prints comes out with what the worker prints. In `{port}` and `{fd}`, in the words of a
-        command, in `env`, `ready` and `health`, its port and socket are put.
+        started. One that a row starts (`@method(rows=...)`) ends with that row, and fails it alone. What it prints
+        comes out with what the worker prints. In `{port}` and `{fd}`, in the words of a command, in `env`, `ready` and
+        `health`, its port and socket are put.
 
         Args:
             program: A command, as a list of words; or a function, which runs in a new interpreter of this Python, with

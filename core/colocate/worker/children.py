@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
-from colocate._role.context import Context, current, running_call
-from colocate._system.limits import TOLD_AGAIN_AFTER_S
+from colocate._role.context import Context, RowState, current, running_call
+from colocate._system.limits import CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
 from colocate._system.numbers import limit
 from colocate.errors import ColocateError, ConfigError, SerializationError
 from colocate.executor import Boot
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LAUNCHER = (sys.executable, "-I", "-S", supervisor.__file__)
 _NUDGE_S, _LONGEST_NUDGE_S = 0.005, 0.1
-_BROKEN_WITHIN_S = 0.1  # what a child's end has broken is heard of before that end
 
 
 class _Worker(Protocol):
@@ -109,15 +108,20 @@ class Children:
         limit(hung_after, f"{what}: hung_after")
         loop, parent = self._have_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
         for known in list(self._all.values()):
-            known._settle(_BROKEN_WITHIN_S)  # who starts it again may know of its end already
+            known._settle(CHILD_TOLD_WITHIN_S)  # who starts it again may know of its end already
         with self._lock:
             names = [name] if name else (f"{title}-{n}" if n > 1 else title for n in itertools.count(1))
             free = (each for each in names if (found := self._all.get((ctx.role, each))) is None or not found.alive)
             if (own := next(free, None)) is None:
                 raise ConfigError(f"{what}: role {ctx.role!r} has a child of this name that runs")
             former = self._all.pop((ctx.role, own), None)
-            child = Child(parent, own, fails, loop, supervisor.ENDS, self._printed, self._changed)
+            row = state if isinstance(state := running_call.get(), RowState) else None
+            child = Child(parent, own, fails, row, loop, supervisor.ENDS, self._printed, self._changed)
             self._all[ctx.role, own] = child
+        if row is not None:
+            import asyncio  # the row has it
+
+            row.at_end.append(partial(asyncio.to_thread, child.stop))
         try:
             if cwd is not None and not Path(cwd).is_dir():
                 raise ConfigError(f"{what}: cwd={str(cwd)!r} is no folder on node {ctx.node}")
@@ -162,12 +166,14 @@ class Children:
     ) -> None:
         """Have an interpreter run a function, and give it that."""
         import multiprocessing
-        from multiprocessing.connection import Connection
 
+        from colocate._role.child_connection import ChildConnection
+
+        handlers.waits_for_role_code(ChildConnection.recv)  # as for all of its methods
         data = _packed(function, f"ctx.start({child.name!r})")
         here, there = socket.socketpair()
         with there:  # closed here, its end shows that of the child
-            child.connection = Connection(here.detach())
+            child.connection = ChildConnection(here.detach(), child)
             fd = there.fileno()
             words = [sys.executable, "-P", "-m", "colocate.worker.child", str(fd), child.name]
             child._begin(_LAUNCHER, words, environ, cwd, [fd])
@@ -175,8 +181,8 @@ class Children:
         try:
             key = bytes(multiprocessing.current_process().authkey)
             child.connection.send((key, sys.path, own_sources(), data))
-        except OSError:
-            child._settle(_BROKEN_WITHIN_S, signs=True)
+        except OSError:  # it isn't ready, so that its end is no failure of another kind
+            child._settle(CHILD_TOLD_WITHIN_S, signs=True)
             raise child._error() from None
 
     def _environ(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -207,19 +213,20 @@ class Children:
 
     # -- for the worker
 
-    def check(self, role: RoleInstance, since: float = 0.0) -> None:
-        """Raise when a child that a role needs has ended since some time, and nothing was done about that."""
+    def check(self, role: RoleInstance, since: float = 0.0, row: RowState | None = None) -> None:
+        """Raise when a child that a role, or a row, needs has ended since then, and nothing was done about that."""
         if role.name is not None:
             for child in self.dead:
-                if child._ended_at >= since and child._parent.role in _used(role.ctx):
+                if child._ended_at >= since and child._row in (None, row) and child._parent.role in _used(role.ctx):
                     raise child._error()
 
-    def blamed(self, error: BaseException, name: str | None) -> BaseException:
+    def blamed(self, error: BaseException, name: str | None, row: RowState | None = None) -> BaseException:
         """Return what a failure in role code is: `ChildDied` where a child's end is its cause.
 
         Args:
             error: What was raised.
             name: The role; None for a function, which may have to do with any.
+            row: The row of a call that has failed, where it is one alone.
         """
         if not self._all or isinstance(error, ColocateError):
             return error
@@ -228,8 +235,10 @@ class Children:
         broken = _is_of_a_connection(error)
         if name is None and not broken:
             return error
-        until = time.monotonic() + _BROKEN_WITHIN_S
-        for child in [each for each in self._all.values() if name is None or each._parent.role in used]:
+        until = time.monotonic() + CHILD_TOLD_WITHIN_S
+        for child in [each for each in list(self._all.values()) if name is None or each._parent.role in used]:
+            if child._row not in (None, row):
+                continue
             if broken:
                 child._settle(until - time.monotonic(), signs=True)
             if child in self.dead:
@@ -321,7 +330,7 @@ class Children:
 
     def _concerns(self, child: Child, work: Work) -> bool:
         """Whether a call that runs may wait for a child that has ended; one that began later has been told."""
-        if work.began > child._ended_at:
+        if work.began > child._ended_at or (child._row is not None and work is not child._row.of):
             return False
         if not isinstance(work.message, to_worker.Call):
             return True
@@ -334,17 +343,23 @@ class Children:
         """While no step of theirs runs: async calls."""
         tasks = self._worker_context.lane.tasks
         for work in list(self._worker_context.lane.running.values()):
-            if tasks is not None and work.concurrency and child in self.dead and self._concerns(child, work):
+            if tasks is None or not work.concurrency or child not in self.dead or not self._concerns(child, work):
+                continue
+            if child._row is None:
                 work.raised = child._error()
                 tasks.cancel(work.seq)
+            elif (task := work.inlet.running.get(child._row.row)) is not None:
+                child._row.raised = child._error()
+                task.cancel()
 
     def _raise_here(self) -> None:
         """In role code, wherever that is."""
-        ctx, began = current(), getattr(running_call.get(), "began", 0.0)
+        ctx, call = current(), running_call.get()
         if ctx is None:
             return
+        began = getattr(call.of if isinstance(call, RowState) else call, "began", 0.0)
         for child in self.dead:
-            if began > child._ended_at or child._parent.role not in _used(ctx):
+            if began > child._ended_at or child._row not in (None, call) or child._parent.role not in _used(ctx):
                 continue
             if time.monotonic() - child._told_at > TOLD_AGAIN_AFTER_S:
                 child._told_at = time.monotonic()

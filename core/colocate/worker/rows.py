@@ -87,13 +87,19 @@ class RowTasks:
                     given = placed(given, worker_context.boot.device, spec.host)
                 with self._role_code:
                     result = await spec.call(role.instance, {**arguments, **given})
+                if worker_context.children.dead:
+                    worker_context.children.check(role, work.began, state)
             finally:
                 await end_row(state)
+                if state.raised is not None:
+                    raise state.raised from None
             self._tell(work, row, result)
         except BaseException as error:  # whatever role code raises is the row's
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            unwanted = state.raised is None or work.inlet.withdrawn or work.inlet.ended
+            if task is not None and task.cancelling() and unwanted:
                 return  # nobody waits for it
+            error = worker_context.children.blamed(error, role.name, state)
             label = f"{work.label}, row {row}"
             secondary = isinstance(error, Consequence)
             told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)

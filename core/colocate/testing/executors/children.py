@@ -30,7 +30,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs, of_executor, smoke
 from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
-from colocate.testing.probes.children import Engines, Given, Recorded, Starter, User
+from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Starter, User
 from colocate.testing.probes.served import FOREVER, SERVER
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
@@ -123,6 +123,12 @@ class Children(Scripted):
             gate.wait_for()
             os.kill(pid, signal.SIGKILL)
             assert call.result(PATIENCE_S) == ("again", "now")
+
+    def test_its_connection_tells_its_end(self, spawn: Spawn) -> None:
+        """On threads, too."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.serve()
+        assert starter.asks_again() == ("again", "now")
 
     def test_a_call_that_ends_after_it_fails_of_it(self, spawn: Spawn) -> None:
         """Where nothing breaks its wait, as on threads."""
@@ -281,11 +287,10 @@ class Children(Scripted):
         (row,) = [row for row in group.memory().rows() if row["role"] == "starter/server"]
         assert size < row["total"] < 4 * size
         graph = group.owner.owner.graph
-        data = graph.data(memory=True)
-        while data["kind"] != "child":
-            data = next(
-                child for child in data["children"] if child["kind"] in ("pool", "group", "worker", "role", "child")
-            )
+        nodes = [graph.data(memory=True)]
+        for node in nodes:  # which grows
+            nodes += node["children"]
+        (data,) = [node for node in nodes if node["kind"] == "child"]
         assert (data["name"], data["state"], data["pid"]) == ("server", "running", pid)
         assert size < data["bytes"] < 4 * size
         assert f"child server (running, pid {pid}" in graph.render()
@@ -302,6 +307,20 @@ class Children(Scripted):
             starter.ask(("take", 512 << 20))
         starter.stop()
         starter.pid()
+
+    def test_children_of_rows(self, spawn: Spawn) -> None:
+        """End with their row, and fail it alone; those of rows that nobody reads any more end, too."""
+        group = spawn({"playing": colocate.role(Playing)}, slots=1)
+        playing = group.role("playing", Playing)
+        found = playing.play.options(on_error="return")(["a", "dies", "b", "asks the dead", "c"])
+        assert [each for each in found if isinstance(each, tuple)] == [("", "a"), ("", "b"), ("", "c")]
+        assert [type(each) for each in found if not isinstance(each, tuple)] == [ChildDied, ChildDied]
+        assert len(pids := playing.seen()) == 5
+        assert not any(map(_is_there, pids))
+        with Gate() as gate:
+            with playing.play.stream(["a", "b"], gate.address):
+                gate.wait_for(2)
+            assert not any(map(_is_there, playing.seen()))
 
     def test_weights_reach_it(self, spawn: Spawn) -> None:
         """Through its connection: by shared memory, or CUDA IPC. Of a child that dies amid them the sync fails."""

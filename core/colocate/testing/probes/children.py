@@ -6,6 +6,7 @@ import asyncio
 import os
 import queue
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -86,6 +87,16 @@ class Starter(Role):
             self.serve("again")
             return self.ask("now")
 
+    @method(collect=First())
+    def asks_again(self) -> Any:
+        """Hear by its connection that it is gone, and start it again."""
+        os.kill(self.child.pid, signal.SIGKILL)
+        try:
+            self.ask()
+        except ChildDied:
+            self.serve("again")
+            return self.ask("now")
+
     @method(collect=First(), revives=True)
     def seen(self) -> tuple[bool, int | None, str, str]:
         """Whether it is alive, its exit code, its state and its output."""
@@ -105,6 +116,36 @@ class Starter(Role):
     @method(collect=First())
     def pid(self) -> int:
         return os.getpid()
+
+
+class Playing(Role):
+    """Has a child for each row."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+
+    @method(rows="row", concurrency=4)
+    async def play(self, row: str, gate: Address | None = None) -> tuple[str, str]:
+        """Ask the row's own child, which dies first in some."""
+        child = await asyncio.to_thread(self.ctx.start, serve)
+        self.pids.append(child.pid)
+        assert child.connection is not None
+        if gate is not None:
+            await pass_gate_async(gate)
+        if row == "dies":
+            os.kill(child.pid, signal.SIGKILL)
+            await asyncio.Event().wait()
+        elif row == "asks the dead":
+            child.connection.send("exit")
+            child.connection.recv()
+        child.connection.send(row)
+        answer: tuple[str, str] = await asyncio.to_thread(child.connection.recv)
+        return answer
+
+    @method(collect=First())
+    def seen(self) -> list[int]:
+        """The children that it has had."""
+        return self.pids
 
 
 def engine(connection: Any) -> None:
