@@ -144,7 +144,7 @@ def test_rows_with_errors() -> None:
         playing.later([1, 2, 3])
     with pytest.raises(ConfigError, match="on_error='never'"):
         playing.play.options(on_error="never")  # type: ignore[call-overload]
-    with pytest.raises(DispatchError, match=r"Playing.play.keep\(...\): its rows come to the driver"):
+    with pytest.raises(DispatchError, match=r"Playing.play.keep\(...\): the driver gives out its rows"):
         playing.play.keep([1])
     with pytest.raises(AttributeError, match=r"Playing.plain has no stream: its value comes at once"):
         playing.plain.stream()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -82,8 +82,8 @@ def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: obj
 def no_keep(label: str) -> NoReturn:
     """Refuse a kept result of a method whose rows end one by one."""
     raise DispatchError(
-        f"{label}.keep(...): its rows come to the driver one by one, and none stay in the workers: call it, submit it, "
-        "or read its .stream(...)"
+        f"{label}.keep(...): the driver gives out its rows one by one, and none stay in the workers: call it, submit "
+        "it, or read its .stream(...)"
     )
 
 

@@ -109,8 +109,10 @@ class StandaloneRows(StandaloneCall):
         return _LocalRows(iter(self._ended(args, kwargs)))
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Refuse it."""
-        no_keep(f"{type(self._instance).__name__}.{self._spec.name}")
+        """Run it at once, if its rows come as a batch; otherwise refuse it."""
+        if self._spec.rows is not None:
+            no_keep(f"{type(self._instance).__name__}.{self._spec.name}")
+        return super().keep(*args, **kwargs)
 
     def options(
         self,

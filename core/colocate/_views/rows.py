@@ -102,7 +102,7 @@ class RowsViewCall(OnDriver):
             "sticky": sticky,
         }
         changed = {name: value for name, value in given.items() if value is not None}
-        return RowsViewCall(self._worker_group, self._role, self._spec, attrs.evolve(self._options, **changed))
+        return type(self)(self._worker_group, self._role, self._spec, attrs.evolve(self._options, **changed))
 
     def __repr__(self) -> str:
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"

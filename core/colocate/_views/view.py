@@ -37,7 +37,8 @@ class RoleView(OnDriver):
         spec = role.methods.get(name)
         if spec is None:
             raise no_such_method(role.name, name, role.methods)
-        call = (RowsViewCall if spec.streams else ViewCall)(worker_group, role, spec)
+        kind = _YieldsViewCall if spec.yields else RowsViewCall if spec.streams else ViewCall
+        call = kind(worker_group, role, spec)
         self.__dict__[name] = call  # found directly from now on
         return call
 
@@ -177,3 +178,16 @@ class ViewCall(OnDriver):
         if planned.partition is not None:
             call.partition = planned.partition
         return how(ready(worker_group, call, role, spec, planned, uses, self._timeout, packed))
+
+
+class _YieldsViewCall(RowsViewCall):
+    """A batched method that yields its rows. Those that are kept stay in the workers, where they are made."""
+
+    __slots__ = ()
+
+    def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
+        """Send it and return at once; the results stay in the workers."""
+        options = self._options
+        return ViewCall(self._worker_group, self._role, self._spec, options.timeout, options.ranks).keep(
+            *args, **kwargs
+        )

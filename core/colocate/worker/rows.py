@@ -43,6 +43,8 @@ class RowTasks:
         def run(instance: object, arguments: dict[str, Any]) -> Any:
             if spec.rows is not None:
                 return self._play(work, role, spec, arguments)
+            if work.inlet is None:  # they are kept
+                return (_all_async if spec.is_async else _all)(work, spec, instance, arguments)
             items, yielded = spec.call(instance, arguments), Yielded(work.label, work.valid_rows or 0)
             if spec.is_async:
                 return self._hear_async(work, role, spec, items, yielded)
@@ -170,3 +172,19 @@ class RowTasks:
             await items.aclose()  # type: ignore[attr-defined]
         if not work.cancelled:
             yielded.check_end()
+
+
+@calls_role_code
+def _all(work: Work, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
+    """Return all that a method yields, in the order of its rows."""
+    yielded = Yielded(work.label, work.valid_rows or 0)
+    found = dict(map(yielded.take, spec.call(instance, arguments)))
+    yielded.check_end()
+    return [found[row] for row in sorted(found)]
+
+
+async def _all_async(work: Work, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
+    yielded = Yielded(work.label, work.valid_rows or 0)
+    found = dict([yielded.take(item) async for item in spec.call(instance, arguments)])
+    yielded.check_end()
+    return [found[row] for row in sorted(found)]

@@ -141,7 +141,7 @@ class Runner:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
             if not spec.is_async and "asyncio" in sys.modules:  # else nobody asks for a current loop
                 worker_context.lane.have_loop()
-            code = spec.call if work.inlet is None else self._code_of_rows(work, role, spec)
+            code = self._code_of_rows(work, role, spec) if spec.streams else spec.call
             with self._role_code:
                 result = role.run(code, role.instance, arguments)
             if spec.is_async:

@@ -260,6 +260,12 @@ class Streams(ExecutorCase):
             assert found == expected
         for stream in (yielding.all.stream(rows), yielding.later.stream(rows), yielding.later.stream(rows, costs)):
             assert sorted(stream) == list(enumerate(expected))
+        with streaming.pipeline():  # those that are kept stay where they are
+            kept = yielding.all.keep(rows)
+            twice = yielding.later.keep(kept.ref, costs)
+        assert (kept.fetch(), twice.fetch()) == (expected, [4 * row for row in rows])
+        with pytest.raises(DispatchError, match=r"yielding.wrong yields .* has yielded nothing for 1"):
+            yielding.wrong.keep([1, 2, 3, 4], [(0, 0)]).wait(PATIENCE_S)
 
     def test_what_is_yielded_wrongly(self, streaming: ColocatedGroup) -> None:
         """Each row once, by its index among those of the rank: anything else is an error, and so is what it raises."""
@@ -387,7 +393,7 @@ class Streams(ExecutorCase):
     def test_refused_of_rows(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """What has no meaning for such a method, each with what to do."""
         yielding = streaming.role("yielding", Yielding)
-        with pytest.raises(DispatchError, match=r"playing.play.keep\(...\): its rows come to the driver one by one"):
+        with pytest.raises(DispatchError, match=r"playing.play.keep\(...\): the driver gives out its rows one by one"):
             playing.play.keep([1])
         with pytest.raises(AttributeError, match=r"playing.count has no stream: its value comes at once"):
             playing.count.stream()  # type: ignore[attr-defined]

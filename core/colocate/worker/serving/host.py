@@ -213,7 +213,7 @@ class WorkerHost(WorkerContext):
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
         work.lots = self.definitions.received.count
-        if spec.streams:
+        if spec.streams and call.keep is None:
             work.concurrency = min(concurrency, 1)
             work.inlet = self.inlets[call.seq] = Inlet()
         if call.keep is not None:
