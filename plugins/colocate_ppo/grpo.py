@@ -158,14 +158,13 @@ def train(
     )
     part, longest = training.part, training.longest
 
-    def generate(asked: Problems, number: int) -> Any:
+    def generate(asked: Problems, prompts: Sequence[Sequence[int]], number: int) -> Any:
         if engine is None:
             return actor.sample.keep(asked, samples, longest, temperature, number=number)
         # Drawn again where the step is done again: equal seeds give equal rows.
         seed = (run.runtime.seed * 1_000_003 + number) % (1 << 62)
         sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed}
-        prompts = actor.prompts.keep(asked)
-        responses = engine.generate.keep(prompts.ref, samples=samples, sampling=sampling)
+        responses = engine.generate.keep(prompts, samples=samples, sampling=sampling)
         return actor.read.keep(asked, responses.ref, longest)
 
     def step() -> dict[str, float]:
@@ -174,8 +173,9 @@ def train(
             part("sync", lambda: sync_weights(actor, engine))
 
         def roll_out() -> tuple[Any, ...]:
+            prompts = () if engine is None else actor.prompts(asked)
             with team.pipeline():
-                answered = generate(asked, number)
+                answered = generate(asked, prompts, number)
                 scores = reward.score.keep(answered.ref)
                 if shuffle_rewards:
                     scores = reward.shuffle.keep(scores.ref, number)
