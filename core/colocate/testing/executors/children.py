@@ -16,6 +16,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
+from colocate._api.graph import Graph
 from colocate.errors import (
     ChildDied,
     ConfigError,
@@ -287,7 +288,7 @@ class Children(Scripted):
         (row,) = [row for row in group.memory().rows() if row["role"] == "starter/server"]
         assert size < row["total"] < 4 * size
         graph = group.owner.owner.graph
-        nodes = [graph.data(memory=True)]
+        nodes = [Graph(group._node).data(memory=True)]  # of this group: others may not have been looked at yet
         for node in nodes:  # which grows
             nodes += node["children"]
         (data,) = [node for node in nodes if node["kind"] == "child"]
