@@ -108,13 +108,17 @@ class Deliberate(Exception):
 class Machine(Role):
     """Its whole state is the list of the calls that it has begun, and what these have written into its memory."""
 
-    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "") -> None:
-        """In so many seconds; the rank that `hangs` keeps the GIL here; `main` is whose notes it adds to."""
+    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "", child: bool = False) -> None:
+        """In so many seconds; the rank that `hangs` keeps the GIL here; `main` is whose notes it adds to.
+
+        With a `child` another process does a part of what it does.
+        """
         from tests.chaos import mutants  # here: by its name it would be pickled along
 
         mutants.apply_from_environment()
         if self.ctx.rank == hangs:
             keep_the_gil()
+        self.child = self.ctx.start(mixes, name="mixer") if child else None
         time.sleep(takes_s)
         self.main = not main
         self.nonce = secrets.token_hex(4)
@@ -145,7 +149,11 @@ class Machine(Role):
     @method(collect=Gather())
     def step(self, ident: int, work_s: float, payload: bytes) -> Seen:
         self._note(ident, work_s)
-        return self._seen(mixed(ident, self.ctx.rank, payload))
+        asked = ident, self.ctx.rank, payload
+        if self.child is None or self.child.connection is None:
+            return self._seen(mixed(*asked))
+        self.child.connection.send(asked)
+        return self._seen(self.child.connection.recv())
 
     @method(collect=Gather())
     def look(self, ident: int) -> Seen:
@@ -211,6 +219,12 @@ def keep_the_gil() -> None:
 
 def mixed(ident: int, rank: int, payload: bytes) -> int:
     return zlib.crc32(payload, ident * 31 + rank)
+
+
+def mixes(connection: Any) -> None:
+    """What a role's child does."""
+    while True:
+        connection.send(mixed(*connection.recv()))
 
 
 def row(ident: int, rank: int, index: int, size: int) -> bytes:

@@ -355,7 +355,7 @@ def _patient(played: Played) -> list[Sent]:
 
 
 def declared(episode: Episode, takes_s: float, hangs: int | None) -> dict[str, colocate.RoleSpec[Any]]:
-    roles: dict[str, colocate.RoleSpec[Any]] = {"a": colocate.role(Machine, takes_s, hangs)}
+    roles: dict[str, colocate.RoleSpec[Any]] = {"a": colocate.role(Machine, takes_s, hangs, child=episode.child)}
     if episode.second:
         second = colocate.role(Machine, 0.0, None, "a")
         roles["b"] = second.on(slots=[0]) if episode.second == "first" else second

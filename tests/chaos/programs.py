@@ -26,6 +26,7 @@ TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal") 
 TURNERS = ("c", "d")
 """The roles that are there beside the others where roles take turns. They ask for no sibling, and have most."""
 TURNS = 0.3  # the share of episodes in which they do
+CHILDREN = 0.2  # the share of the others in which role "a" has a child
 BUDGETS = (1088 << 10, 1664 << 10)
 """With the one, role "c" has room for nobody, with the other for one more; all have 1.75 MiB at least."""
 SLOTS = 3
@@ -72,6 +73,7 @@ class Episode:
     after: tuple[Step, ...]  # what is done once it has; with a group that has not failed it must work
     budget: int = 0  # the bytes that roles may have on each slot, so that they take turns; 0 where they don't
     declared: tuple[str, ...] = ()  # the order of calls of which the groups are told
+    child: bool = False  # whether role "a" has a process of its own, which does a part of its steps
 
 
 @attrs.frozen
@@ -98,6 +100,8 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     episodes = tuple(_episode(draw, executor, kind, slots, with_torch) for _ in range(draw.randint(2, 4)))
     turns = random.Random(f"turns {seed}")  # its own: whatever else a seed has doesn't depend on it
     episodes = tuple(_taking_turns(turns, each) if turns.random() < TURNS else each for each in episodes)
+    children = random.Random(f"children {seed}")  # likewise
+    episodes = tuple(attrs.evolve(each, child=children.random() < CHILDREN and not each.budget) for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 
