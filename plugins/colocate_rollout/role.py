@@ -15,11 +15,18 @@ from colocate_rollout.contract import Engine, Prompt, Row, Sampling
 
 
 class _Numbered(Scatter):
-    """`Scatter` of prompts, each of which knows its place in the whole list: their seeds depend on that alone."""
+    """`Scatter` of prompts, each of which knows its place in the whole list: their seeds depend on that alone.
+
+    Those that lie in workers know their rank, and their place in what that has.
+    """
+
+    accepts_deferred = True
 
     def split(self, arguments: Mapping[str, Any], ranks: Any) -> Sequence[Mapping[str, Any]]:
         """See `Scatter`."""
-        return super().split({**arguments, "prompts": _numbered(arguments["prompts"])}, ranks)
+        if isinstance(prompts := arguments["prompts"], list | tuple):
+            arguments = {**arguments, "prompts": _numbered(prompts)}
+        return super().split(arguments, ranks)
 
 
 class EngineRole(Role):
@@ -57,18 +64,48 @@ class EngineRole(Role):
         Returns:
             The samples of each prompt.
         """
+        ended = dict(self._ended(prompts, samples, sampling))
+        return [ended[index] for index in range(len(prompts))]
+
+    @method(dispatch=_Numbered("prompts"), awake=("weights", "cache"))
+    def rows(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int = 1,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[int, tuple[Row, ...]]]:
+        """Go on with each prompt as `generate` does; `rows.stream(...)` yields a prompt's samples when all are there.
+
+        Args:
+            prompts: The token ids of each.
+            samples: How many responses to each.
+            sampling: How they are drawn, in place of the role's own; as a mapping what differs from that.
+
+        Yields:
+            The index of a prompt and its samples.
+        """
+        yield from self._ended(prompts, samples, sampling)
+
+    def _ended(
+        self, prompts: Sequence[Any], samples: int, sampling: Sampling | Mapping[str, Any] | None
+    ) -> Iterator[tuple[int, tuple[Row, ...]]]:
+        """Yield the place of each prompt in what this rank has got, and its samples, when all of these have ended."""
         if samples < 1:
             raise ConfigError(f"generate(samples={samples}): at least one")
         wanted = self._wanted(sampling)
         base = self._base(wanted)
+        before = 0 if len(prompts) and isinstance(prompts[0], Prompt) else self.ctx.mesh.rank("dp") << 32
         given = [
-            attrs.evolve(each, seeds=tuple(_seed(base, each.index, sample) for sample in range(samples)))
+            attrs.evolve(each, seeds=tuple(_seed(base, before + each.index, sample) for sample in range(samples)))
             for each in _numbered(prompts)
         ]
-        found: dict[int, list[Row | None]] = {each.index: [None] * samples for each in given}
+        places = {each.index: place for place, each in enumerate(given)}
+        found: dict[int, list[Row]] = {}
         for row in self._rows(given, wanted, lambda: self.ctx.cancelled):
-            found[row.index][row.sample] = row
-        return [tuple(row for row in rows if row is not None) for rows in found.values()]
+            ended = found.setdefault(row.index, [])
+            ended.append(row)
+            if len(ended) == samples:
+                yield places[row.index], tuple(sorted(found.pop(row.index), key=lambda each: each.sample))
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
         """The engine's rows, of which nothing is left in it however this ends."""

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import colocate
-from colocate import ConfigError, Role, Weights, method
+from colocate import Concat, ConfigError, Role, Scatter, Weights, method
 from colocate_rollout.contract import Prompt, Row, Sampling
 from colocate_rollout.models import config_of, imported
 from colocate_rollout.role import EngineRole
@@ -68,6 +68,11 @@ class Trainer(Role):
     def named_weights(self) -> Any:
         """See `colocate.sync_weights`."""
         return colocate.torch.named_weights(self.model)
+
+    @method(dispatch=Scatter("prompts"), collect=Concat())
+    def prompts(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return what it is given, to be kept."""
+        return [*prompts]
 
     @method
     def log_probs(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[list[float]]:

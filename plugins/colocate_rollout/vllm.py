@@ -13,6 +13,7 @@ import json
 import secrets
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,6 +48,10 @@ _CODE = (
     "executor_backend",
 )
 """Parts of names of options by which code is loaded: a config might come from others."""
+
+
+_AT_ONCE = 64
+"""So many requests are added between two looks at whether anybody waits for them."""
 
 
 @hookimpl
@@ -201,6 +206,7 @@ class VllmEngine:
                         each.destroy()
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._longest = config.model_config.max_model_len
+        self._most = 2 * config.scheduler_config.max_num_seqs  # requests that it is worth while to have waiting
         self._engine.set_weight_version(str(self._version))
 
     @contextlib.contextmanager
@@ -267,15 +273,21 @@ class VllmEngine:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         check_prompts(prompts, self._vocabulary, self._longest)
         engine, asked = self._engine, dict[str, tuple[int, int]]()
+        waiting = deque(self._parameters(prompts, sampling))
         try:
-            with self._guest.inside():
-                for prompt, sample, parameters in self._parameters(prompts, sampling):
-                    asked[name := f"{prompt.index}-{sample}"] = prompt.index, sample
-                    engine.add_request(name, {"prompt_token_ids": [*prompt.token_ids]}, parameters)
-            while asked:
+            while asked or waiting:
                 if self._any(stop()):
                     yield from self._aborted(asked)
+                    for prompt, sample, _ in waiting:
+                        yield Row(prompt.index, sample, (), (), "aborted", ())
                     return
+                with self._guest.inside():
+                    for _ in range(min(_AT_ONCE, len(waiting))):
+                        prompt, sample, parameters = waiting.popleft()
+                        asked[name := f"{prompt.index}-{sample}"] = prompt.index, sample
+                        engine.add_request(name, {"prompt_token_ids": [*prompt.token_ids]}, parameters)
+                if waiting and len(asked) < self._most:
+                    continue
                 with self._guest.inside():
                     ended = engine.step()
                 for each in ended:
@@ -288,6 +300,7 @@ class VllmEngine:
             self.abort()
 
     def _parameters(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[Prompt, int, Any]]:
+        """Yield each sample of each prompt, with what vLLM is asked for."""
         kind = importlib.import_module("vllm.sampling_params")
         stops = self._stops if sampling.stop_token_ids is None else sampling.stop_token_ids
         for prompt in prompts:

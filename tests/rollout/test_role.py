@@ -79,6 +79,27 @@ def test_seeds_and_ranks() -> None:
     assert [row.index for rows in found[1][0] for row in rows[:1]] == [*range(len(PROMPTS))]
 
 
+def test_stream(group: colocate.ColocatedGroup) -> None:
+    """Samples come when all of their prompt are there, equal to those of a call; a closed stream leaves nothing."""
+    view = group.role("shares")
+    seeded = Sampling(max_tokens=12, seed=7)
+    wanted = view.generate(PROMPTS, 2, sampling=seeded)
+    assert dict(view.rows.stream(PROMPTS, 2, sampling=seeded)) == dict(enumerate(wanted))
+    assert view.rows(PROMPTS, 2, sampling=seeded) == wanted
+    with view.rows.stream(PROMPTS * 20, 2, sampling=Sampling(max_tokens=60, stop_token_ids=())) as rows:
+        next(rows)
+    assert view.generate(PROMPTS, 2, sampling=seeded) == wanted
+
+
+def test_prompts_in_workers(group: colocate.ColocatedGroup) -> None:
+    """Kept prompts stay where they are, also in a pipeline; no two ranks draw the same of equal ones."""
+    trainer, shares = group.role("trainer"), group.role("shares")
+    kept = trainer.prompts.keep([PROMPTS[0]] * 4)
+    with group.pipeline():
+        rows = shares.generate.keep(kept.ref, 2, sampling={"max_tokens": 12, "seed": 7})
+    assert len({row.token_ids for samples in rows.fetch() for row in samples}) == 8
+
+
 def test_sleep(group: colocate.ColocatedGroup) -> None:
     """What the engine frees is told by the sleep, and the next call has it again."""
     view = group.role("shares")
