@@ -331,7 +331,7 @@ def _greet(group: WorkerGroup) -> None:
     if silent and group.failure is None:
         group.fail(hung_error(group, silent[0], False, None, NO_ANSWER))
     elif group.failure is None:
-        group.order.begin_anew()
+        group.order.begin_anew(group.background)
 
 
 # -- the end

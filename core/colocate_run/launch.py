@@ -122,4 +122,5 @@ def _role(entry: RoleConfig) -> RoleSpec[Any]:
         reserve_activations=entry.reserve_activations,
         sleep=entry.sleep,
         weights=entry.weights,
+        background=entry.background,
     )

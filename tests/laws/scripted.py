@@ -62,7 +62,7 @@ class Meetings:
         state = running_call.get()
         assert self.group is not None
         assert state is not None
-        hold = self.group._node.order._hold
+        hold = self.group._node.order._holds.get("")
         return hold is not None and hold.failed <= state.seq
 
     def reset(self) -> None:

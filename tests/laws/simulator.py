@@ -1,9 +1,9 @@
 """Both halves of order and hold on one thread: N ranks under random schedules, failures, deadlines and deaths.
 
-The driver's half is `CallOrder` with `Cancellations`, the worker's is `LaneOrder` with `Scope`, as they are. Here are
-the lanes between them, what a worker does about each message, and process groups, as far as it matters who waits for
-whom: operations are counted, whoever waits in vain cuts, what is cut is of no use (`worker/torch_groups`). What
-happens next is drawn from a seed, which is enough to have it happen again.
+The driver's half is `CallOrder` with `Cancellations` and `Pauses`, the worker's is `LaneOrder` with `Scope`, as they
+are. Here are the lanes between them, one of them a background role's, what a worker does about each message, and
+process groups, as far as it matters who waits for whom: operations are counted, whoever waits in vain cuts, what is cut
+is of no use (`worker/torch_groups`). What happens next is drawn from a seed, which is enough to have it happen again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import attrs
 
 from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder
+from colocate._calls.pauses import Pauses
 from colocate._calls.pending import PendingCall
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.requests import Request
@@ -29,6 +31,7 @@ from colocate.worker.serving.scope import Scope
 
 RANKS = 3
 SLOTS = {"all": tuple(range(RANKS)), "two": (0, RANKS - 1)}
+BESIDE = "beside"  # the background role, on all slots
 GRACE_S = 10.0
 STEPS = 20_000  # in which all of a program has happened; most take some hundred
 
@@ -43,7 +46,8 @@ class Plan:
 
     Attributes:
         role: Whose it is.
-        kind: "plain", "meet" (in an operation of the role's process group), or "overlapping" (async, two at once).
+        kind: "plain", "meet" (in an operation of the role's process group), "overlapping" (async, two at once), or
+            "everywhere" (in the orders of all lanes).
         targets: The slots that it goes to.
         fails: Those on which it raises.
         late: Whether it raises after it has met.
@@ -64,12 +68,21 @@ class Plan:
 class Work:
     """A call on a rank."""
 
+    stands: ClassVar[bool] = False
     seq: int
     plan: Plan
     concurrency: int
     on_drop: Callable[[], None] | None = None
     given_up: bool = False
+    steps: int = 0  # which it has gone, of a background role
+    rests: bool = False  # at a pause point
     arrived: tuple[str, int, int] | None = None  # at which operation: group, instance, number
+
+
+class Stand(Work):
+    """What a lane does about a call of another one."""
+
+    stands = True
 
 
 @attrs.define(order=True)
@@ -122,88 +135,44 @@ class Timers:
         return False
 
 
-class Rank:
-    """One worker: its lane, and its process groups."""
+class Lane:
+    """One lane of a rank."""
 
-    def __init__(self, world: World, slot: int) -> None:
-        self.world, self.slot = world, slot
-        self.scope = Scope()
-        self.order: LaneOrder[Work] = LaneOrder(self.scope)
-        self.received_definitions: deque[Any] = deque()
-        self.outbox: deque[Any] = deque()
+    def __init__(self, rank: Rank, name: str) -> None:
+        self.rank, self.name = rank, name
+        self.order: LaneOrder[Work] = LaneOrder(rank.scope)
         self.queue: deque[Any] = deque()
         self.taken: Work | None = None
-        self.computing: Work | None = None
+        self.computing: list[Work] = []  # of which the last one computes: at a pause point another one may begin
         self.tasks: dict[int, Work] = {}
         self.journal: list[int] = []
-        # Process groups: operations begun on each, by its name and instance; which are cut here.
-        self.begun: dict[str, tuple[int, int]] = {}
-        self.cut: set[str] = set()
-        self.gone: dict[int, Any] = {}
-        self.epoch = 0
-
-    # -- messages
-
-    def receive(self) -> bool:
-        """Take the next message, as the thread that receives does; whether there was one."""
-        if not self.received_definitions:
-            return False
-        message = self.received_definitions.popleft()
-        if isinstance(message, Work):
-            self.queue.append(message)
-        elif isinstance(message, to_worker.Hold):
-            self.outbox.append(from_worker.Alive(message.number))
-            item = self.order.hold(message.number, message.failed)
-            self.queue += [(message.failed,), item]
-            self.scope.end(message.failed, "a call has failed")
-            if message.cut and any(seq >= message.failed for seq in self.order.running):
-                self._cut([name for name, (_, count) in self.begun.items() if count])
-        elif isinstance(message, to_worker.Left):
-            if message.number > self.epoch:
-                self.gone[message.slot] = message.operations
-        elif isinstance(message, to_worker.DropGroups):
-            self.scope.resume()
-            self.queue.append(message)
-        elif isinstance(message, to_worker.Resume):
-            self.scope.resume()
-            self.queue.append(lane_order.Resume(message.number, frozenset(message.withdrawn)))
-        elif isinstance(message, to_worker.Unwanted):
-            self.queue.append((message.seq,))
-        elif isinstance(message, to_worker.Withdraw):
-            can = self.order.hold_up(message.token, message.seq)
-            self.outbox.append(from_worker.CanWithdraw(message.token, can))
-        elif isinstance(message, to_worker.Decided):
-            self.queue.append(lane_order.Decided(message.token, message.seq if message.drop else None))
-        elif isinstance(message, to_worker.AskStack):
-            self.outbox.append(from_worker.Stack(message.token, "", tuple(self.order.running)))
-        else:
-            raise TypeError(message)
-        return True
-
-    # -- the lane
+        self.order_of_all: list[int] = []  # with the calls for which it has stood still
 
     def step(self) -> bool:
-        """Do one thing on the lane; False where it waits."""
+        """Do one thing; False where it waits."""
         order, tasks = self.order, self.tasks
-        if self.computing is not None:
-            return self._go_on(self.computing)
+        if self.computing and not self.computing[-1].rests:
+            return self.rank.go_on(self, self.computing[-1])
         if (taken := self.taken) is not None:
             self.taken = None
             self._begin(taken)
             return True
-        if not tasks and order.is_plain:
+        runs = len(tasks) + len(self.computing)
+        if not runs and order.is_plain:
             if self.queue:
                 self._take(self.queue.popleft())
                 return True
             return False
-        if (work := order.next(len(tasks))) is not None:
+        stands = bool(self.computing) and self.computing[-1].stands
+        work = None if stands else order.next_stand(runs) if self.computing else order.next(runs)
+        if work is not None:
             self._take(work)
             return True
-        if (back := order.back(len(tasks))) is not None:
-            number, begun = back
-            self.epoch = number
-            self.gone.clear()
-            self.outbox.append(from_worker.Held(number, begun, self.operations(), sorted(self.cut)))
+        if (back := order.back(runs)) is not None:
+            self.rank.is_back(self, *back)
+            return True
+        if order.rests(runs):
+            self.rank.outbox.append(from_worker.Paused(self.rank.pausing))
             return True
         if self.queue:
             item = self.queue.popleft()
@@ -212,64 +181,231 @@ class Rank:
             else:
                 self._take(item)
             return True
-        return bool(tasks) and self._go_on(self.world.random.choice(list(tasks.values())))
+        # What computes has the lane's thread, and async calls don't go on meanwhile.
+        going = [work for work in self.computing[-1:] or tasks.values() if not (work.rests and self.stays(work))]
+        return bool(going) and self.rank.go_on(self, self.rank.world.random.choice(going))
+
+    def stays(self, work: Work) -> bool:
+        """Whether a call stays at its pause point, or stands still for another lane's."""
+        return work.seq not in self.rank.over if work.stands else self.order.keeps and not work.given_up
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Work):
             self.taken = item  # something may be heard before it begins
         elif isinstance(item, tuple):  # nobody waits for it any more
-            if (work := self.tasks.get(item[0])) is not None:
-                work.given_up = True
+            for work in (*self.tasks.values(), *self.computing):
+                work.given_up = work.given_up or (work.seq == item[0] and (work.concurrency > 0 or work.rests))
         elif isinstance(item, to_worker.DropGroups):
-            for name in item.names:
-                self.begun.pop(name, None)
-            self.cut.clear()
-            self.outbox.append(from_worker.GroupsDropped(item.number, [], None))
+            self.rank.drop(item)
         else:
             self.order.note(item)
 
     def _begin(self, work: Work) -> None:
-        if not self.order.begins(work, len(self.tasks)):
+        runs = [each for each in (*self.tasks.values(), *self.computing) if not (each.rests and work.stands)]
+        if not self.order.begins(work, len(self.tasks) + len(self.computing)):
             return
-        if len(self.tasks) >= max(1, work.concurrency):
-            raise BrokenLaw(f"call {work.seq} has begun on slot {self.slot} beside {[*self.tasks]}")
-        self.journal.append(work.seq)
+        if len(runs) >= max(1, work.concurrency):
+            raise BrokenLaw(f"call {work.seq} has begun on slot {self.rank.slot} beside {[each.seq for each in runs]}")
+        self.order_of_all.append(work.seq)
+        if not work.stands and work.seq not in self.journal[-1:]:  # it may have been put back
+            self.journal.append(work.seq)
         if work.concurrency:
             self.tasks[work.seq] = work
         else:
-            self.computing = work
+            self.computing.append(work)
 
-    def _go_on(self, work: Work) -> bool:
+    def end(self, work: Work) -> None:
+        """A call is over here."""
+        self.go_from(work)
+        self.tasks.pop(work.seq, None)
+        if work in self.computing:
+            self.computing.remove(work)
+        del self.order.running[work.seq]
+
+    def rest(self, work: Work) -> None:
+        """A call stops at a pause point."""
+        work.rests = True
+        if work.stands:
+            self.order.standing += 1
+        else:
+            self.order.resting += 1
+
+    def go_from(self, work: Work) -> None:
+        """A call goes on from a pause point, if it is at one."""
+        if work.stands:
+            self.order.standing -= work.rests
+        else:
+            self.order.resting -= work.rests
+        work.rests = False
+
+
+class Rank:
+    """One worker: its lanes, and its process groups."""
+
+    def __init__(self, world: World, slot: int) -> None:
+        self.world, self.slot = world, slot
+        self.scope = Scope(self._lane_of)
+        self.lanes = {name: Lane(self, name) for name in ("", BESIDE)}
+        self.pausing = 0  # the number of the question that asks for it
+        self.missing: dict[int, int] = {}  # lanes that don't stand still yet for a call that has its place in all
+        self.over: set[int] = set()  # such calls for which none has to any more
+        self.received_definitions: deque[Any] = deque()
+        self.outbox: deque[Any] = deque()
+        # Process groups: operations begun on each, by its name and instance; which are cut here.
+        self.begun: dict[str, tuple[int, int]] = {}
+        self.cut: set[str] = set()
+        self.gone: dict[int, Any] = {}
+        self.epoch = 0
+
+    def _lane_of(self, seq: int) -> str:
+        work = self.lanes[BESIDE].order.running.get(seq)
+        return "" if work is None or work.stands else BESIDE
+
+    # -- messages
+
+    def receive(self) -> bool:
+        """Take the next message, as the thread that receives does; whether there was one."""
+        if not self.received_definitions:
+            return False
+        message = self.received_definitions.popleft()
+        lane = self.lanes[getattr(message, "lane", "")]
+        if isinstance(message, Work):
+            self._receive(message)
+        elif isinstance(message, to_worker.Hold):
+            self.outbox.append(from_worker.Alive(message.number, message.lane))
+            item = lane.order.hold(message.number, message.failed)
+            lane.queue += [(message.failed,), item]
+            self.scope.end(message.failed, "a call has failed", message.lane)
+            if message.cut and not message.lane and any(seq >= message.failed for seq in lane.order.running):
+                self._cut([name for name, (_, count) in self.begun.items() if count])
+        elif isinstance(message, to_worker.Left):
+            if message.number > self.epoch:
+                self.gone[message.slot] = message.operations
+        elif isinstance(message, to_worker.DropGroups):
+            self.scope.resume()
+            lane.queue.append(message)
+        elif isinstance(message, to_worker.Resume):
+            self.scope.resume(message.lane)
+            lane.queue.append(lane_order.Resume(message.number, frozenset(message.withdrawn)))
+        elif isinstance(message, to_worker.Unwanted):
+            for each in self.lanes.values():
+                each.queue.append((message.seq,))
+        elif isinstance(message, to_worker.Withdraw):
+            can = lane.order.hold_up(message.token, message.seq)
+            self.outbox.append(from_worker.CanWithdraw(message.token, can))
+        elif isinstance(message, to_worker.Decided):
+            lane.queue.append(lane_order.Decided(message.token, message.seq if message.drop else None))
+        elif isinstance(message, to_worker.Pause):
+            self.outbox.append(from_worker.Pausing(message.token, lane.order.pause(message.token)))
+        elif isinstance(message, to_worker.PauseAfter):
+            self.pausing = message.token
+            lane.queue.append(lane_order.Pause(message.number, message.last, message.keeps))
+        elif isinstance(message, to_worker.GoOn):
+            lane.queue.append(lane_order.GoOn(message.number))
+        elif isinstance(message, to_worker.AskStack):
+            running = tuple(seq for each in self.lanes.values() for seq in each.order.running)
+            self.outbox.append(from_worker.Stack(message.token, "", running))
+        else:
+            raise TypeError(message)
+        return True
+
+    def _receive(self, work: Work) -> None:
+        lane = self.lanes[BESIDE if work.plan.role == BESIDE else ""]
+        if work.plan.kind == "everywhere":
+            self.missing[work.seq] = 1
+            work.on_drop = partial(self.over.add, work.seq)
+            self.lanes[BESIDE].queue.append(Stand(work.seq, work.plan, 0))
+        lane.queue.append(work)
+
+    # -- what a lane runs
+
+    def step(self) -> bool:
+        """Have a lane do one thing; False where none can."""
+        lanes = [*self.lanes.values()]
+        self.world.random.shuffle(lanes)
+        return any(lane.step() for lane in lanes)
+
+    def is_back(self, lane: Lane, number: int, begun: int) -> None:
+        """A lane runs nothing, in a hold."""
+        if lane.name:
+            self.outbox.append(from_worker.Held(number, begun, {}, [], lane.name))
+            return
+        self.epoch = number
+        self.gone.clear()
+        self.outbox.append(from_worker.Held(number, begun, self.operations(), sorted(self.cut)))
+
+    def drop(self, message: to_worker.DropGroups) -> None:
+        """Drop process groups."""
+        for name in message.names:
+            self.begun.pop(name, None)
+        self.cut.clear()
+        self.outbox.append(from_worker.GroupsDropped(message.number, [], None))
+
+    def go_on(self, lane: Lane, work: Work) -> bool:
         """Go on with a call that runs; False where it waits."""
         plan = work.plan
         fails = self.slot in plan.fails
-        if work.given_up:
+        if work.stands:
+            if work.rests:
+                lane.end(work)
+            else:
+                self.missing[work.seq] = 0
+                lane.rest(work)
+            return True
+        if plan.kind == "everywhere" and not self._all_stand(lane, work):
+            return False
+        if lane.name:
+            if not work.rests and lane.stays(work):
+                lane.rest(work)
+                return True
+            lane.go_from(work)
+            if self.world.is_paused and not work.given_up:
+                raise BrokenLaw(f"call {work.seq} goes on on slot {self.slot} though its role is paused")
+            if not work.given_up and work.steps < 2:
+                work.steps += 1
+                return True
+        if work.seq not in lane.order.running:
+            pass  # it was put back
+        elif work.given_up:
             self._fail(work, secondary=True)
         elif fails and not plan.late:
             self._fail(work)
         elif plan.kind == "meet" and not self._meets(work):
             return False
-        elif work.seq not in self.order.running:
+        elif work.seq not in lane.order.running:
             pass  # it has failed where it met
         elif fails:
             self._fail(work)
         else:
             self.outbox.append(from_worker.Done(work.seq, None, 0.0, 0.0, None, 0))
-            self._end(work)
+            lane.end(work)
+            self.over.add(work.seq)
         return True
 
-    def _end(self, work: Work) -> None:
-        self.tasks.pop(work.seq, None)
-        self.computing = None
-        del self.order.running[work.seq]
+    def _all_stand(self, lane: Lane, work: Work) -> bool:
+        """Whether what has its place in all lanes goes on: it is done, or put back before the others stand still."""
+        if self.missing[work.seq] and self.scope.why(work.seq) is not None:
+            del lane.order.running[work.seq]
+            lane.computing.remove(work)
+            lane.order_of_all.remove(work.seq)
+            lane.order.put_back(work)
+            return True
+        goes_on = [each.seq for each in self.lanes[BESIDE].order.running.values() if not each.rests]
+        if not self.missing[work.seq] and goes_on:
+            raise BrokenLaw(f"{work.seq} is done on slot {self.slot} while {goes_on} go on")
+        return not self.missing[work.seq]
 
     def _fail(self, work: Work, secondary: bool = False) -> None:
-        lost = secondary or bool(self.cut) or any(self._is_broken(name) for name in self.begun)
+        lane = self.lanes[BESIDE if work.plan.role == BESIDE else ""]
+        groups = not lane.name
+        lost = secondary or (groups and (bool(self.cut) or any(self._is_broken(name) for name in self.begun)))
         kind = "colocate._protocol.consequence.Consequence" if secondary else "Boom"
         failure = from_worker.Failure(kind, f"{work.seq} on {self.slot}", "", False, lost, work.plan.role, None)
-        self.outbox.append(from_worker.Failed(work.seq, failure, self.operations(), 0, False, 0.0, 0.0))
-        self.order.failed(work)
-        self._end(work)
+        operations = self.operations() if groups else {}
+        self.outbox.append(from_worker.Failed(work.seq, failure, operations, 0, False, 0.0, 0.0, (), lane.name))
+        lane.order.failed(work)
+        lane.end(work)
+        self.over.add(work.seq)
 
     # -- process groups
 
@@ -281,7 +417,7 @@ class Rank:
         """Have a call go on in an operation of its role's group; False where its peers aren't there yet."""
         name = work.plan.role
         if name not in self.begun and not self._makes(work, name):
-            return work.seq not in self.order.running
+            return work.seq not in self.lanes[""].order.running
         if work.arrived is None:
             instance, count = self.begun[name]
             self.begun[name] = instance, count + 1
@@ -371,6 +507,7 @@ class Link(SimpleNamespace):
         """The group can't go on."""
         self.world.failure = self.world.failure or error
         self.world.order.fail_all(error)
+        self.world.pauses.fail(error)
 
 
 class World:
@@ -389,6 +526,8 @@ class World:
         self.link: Any = Link(self, self.timers)
         self.order = CallOrder(cast("Any", self.link))
         self.cancellations = Cancellations(self.order)
+        self.pauses = Pauses(self.order)
+        self.is_paused = False
         self.plans: dict[int, tuple[Plan, PendingCall]] = {}
         self.late: list[PendingCall] = []  # those whose time may be over at any moment
         self.cancelled: set[int] = set()
@@ -398,6 +537,7 @@ class World:
     def submit(self, plan: Plan) -> PendingCall:
         """Send a call: in one step, as both ways of sending one do."""
         call = PendingCall(f"{plan.role}.{plan.kind}", plan.role, plan.kind, plan.targets)
+        call.lane, call.is_for_all = plan.role if plan.role == BESIDE else "", plan.kind == "everywhere"
         with self.order.lock:
             seq = self.order.enter(call)
             self.plans[seq] = plan, call
@@ -417,13 +557,15 @@ class World:
         elif isinstance(message, from_worker.Failed):
             order.failed(slot, message, None)
         elif isinstance(message, from_worker.Alive):
-            order.alive(slot, message.number)
+            order.alive(slot, message)
         elif isinstance(message, from_worker.Held):
             order.held(slot, message)
         elif isinstance(message, from_worker.GroupsDropped):
             order.renewed(slot, message, None)
         elif isinstance(message, from_worker.CanWithdraw):
             self.cancellations.answered(slot, message)
+        elif isinstance(message, from_worker.Pausing | from_worker.Paused):
+            self.pauses.answered(slot, message)
         elif isinstance(message, from_worker.Stack):
             order.stacks.answered(slot, message)
         else:
@@ -441,6 +583,18 @@ class World:
         """Cancel a call, while everything goes on."""
         self.cancelled.add(call.seq)
         self.cancellations.cancel(call)
+
+    def pause(self, how: str) -> None:
+        """Pause the background role, while everything goes on; or have it go on."""
+        try:
+            if self.is_paused:
+                self.is_paused = False
+                self.pauses.resume(BESIDE)
+            else:
+                self.pauses.pause(BESIDE, how, None)
+                self.is_paused = True
+        except WorkerDied:
+            pass
 
     def time_out(self) -> bool:
         """A call's time is over; whether there was one."""
@@ -474,13 +628,15 @@ class World:
 
 
 def draw(rng: random.Random) -> list[Plan]:
-    """A program."""
-    plans = []
+    """A program: one in two has a background role, and calls that have a place in all orders."""
+    plans, background = [], rng.random() < 0.5
     for _ in range(rng.randint(2, 10)):
-        role = rng.choice([*SLOTS])
-        kind = rng.choice(["plain", "meet", "meet", "overlapping"])
-        slots = SLOTS[role]
-        targets = slots if kind == "meet" else sorted(rng.sample(slots, rng.randint(1, len(slots))))
+        role = rng.choice([*SLOTS, *[BESIDE] * background])
+        kind = rng.choice(["plain", "overlapping"] if role == BESIDE else ["plain", "meet", "meet", "overlapping"])
+        if background and rng.random() < 0.2:
+            role, kind = "all", "everywhere"
+        slots = SLOTS.get(role, SLOTS["all"])
+        targets = slots if kind in ("meet", "everywhere") else sorted(rng.sample(slots, rng.randint(1, len(slots))))
         fails = rng.choice([(), (), (), (rng.choice(targets),), tuple(targets)])
         plans.append(Plan(role, kind, targets, fails, rng.random() < 0.5, rng.random() < 0.2, rng.random() < 0.1))
     return plans
@@ -509,8 +665,12 @@ def run(seed: int) -> None:
                 _cancel_one(world)
             elif draws < 0.302 and deadly:
                 world.kill(rng.randrange(RANKS))
+            elif draws < 0.32:
+                world.pause(rng.choice(["wait", "keep", "abort"]))
             else:
                 world.happen()
+        if world.is_paused:
+            world.pause("")
         world.settle()
         check(world)
         if world.failure is None:
@@ -537,15 +697,19 @@ def check(world: World) -> None:
     if world.failure is not None and not world.dead:
         raise BrokenLaw(f"the group has failed: {world.failure}")
     for rank in world.ranks:
-        its = [seq for seq, (plan, _) in world.plans.items() if rank.slot in plan.targets]
-        if rank.journal != sorted(set(rank.journal)) or not set(rank.journal) <= set(its):
-            raise BrokenLaw(f"slot {rank.slot} has begun {rank.journal} of {its}")
+        for lane in rank.lanes.values():
+            its = [
+                seq for seq, (plan, call) in world.plans.items() if rank.slot in plan.targets and call.lane == lane.name
+            ]
+            if lane.journal != sorted(set(lane.journal)) or not set(lane.journal) <= set(its):
+                raise BrokenLaw(f"slot {rank.slot} has begun {lane.journal} of {its} on lane {lane.name!r}")
+    check_one_order([rank.lanes[BESIDE].order_of_all for rank in world.ranks])
     troubled = False  # whether an earlier call has failed
     for seq, (plan, call) in world.plans.items():
         if not call.done():
             raise BrokenLaw(f"call {seq} has no end: {plan}")
         error = call._error
-        begun = [slot for slot in plan.targets if seq in world.ranks[slot].journal]
+        begun = [slot for slot in plan.targets if seq in world.ranks[slot].lanes[call.lane].journal]
         if error is None:
             if plan.fails or begun != list(plan.targets):
                 raise BrokenLaw(f"call {seq} went well though it was begun on {begun}: {plan}")
@@ -555,16 +719,28 @@ def check(world: World) -> None:
                 or (plan.timeout and isinstance(error, CallTimeout))
                 or (plan.cancel and isinstance(error, CallCancelled) and not begun)
                 or (plan.kind == "meet" and begun and troubled)
+                or (call.lane and "aborted" in str(error))
             )
             if not has_reason:
                 raise BrokenLaw(f"call {seq} had no reason to fail: {error!r}: {plan}")
         troubled = troubled or (isinstance(error, ColocateError) and not isinstance(error, CallCancelled))
 
 
+def check_one_order(orders: Sequence[Sequence[int]]) -> None:
+    """Whatever two ranks both have come to, they have come to in the same order."""
+    for one in orders:
+        for other in orders:
+            both = set(one) & set(other)
+            if [seq for seq in one if seq in both] != [seq for seq in other if seq in both]:
+                raise BrokenLaw(f"ranks have different orders: {one} and {other}")
+
+
 def check_that_it_goes_on(world: World) -> None:
     """Later calls go well on all ranks."""
-    for role, slots in SLOTS.items():
-        for kind in ("plain", "meet", "overlapping"):
+    for role, slots in [*SLOTS.items(), (BESIDE, SLOTS["all"])]:
+        for kind in ("plain", "overlapping") if role == BESIDE else ("plain", "meet", "overlapping", "everywhere"):
+            if kind == "everywhere" and role != "all":
+                continue
             call = world.submit(Plan(role, kind, slots))
             world.settle()
             if not call.done() or call._error is not None:

@@ -43,10 +43,11 @@ def _nothing(_: Any) -> Any:
 
 def _forgets_withdrawn(does: Any) -> Any:
     def failed(self: CallOrder, slot: int, failed: Any, body: Any) -> None:
-        before = set() if self._hold is None else set(self._hold.withdrawn)
+        hold = self._holds.get(failed.lane)
+        before = set() if hold is None else set(hold.withdrawn)
         does(self, slot, failed, body)
-        if self._hold is not None:
-            self._hold.withdrawn &= before | {self._hold.failed}
+        if (hold := self._holds.get(failed.lane)) is not None:
+            hold.withdrawn &= before | {hold.failed}
 
     return failed
 
@@ -112,6 +113,14 @@ MUTANTS: dict[str, tuple[type, str, Wrap]] = {
     "a rank is back before earlier calls": (LaneOrder, "back", _is_back_too_early),
     "withdrawn calls are begun": (LaneOrder, "_drop", _nothing),
     "a sync call is no barrier": (LaneOrder, "_may_begin", lambda does: lambda self, call, n: does(self, call, 0)),
+    "a pause limits nothing": (LaneOrder, "pause", lambda does: lambda self, number: self._begun),
+    "a pause rests while calls go on": (LaneOrder, "rests", lambda does: lambda self, n: does(self, 0)),
+    "the end of a pause ends the next one": (LaneOrder, "_end_pauses", lambda does: lambda self, n: does(self, n + 99)),
+    "what comes before a pause is different on each rank": (
+        LaneOrder,
+        "_place",
+        lambda does: lambda self, call: call.seq if len(self._waiting) % 2 else does(self, call),
+    ),
     "a call may be withdrawn though it was begun": (LaneOrder, "hold_up", lambda does: lambda *_: does(*_) or True),
     "nobody hears how a cancelling was decided": (Cancellations, "answered", _nothing),
     "a call is dropped that a rank has begun": (

@@ -19,7 +19,7 @@ from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
-from colocate._views import checkpoint, functions, sleeping
+from colocate._views import checkpoint, functions, pausing, sleeping
 from colocate._views.pipeline import pipeline
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
@@ -306,6 +306,37 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             with suppress(ColocateError, TimeoutError):
                 error.add_note(str(self.memory()))
             raise
+
+    def pause(self, role: str, how: Literal["wait", "keep", "abort"] = "wait", timeout: float | None = None) -> None:
+        """Have a background role begin no further call until `resume`, and wait until it does nothing.
+
+        Meanwhile `sync_weights`, `sleep`, `wake`, `checkpoint` and `restore` come before its calls that wait. Without a
+        pause they wait for all calls of the role that were made before them. Deadlines of calls go on.
+
+        Args:
+            role: The role's name.
+            how: What becomes of a call that runs: it is waited for ("wait"); it stops where its method calls
+                `ctx.pause_point()`, and goes on from there ("keep"); or it is given up ("abort"), and its caller gets a
+                `RoleError`.
+            timeout: Seconds to wait; None for as long as it takes.
+
+        Raises:
+            ConfigError: There is no such background role.
+            TimeoutError: A call still runs; the role isn't paused, and goes on.
+        """
+        limited = limit(timeout, "pause(timeout)", positive=True)
+        pausing.pause(self._node, role, how, limited)
+
+    def resume(self, role: str) -> None:
+        """Have a background role go on after `pause`; one that isn't paused does so anyway.
+
+        Args:
+            role: The role's name.
+
+        Raises:
+            ConfigError: There is no such background role.
+        """
+        pausing.resume(self._node, role)
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called; after a restart calls are refused until somebody has.

@@ -30,7 +30,7 @@ class SlowCalls:
     def __init__(self, services: Services, worker_groups: Mapping[str, WorkerGroup]) -> None:
         self._services = services
         self._crews = worker_groups
-        self._warned: weakref.WeakKeyDictionary[WorkerGroup, int] = weakref.WeakKeyDictionary()
+        self._warned: weakref.WeakKeyDictionary[WorkerGroup, dict[str, int]] = weakref.WeakKeyDictionary()
         self._unbuilt: weakref.WeakSet[Workforce] = weakref.WeakSet()
         self._starts: dict[Workforce, SlowStart] = {}
         self._timer = services.timers.after(SLOW_EVERY_S, self._look)
@@ -51,12 +51,12 @@ class SlowCalls:
         for start in self._starts.values():
             start.look()
         for worker_group in worker_groups:
-            oldest = next(iter(list(worker_group.order.pending.values())), None)
-            if oldest is not None and now - oldest.submitted > SLOW_S and self._warned.get(worker_group) != oldest.seq:
-                self._warned[worker_group] = oldest.seq
-                self._warn(
-                    worker_group, f"{oldest.label} of group {worker_group.name!r} has been running", oldest.missing()
-                )
+            warned = self._warned.setdefault(worker_group, {})
+            for oldest in worker_group.order.oldest():
+                if now - oldest.submitted > SLOW_S and warned.get(oldest.lane) != oldest.seq:
+                    warned[oldest.lane] = oldest.seq
+                    what = f"{oldest.label} of group {worker_group.name!r} has been running"
+                    self._warn(worker_group, what, oldest.missing())
             workforce = worker_group.workforce
             if workforce not in self._unbuilt and (slots := workforce.constructing(SLOW_S)):
                 self._unbuilt.add(workforce)

@@ -35,13 +35,13 @@ class Cancellations:
             live = set(order.link.live())
             slots = [slot for slot in call.targets if slot in live]
             request = self._requests.open(slots)
-        order.link.send(slots, Withdraw(request.token, call.seq))
+        order.link.send(slots, Withdraw(request.token, call.seq, call.lane))
         request.wait(WITHDRAWN_WITHIN_S)
         self._requests.drop(request)
         with order.lock:
             can = request.error is None and not request.owing and all(request.answers.values())
             drop = can and call.seq in order.pending
-            order.link.send(slots, Decided(request.token, call.seq, drop))
+            order.link.send(slots, Decided(request.token, call.seq, drop, call.lane))
             if drop:
                 order.drop(call, CallCancelled(f"{call.label} was cancelled before any rank had begun it"))
             return drop

@@ -43,6 +43,10 @@ class Link(Owned, abc.ABC):
         """Withdraw a call from all ranks, if none has begun it."""
 
     @abc.abstractmethod
+    def is_paused(self, role: str) -> bool:
+        """Whether a background role is paused."""
+
+    @abc.abstractmethod
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""
 

@@ -3,6 +3,9 @@
 After a failure no rank takes up the failed call or a later one until all are back (see `worker/lane_order.py` for their
 half). Then the failed call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a
 rank which had begun it; everything else goes on. A rank that doesn't come back within the grace period fails the group.
+
+Calls of a background role have an order of their own, and holds of their own. Numbers are those of the group: a call
+that concerns all roles has its place in each order by its number.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class _Hold:
     """A hold under way."""
 
     number: int
+    lane: str
     failed: int
     waiting: set[int]
     silent: set[int]
@@ -110,17 +114,14 @@ class CallOrder:
         self._timers = link.services.timers
         self.stacks = StackQuestions(link, self._timers, self.lock)
         self._numbers = itertools.count(link.base + 1)  # 0 is the construction of the roles
-        self._resumed = link.base
-        self._hold: _Hold | None = None
-        self._ended: dict[int, float] = {}  # by slot: when the last call that it has told of was over there
+        self._resumed: dict[str, int] = {}  # by lane
+        self._holds: dict[str, _Hold] = {}  # likewise
+        self._ended: dict[tuple[str, int], float] = {}  # by lane and slot: when the last call that it told of was over
 
     def renew(self) -> None:
         """Begin anew with other workers, after `fail_all`. The lock is held."""
-        self._resumed = self.link.base  # as new lanes count
-        if self._hold is not None and self._hold.timer is not None:
-            self._hold.timer.cancel()
-        self._hold = None  # of a generation that is gone
-        self.gate.open("a hold")
+        self._resumed.clear()  # as new lanes count
+        self._forget_holds()  # of a generation that is gone
         self.stacks.renew()
 
     # -- submission
@@ -188,10 +189,10 @@ class CallOrder:
 
     def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
         """A call couldn't be sent to all its ranks, but perhaps to some (`sent`). The lock is held."""
-        if sent and self._hold is None:
-            self._begin_hold(call.seq, known=None, cut=True)
-        if self._hold is not None:
-            self._hold.withdrawn.add(call.seq)
+        if sent and call.lane not in self._holds:
+            self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
+        if (hold := self._holds.get(call.lane)) is not None:
+            hold.withdrawn.add(call.seq)
         self._end(call, error)
         call._fail(error)
 
@@ -224,7 +225,7 @@ class CallOrder:
             call.bodies[index] = done.size if body is None else body
             call.rows[index] = done.rows
             call.spans.append((index, done.start, done.end))
-            self._ended[slot] = done.end
+            self._ended[call.lane, slot] = done.end
             if done.taken:
                 call.taken = {**call.taken, index: done.taken}
             call.remaining -= 1
@@ -242,11 +243,11 @@ class CallOrder:
         with self.lock:
             seq, failure = failed.seq, failed.failure
             call = self.pending.get(seq)
-            hold = self._hold
+            hold = self._holds.get(failed.lane)
             if failure.secondary and self.link.closed_by is not None:
                 return  # it is the end of the group that has broken what the call waited for, and that is told to all
             if hold is None:  # perhaps its caller has been told already: another rank failed first
-                hold = self._begin_hold(seq, known=slot)
+                hold = self._begin_hold(seq, known=slot, lane=failed.lane)
             self._tell_left(hold, slot, failed.operations)
             hold.amid = hold.amid or failed.amid
             if call is None:
@@ -255,7 +256,7 @@ class CallOrder:
             call.updates = {**call.updates, slot: failed.updates}
             index = call.index_of(slot)
             call.spans.append((index, failed.start, failed.end))
-            self._ended[slot] = failed.end
+            self._ended[call.lane, slot] = failed.end
             call.raised = (*call.raised, index)
             if failed.taken:
                 call.taken = {**call.taken, index: failed.taken}
@@ -281,18 +282,18 @@ class CallOrder:
             if isinstance(call, RowsCall):  # otherwise it has failed
                 call.row_ended(slot, told, body)
 
-    def alive(self, slot: int, number: int) -> None:
+    def alive(self, slot: int, alive: from_worker.Alive) -> None:
         """A rank has heard of a hold."""
         with self.lock:
-            hold = self._hold
-            if hold is not None and hold.number == number:
+            hold = self._holds.get(alive.lane)
+            if hold is not None and hold.number == alive.number:
                 hold.silent.discard(slot)
                 self._check_suspicion(hold)
 
     def held(self, slot: int, held: from_worker.Held) -> None:
         """A rank is back: it runs nothing and takes up nothing."""
         with self.lock:
-            hold = self._hold
+            hold = self._holds.get(held.lane)
             if hold is None or hold.number != held.number:
                 return
             hold.waiting.discard(slot)
@@ -307,7 +308,7 @@ class CallOrder:
     def renewed(self, slot: int, renewed: from_worker.GroupsDropped, body: Any) -> None:
         """A rank has dropped the process groups that are of no use, and its roles have been told."""
         with self.lock:
-            hold = self._hold
+            hold = self._holds.get("")
             if hold is None or hold.number != renewed.number:
                 return
             hold.waiting.discard(slot)
@@ -321,53 +322,64 @@ class CallOrder:
     def gone(self, slot: int) -> None:
         """A rank has ended; nobody waits for it any more."""
         with self.lock:
-            if self._hold is not None:
-                self._hold.waiting.discard(slot)
-                self._hold.silent.discard(slot)
+            for hold in self._holds.values():
+                hold.waiting.discard(slot)
+                hold.silent.discard(slot)
 
     def fail_all(self, error: ColocateError) -> bool:
         """End every pending call with the same error; whether there was one."""
         with self.lock:
             calls = list(self.pending.values())
-            self._note_running(calls, set())
+            for lane in {call.lane for call in calls}:
+                self._note_running(lane, [call for call in calls if call.lane == lane], set())
             for call in calls:
                 self._end(call, error)
                 call._fail(error)
-            if self._hold is not None and self._hold.timer is not None:
-                self._hold.timer.cancel()
-            self._hold = None
-            self.gate.open("a hold")
+            self._forget_holds()
             return bool(calls)
 
-    def begin_anew(self) -> None:
-        """Have all ranks come back from what an earlier driver has left them in, before they begin anything."""
+    def begin_anew(self, background: Iterable[str] = ()) -> None:
+        """Have all ranks come back from what an earlier driver has left them in, before they begin anything.
+
+        Args:
+            background: The group's background roles.
+        """
         with self.lock:
-            self._begin_hold(self.link.base, known=None, cut=True)
+            for lane in ("", *background):
+                self._begin_hold(self.link.base, known=None, cut=True, lane=lane)
 
     # -- the hold
 
-    def _begin_hold(self, failed: int, known: int | None, cut: bool = False) -> _Hold:
+    def _forget_holds(self) -> None:
+        for hold in self._holds.values():
+            if hold.timer is not None:
+                hold.timer.cancel()
+        self._holds.clear()
+        self.gate.open("a hold")
+
+    def _begin_hold(self, failed: int, known: int | None, cut: bool = False, lane: str = "") -> _Hold:
         live = self.link.live()
-        hold = _Hold(self._resumed + 1, failed, set(live), set(live) - {known})
+        hold = _Hold(self._resumed.get(lane, self.link.base) + 1, lane, failed, set(live), set(live) - {known})
         hold.withdrawn.add(failed)
-        self._hold = hold
+        self._holds[lane] = hold
         self.gate.shut("a hold")
         hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
         # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
-        self.link.send(live, to_worker.Hold(hold.number, failed, cut))
+        self.link.send(live, to_worker.Hold(hold.number, failed, cut, lane))
         return hold
 
     def _lower(self, hold: _Hold, seq: int) -> None:
         """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
         if seq < hold.failed:
             hold.failed = seq
-            self.link.send(self.link.live(), to_worker.Hold(hold.number, seq, False))
+            self.link.send(self.link.live(), to_worker.Hold(hold.number, seq, False, hold.lane))
 
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
             hold.root = error
         earlier = itertools.takewhile(lambda each: each.seq < call.seq, list(self.pending.values()))
-        self._note_running([call], {slot for each in earlier for slot in each.missing()})
+        busy = {slot for each in earlier if each.lane == call.lane for slot in each.missing()}
+        self._note_running(call.lane, [call], busy)
         self._end(call, error)
         call._fail(error)
 
@@ -425,17 +437,19 @@ class CallOrder:
                 later._fail(error)
         if hold.timer is not None:
             hold.timer.cancel()
-        self._resumed = hold.number
-        self._hold = None
-        self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn)))
-        self.gate.open("a hold")
+        self._resumed[hold.lane] = hold.number
+        del self._holds[hold.lane]
+        self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn), hold.lane))
+        if not self._holds:
+            self.gate.open("a hold")
 
     def _overdue(self, hold: _Hold) -> None:
         with self.lock:
-            if self._hold is not hold:
+            if self._holds.get(hold.lane) is not hold:
                 return
             # A rank that is still in an earlier call is late with that one, which has no deadline of its own.
-            busy = {slot for seq, call in list(self.pending.items()) if seq < hold.failed for slot in call.missing()}
+            earlier = [call for seq, call in list(self.pending.items()) if seq < hold.failed]
+            busy = {slot for each in earlier if each.lane == hold.lane or each.is_for_all for slot in each.missing()}
             stuck = sorted(hold.waiting - busy)
             if not stuck:
                 hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
@@ -445,7 +459,7 @@ class CallOrder:
     def _give_up(self, hold: _Hold, stuck: list[int], stacks: Stacks) -> None:
         with self.lock:
             still = [slot for slot in stuck if slot in hold.waiting]
-            if self._hold is hold and still:
+            if self._holds.get(hold.lane) is hold and still:
                 self.link.fail(hung_error(self.link, still[0], hold.renews, hold.cause(), stacks.of(still[0])))
 
     # -- deadlines
@@ -471,14 +485,14 @@ class CallOrder:
             if call.seq < 0:  # it waits in a pipeline
                 self.drop(call, error)
                 return
-            hold = self._hold
+            hold = self._holds.get(call.lane)
             if hold is None:
-                hold = self._begin_hold(call.seq, known=None, cut=True)
+                hold = self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
             elif not hold.renews:  # else nothing runs, and what is on its way to be renewed isn't to be disturbed
                 self._lower(hold, call.seq)
                 live = self.link.live()
                 self.link.send(live, to_worker.Unwanted(call.seq))
-                self.link.send(live, to_worker.Hold(hold.number, hold.failed, True))
+                self.link.send(live, to_worker.Hold(hold.number, hold.failed, True, hold.lane))
             hold.withdrawn.add(call.seq)
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:
                 self._settle_suspicion(hold)  # a later call is no cause of it
@@ -495,36 +509,47 @@ class CallOrder:
         with self.lock:
             return {slot for call in list(self.pending.values()) for slot in call.missing()}
 
+    def oldest(self, slot: int | None = None) -> list[PendingCall]:
+        """The oldest call of each lane that a slot, or any, hasn't ended: of all that it was sent it runs these."""
+        found: dict[str, PendingCall] = {}
+        for call in list(self.pending.values()):
+            if call.lane not in found and (slot is None or slot in call.missing()):
+                found[call.lane] = call
+        return [*found.values()]
+
     def _note_updates(self, slot: int, seq: int, updates: int) -> None:
         """What a rank has done in a call that nobody waits for any more."""
-        hold = self._hold
-        for call in hold.failures if hold is not None else ():
+        for call in [call for hold in self._holds.values() for call in hold.failures]:
             if call.seq == seq:
                 call.updates = {**call.updates, slot: updates}
 
-    def _note_running(self, calls: Iterable[PendingCall], busy: set[int]) -> None:
+    def _note_running(self, lane: str, calls: Iterable[PendingCall], busy: set[int]) -> None:
         """Note of calls, in their order, on which ranks they run as far as is known here, and since when.
 
         Args:
+            lane: Whose calls they are.
             calls: They.
             busy: Slots that run none of them; those of other calls.
         """
         left: list[tuple[PendingCall, int]] = []
-        if (hold := self._hold) is not None:
+        if (hold := self._holds.get(lane)) is not None:
             busy |= set(self.link.live()) - hold.waiting  # they are back, and run nothing
             left = [(each, index) for each in hold.failures for index, _ in each.left]
         for call in calls:
             slots = call.missing()
             failed = {each.targets[index] for each, index in left if each.seq < call.seq}  # not left by them yet
             running = [slot for slot in slots if slot not in busy and slot not in failed]
-            call.left = [(call.index_of(slot), max(call.submitted, self._ended.get(slot, 0.0))) for slot in running]
+            ended = [self._ended.get((lane, slot), 0.0) for slot in running]
+            call.left = [
+                (call.index_of(slot), max(call.submitted, since)) for slot, since in zip(running, ended, strict=True)
+            ]
             busy.update(slots)
 
     def _end(self, call: PendingCall, error: BaseException | None) -> None:
         """Take a call out of the books; it is settled next, with this error if there is one."""
         self.pending.pop(call.seq, None)
-        if self._hold is not None and call.seq in self._hold.withdrawn:
-            self._hold.failures.append(call)
+        if self._holds and (hold := self._holds.get(call.lane)) is not None and call.seq in hold.withdrawn:
+            hold.failures.append(call)
         if call.timer is not None:
             call.timer.cancel()
         if call.on_end is not None:

@@ -49,6 +49,10 @@ class Group(Protocol):
         """The node of a slot."""
         ...
 
+    def is_paused(self, role: str) -> bool:
+        """Whether a background role is paused."""
+        ...
+
     def unpack(self, body: Any) -> Any:
         """The value of a body."""
         ...
@@ -88,6 +92,8 @@ class PendingCall(Underway):
         received: Bytes that have come of its rows, where these end one by one.
         taken: What ranks have got of residents by index, where there was something and somebody wants to know.
         on_end: Called with the order's lock held, just before it is settled.
+        lane: The background role in whose order it is; "" for the group's.
+        is_for_all: Whether it has a place in the orders of all background roles, too.
     """
 
     link: Group | None = None
@@ -101,6 +107,8 @@ class PendingCall(Underway):
     at: tuple[CodeType | str, int] = ("", 0)
     sent = 0
     received = 0
+    lane = ""
+    is_for_all = False
     raised: Sequence[int] = ()
     left: Sequence[tuple[int, float]] = ()
     updates: Mapping[int, int] = MappingProxyType({})
@@ -166,11 +174,13 @@ class PendingCall(Underway):
         """Raise where it comes after a stream that this thread, or task, reads: while it waits nobody reads that."""
         for call, reader in list(half_read.items()):
             if (
-                call.link is self.link
+                (link := call.link) is self.link
+                and link is not None
                 and call is not self
                 and not -1 < self.seq < call.seq
                 and reader.is_here(awaits)
                 and not set(call.targets).isdisjoint(self.targets)
+                and (call.lane == self.lane or (self.is_for_all and not link.is_paused(call.lane)))
             ):
                 who = "task" if awaits else "thread"
                 raise ColocateError(

@@ -68,6 +68,7 @@ class Failed(Message):
     start: float  # when it began, in seconds of `time.time()`
     end: float  # when it was over
     taken: Sequence[Taken] = ()  # see `Done`
+    lane: str = ""  # the background role whose lane it is of; "" for the main one
 
     def head(self) -> Head:
         """Return what travels of it."""
@@ -105,6 +106,7 @@ class Alive(Message):
     """It has heard of a hold."""
 
     number: int  # the hold's
+    lane: str = ""  # see `Failed`
 
 
 @message
@@ -115,6 +117,7 @@ class Held(Message):
     begun: int  # the highest call that it has begun
     operations: Operations  # how many it has begun on each process group; see `Left`
     cut: Sequence[str]  # process groups that it has cut
+    lane: str = ""  # see `Failed`
 
 
 @message
@@ -152,8 +155,23 @@ class CanWithdraw(Message):
 
 
 @message
+class Pausing(Message):
+    """It begins no further call of a background role."""
+
+    token: int  # the question's number
+    begun: int  # the last that it has begun
+
+
+@message
+class Paused(Message):
+    """A background role does nothing any more."""
+
+    token: int  # the question's number
+
+
+@message
 class Stack(Message):
-    """What its lane does."""
+    """What its lanes do."""
 
     token: int  # the question's number
     text: str  # in words, with the stack

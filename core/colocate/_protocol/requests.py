@@ -184,10 +184,10 @@ class Requests(Generic[Party, Answer]):
             if party in request.owing:
                 self.fail(request, error)
 
-    def fail_those(self, about: int, error: Callable[[], BaseException]) -> None:
-        """No answer will come to what is asked for this, or for anything later."""
+    def fail_those(self, concerns: Callable[[int], bool], error: Callable[[], BaseException]) -> None:
+        """No answer will come to what is asked for some."""
         for request in list(self._open.values()):
-            if request.about >= about:
+            if concerns(request.about):
                 self.fail(request, error())
 
     def fail_all(self, error: BaseException, *, for_good: bool = True) -> None:

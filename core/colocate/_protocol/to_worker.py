@@ -58,17 +58,18 @@ class Build(Message):
     budgets: Budgets  # how much memory they may have
     # The folder of the checkpoint that they go on from, and which one that is; None for none
     restored: Sequence[str] | None
+    background: Sequence[str] = ()  # the roles that have a lane of their own
 
     def head(self) -> Head:
         """Return what travels of it."""
-        kind, *before, budgets, restored = super().head()
-        return kind, *before, budgets.plain(), restored
+        kind, *before, budgets, restored, background = super().head()
+        return kind, *before, budgets.plain(), restored, background
 
     @classmethod
     def of(cls, *values: Any) -> Build:
         """As `Message.of`."""
-        generation, slots, default_group, nodes, timeout, spill_dir, budgets, restored = values
-        return cls(generation, slots, default_group, nodes, timeout, spill_dir, Budgets.read(budgets), restored)
+        generation, slots, default_group, nodes, timeout, spill_dir, budgets, *others = values
+        return cls(generation, slots, default_group, nodes, timeout, spill_dir, Budgets.read(budgets), *others)
 
 
 @message
@@ -157,11 +158,12 @@ class Free(Message):
 
 @message
 class Hold(Message):
-    """A call has failed somewhere: begin no call from that one on, and say when nothing before it runs."""
+    """A call has failed somewhere: begin no call of its lane from it on, and say when nothing before it runs there."""
 
-    number: int  # the hold's number; the highest one counts
+    number: int  # the hold's number; the highest one of the lane counts
     failed: int  # the call; 0 for the construction of the roles
     cut: bool  # whether to cut the process groups, too
+    lane: str = ""  # the background role whose lane that is; "" for the main one
 
 
 @message
@@ -193,6 +195,34 @@ class Resume(Message):
 
     number: int  # the hold that is over
     withdrawn: Sequence[int]  # calls that are dropped
+    lane: str = ""  # see `Hold`
+
+
+@message
+class Pause(Message):
+    """Begin no further call of a background role; answered by `Pausing`, and followed by `PauseAfter` or `GoOn`."""
+
+    token: int  # the question's number, and the pause's
+    lane: str  # the role
+
+
+@message
+class PauseAfter(Message):
+    """Begin no call of a background role after the last that any rank has begun; `Paused` follows at rest."""
+
+    token: int  # the question's number
+    lane: str  # the role
+    number: int  # the pause's
+    last: int  # that call
+    keeps: bool  # whether calls that run may stop at their pause points
+
+
+@message
+class GoOn(Message):
+    """A pause is over, and so are those before it."""
+
+    lane: str  # the role
+    number: int  # the pause's
 
 
 @message
@@ -213,6 +243,7 @@ class Withdraw(Message):
 
     token: int  # the question's number
     seq: int  # the call
+    lane: str = ""  # see `Hold`
 
 
 @message
@@ -222,6 +253,7 @@ class Decided(Message):
     token: int  # the question's number
     seq: int  # the call
     drop: bool  # whether it is dropped; it goes on otherwise, and nobody waits for it
+    lane: str = ""  # see `Hold`
 
 
 @message

@@ -167,6 +167,11 @@ def _turns(
         if step is not None:
             raise ConfigError('step= is the order in which roles take turns: it needs residency="swap"')
         return False, ()
+    if background := [name for name, spec in roles.items() if spec.background]:
+        raise ConfigError(
+            f'residency="swap": roles that take turns run one after the other, and {", ".join(background)} is to run '
+            "in the background: leave one of both out"
+        )
     if not any(limit.role is None and limit.device for limit in limits):
         given = "; host_memory counts what sleeps, too" if any(not limit.device for limit in limits) else ""
         raise ConfigError(

@@ -13,7 +13,7 @@ import attrs
 
 from colocate._system.installed import pip_line
 from colocate._values.mesh import Mesh
-from colocate.errors import ColocateError, ConfigError
+from colocate.errors import CapabilityError, ColocateError, ConfigError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -133,6 +133,8 @@ class Context:
     # What makes the process groups of a worker's roles, as the worker's `ProcessGroups` does; None outside any.
     _groups: Any = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
+    # The lanes of background roles, by role, as the worker's `Background` has them.
+    _background: Mapping[str, Any] = attrs.field(factory=dict, alias="background")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
     _asked: set[str] = attrs.field(factory=set, init=False)
     _borrowed: tuple[str, ...] = attrs.field(default=(), init=False)
@@ -190,6 +192,34 @@ class Context:
         """True once nobody waits for this call any more: a long method looks here and returns early."""
         call = self._call
         return call.cancelled or (isinstance(call, RowState) and call.of.cancelled)
+
+    @property
+    def pausing(self) -> bool:
+        """True while the role, a background one, is paused with `how="keep"`: `pause_point` would stop here."""
+        own = self._background.get(self.role or "")
+        return own is not None and bool(own.keeps())
+
+    def pause_point(self) -> bool:
+        """Stop here while the role is paused with `group.pause(role, how="keep")`; elsewhere this does nothing.
+
+        A method of a background role calls it between two of its steps, on its own thread. Meanwhile the role's
+        `load_weights` may be called, its memory may sleep and be woken, it may be saved and restored. An async method
+        awaits `async_pause_point` instead. It ends, too, when nobody waits for the call any more (`cancelled`).
+
+        Returns:
+            Whether the role has got other weights meanwhile: `weights_version` is another one.
+        """
+        before, own = self.weights_version, self._background.get(self.role or "")
+        if own is not None:
+            own.pause_point(self._call)
+        return self.weights_version != before
+
+    async def async_pause_point(self) -> bool:
+        """As `pause_point`, in an async method: other calls of the role go on to their own pause points."""
+        before, own = self.weights_version, self._background.get(self.role or "")
+        if own is not None:
+            await own.async_pause_point(self._call)
+        return self.weights_version != before
 
     @property
     def _call(self) -> CallState:
@@ -254,6 +284,12 @@ class Context:
             raise ColocateError(
                 f"role {self.role!r} asked for its sibling {name!r}, but slot {self.slot} of group {self.group!r} has "
                 f"{sorted(self._siblings) or 'no other role'} (roles are constructed in the order of their declaration)"
+            )
+        if name != self.role and (apart := {name, self.role} & self._background.keys()):
+            raise ColocateError(
+                f"role {self.role!r} asked for its sibling {name!r}, but {apart.pop()!r} is a background role of group "
+                f"{self.group!r}: the other one may be amid a call. Pass values, or bring weights by "
+                "colocate.sync_weights"
             )
         found = self._siblings[name]
         try:
@@ -336,6 +372,7 @@ class Context:
             axis: An axis of the role's mesh; None for all ranks. Where several meshes have it: "train.tp".
         """
         need_torch("ctx.process_group()")
+        self._refuse_groups("ctx.process_group()")
         if self._groups is None:
             from colocate._role.torch_groups import single_rank_group
 
@@ -352,11 +389,20 @@ class Context:
             mesh: Name of the mesh, where the role has several.
         """
         need_torch("ctx.device_mesh()")
+        self._refuse_groups("ctx.device_mesh()")
         if self._groups is None:
             from colocate._role.torch_groups import single_rank_mesh
 
             return single_rank_mesh([*self.mesh.shape])
         return cast("DeviceMesh", self._groups.mesh(self, mesh))
+
+    def _refuse_groups(self, what: str) -> None:
+        if self.role in self._background and self.world_size > 1:
+            raise CapabilityError(
+                f"{what}: role {self.role!r} of group {self.group!r} is a background role, and has no process groups: "
+                "the operations of two threads would have no common order on all ranks. Leave background=True out, or "
+                "give each slot a role of its own"
+            )
 
     @property
     def rendezvous(self) -> Rendezvous:

@@ -67,6 +67,7 @@ class RoleSpec(Generic[R]):
         activations: How many bytes of that stay free for what its methods compute with.
         sleep: "vmm": what its constructor makes on a GPU keeps its addresses when it sleeps.
         weights: "from sync": it can't be called before it has got weights from another role.
+        background: Whether its calls run on a thread of their own in each worker, beside those of the other roles.
     """
 
     target: type[R] | str
@@ -80,6 +81,7 @@ class RoleSpec(Generic[R]):
     activations: int = 0
     sleep: Literal["vmm"] | None = None
     weights: Literal["from sync"] | None = None
+    background: bool = False
 
     def on(
         self,
@@ -93,6 +95,7 @@ class RoleSpec(Generic[R]):
         reserve_activations: str | int | None = None,
         sleep: Literal["vmm"] | None = None,
         weights: Literal["from sync"] | None = None,
+        background: bool | None = None,
     ) -> RoleSpec[R]:
         """Return the same role, placed, and how much memory it may have on each of its slots.
 
@@ -116,6 +119,8 @@ class RoleSpec(Generic[R]):
                 `cc`. What is made later has other addresses afterwards, as everything has without.
             weights: "from sync": the weights that its constructor makes are of no use. Until `colocate.sync_weights`
                 has brought it those of another role, its calls are refused (`StaleWeightsError`).
+            background: Whether its calls run on a second thread of the worker, in order among themselves, while the
+                group's other roles compute (see "Background roles").
         """
         changes: dict[str, Any] = {}
         if slots is not None:
@@ -146,6 +151,10 @@ class RoleSpec(Generic[R]):
             if weights != "from sync":
                 raise ConfigError(f'weights={weights!r}: it is "from sync", or None for those of the constructor')
             changes["weights"] = weights
+        if background is not None:
+            if not isinstance(background, bool):
+                raise ConfigError(f"background={background!r}: it is true or false")
+            changes["background"] = background
         return attrs.evolve(self, **changes)
 
     @property

@@ -43,7 +43,7 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
 from colocate.worker.memory.sleep import Outcome
-from colocate.worker.serving.functions import SPECS, WAKE, Functions
+from colocate.worker.serving.functions import OF_WORKERS, SPECS, WAKE, Functions
 
 # A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
 # that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
@@ -140,6 +140,8 @@ def ready(
     services = worker_group.services
     executor = services.executor
     call.at, call.link, call.info, call.spec = place(3), worker_group, role, spec
+    if worker_group.background:
+        _place(worker_group, call)
     if packed is None:
         bodies: dict[int, Any] = {}
         for arguments in planned.arguments:
@@ -169,6 +171,13 @@ def ready(
     return Draft(
         worker_group, call, packed, planned.valid, services.call_timeout if timeout is None else timeout, pipeline
     )
+
+
+def _place(worker_group: WorkerGroup, call: PendingCall) -> None:
+    """Say in which orders a call has its place."""
+    if call.role in worker_group.background:
+        call.lane = call.role
+    call.is_for_all = not call.role and call.method in OF_WORKERS
 
 
 def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
@@ -533,6 +542,7 @@ def _waking(worker_group: WorkerGroup, role: str, marks: Mapping[Mark, Slept], b
     call = PendingCall(label, "", WAKE, info.slots)
     call.at, call.submitted = before.call.at, before.call.submitted
     call.link, call.info, call.spec = worker_group, info, spec
+    _place(worker_group, call)
     call.on_end = partial(settled, worker_group)
     call._then(partial(note, worker_group, marks))
     body = worker_group.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
@@ -41,6 +42,10 @@ R = TypeVar("R")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
+_waits: ContextVar[bool] = ContextVar("colocate_waits", default=False)
+"""Whether who sends waits at once: what would wait for ever isn't sent then."""
+
+
 class Submitted(Generic[P, R]):
     """A function of calls that are sent: called it waits for their result, `submit` returns at once."""
 
@@ -52,7 +57,12 @@ class Submitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Send it, wait, and return its result."""
         refuse_to_wait(self._send.__name__)
-        return cast("PendingCall", self._send(*args, **kwargs)).result()  # type: ignore[no-any-return]
+        token = _waits.set(True)
+        try:
+            call = cast("PendingCall", self._send(*args, **kwargs))
+        finally:
+            _waits.reset(token)
+        return call.result()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         """Send it and return at once; what it raises is the call's error."""
@@ -114,12 +124,16 @@ def sync_weights(
     given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite)
     seconds = FOREVER_S if limited is None else limited
     found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
+    if _waits.get():
+        found.call.refuse_behind_stream()
     found.call._then(partial(_note, worker_group, giver.name, other, taker.name))
     if worker_group is other:
         submit(found)
     else:
-        gives = attrs.evolve(given, source=giver.name, target=None, takes={})
-        _send_both(_draft(worker_group, label, gives, seconds), found)
+        gives = _draft(worker_group, label, attrs.evolve(given, source=giver.name, target=None, takes={}), seconds)
+        if _waits.get():
+            gives.call.refuse_behind_stream()
+        _send_both(gives, found)
     return cast("WeightSync", found.call)
 
 
@@ -165,6 +179,11 @@ def _planned(
     """
     is_one, services = worker_group is other, worker_group.services
     shares = getattr(getattr(getattr(taker.cls, "load_weights", None), "spec", None), "shares", False)
+    if shares and (apart := {giver.name} & {*worker_group.background} or {taker.name} & {*other.background}):
+        raise ConfigError(
+            f"sync_weights: {taker.name} shares the tensors of {giver.name} (shares=True), and {apart.pop()!r} is a "
+            "background role: one would write while the other one reads. Leave shares=True out, so that they are copied"
+        )
     takes: dict[int, int] = {}
     serves: Counter[int] = Counter()
     for slot in taker.slots:

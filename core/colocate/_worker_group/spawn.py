@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -41,6 +41,11 @@ class Declared:
     torchrun: bool
     definitions: ReceivedDefinitions | None = None
     budgets: Budgets = NO_BUDGETS
+
+    @property
+    def background(self) -> Sequence[str]:
+        """The names of its background roles."""
+        return tuple(name for name, spec in self.specs.items() if spec.background)
 
 
 def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, Any] | None) -> Declared:

@@ -15,6 +15,7 @@ import attrs
 from colocate._calls.cancel import Cancellations
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
+from colocate._calls.pauses import Pauses
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
@@ -351,6 +352,9 @@ class WorkerGroup(Link):
         self.life.on_change = self._look_at_life
         self._look_at_life()
         self.cancellations = Cancellations(self.order)
+        self.background = declared.background  # its roles that have a lane of their own
+        if self.background:
+            self.order.gate.shut("background roles")  # only with the order's lock are messages in one order everywhere
         self.published = Published(self, self.order.lock, lambda: self.workforce.workers)
         self.restarts = Restarts(self, restarts)
         # Which roles may have memory that sleeps
@@ -368,6 +372,7 @@ class WorkerGroup(Link):
         self.questions = Questions(self.order, self.published, self._locate)
         self.workforce = Workforce(self, self.order, self.cancellations, self.home.request, places, self._heard)
         self.ledgers = Ledgers(self)
+        self.pauses = Pauses(self.order)
 
     # -- what its calls and parts need
 
@@ -382,6 +387,10 @@ class WorkerGroup(Link):
     def cancel(self, call: PendingCall) -> bool:
         """Withdraw a call from all ranks, if none has begun it."""
         return self.cancellations.cancel(call)
+
+    def is_paused(self, role: str) -> bool:
+        """Return whether a background role is paused."""
+        return self.pauses.is_paused(role)
 
     def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
         """Return a kept call's resident, as workers know it. This takes no lock, as the main thread calls it.
@@ -456,7 +465,7 @@ class WorkerGroup(Link):
             case from_worker.RowEnded():
                 order.row_ended(slot, message, body)
             case from_worker.Alive():
-                order.alive(slot, message.number)
+                order.alive(slot, message)
             case from_worker.Held():
                 order.held(slot, message)
             case from_worker.GroupsDropped():
@@ -474,6 +483,8 @@ class WorkerGroup(Link):
                 self.services.tell("colocate_memory_moved", record)
             case from_worker.CanWithdraw():
                 self.cancellations.answered(slot, message)
+            case from_worker.Pausing() | from_worker.Paused():
+                self.pauses.answered(slot, message)
             case from_worker.Fetched():
                 self.residents.answered(slot, message, body)
             case from_worker.Ask():
@@ -530,6 +541,7 @@ class WorkerGroup(Link):
             self.order.fail_all(told)
         self.residents.fail(told)
         self.ledgers.fail(told)
+        self.pauses.fail(told)
         self.workforce.kill()
         if told is not error:
             self.restarts.go(error)
@@ -666,3 +678,4 @@ class WorkerGroup(Link):
         self.order.fail_all(error)
         self.residents.fail(error)
         self.ledgers.fail(error)
+        self.pauses.fail(error)

@@ -317,6 +317,7 @@ class Workforce:
                 link.services.spill_dir,
                 declared.budgets,
                 restored,
+                declared.background,
             )
             link.send(live, build, body)
             self._building_since = time.time()
@@ -422,10 +423,8 @@ class Workforce:
             self.built(slot, death_error(link, slot, worker.pid, worker.exit, running))
         elif link.life.state is State.READY:
             with self.order.lock:
-                running = next(
-                    (call.label for call in list(self.order.pending.values()) if slot in call.missing()), None
-                )
-            self._lost(death_error(link, slot, worker.pid, worker.exit, running))
+                first = [call.label for call in self.order.oldest(slot)]
+            self._lost(death_error(link, slot, worker.pid, worker.exit, " and ".join(first) or None))
         self.stages.reach(slot, Stage.GONE)
 
     def _lost(self, error: WorkerDied) -> None:

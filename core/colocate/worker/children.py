@@ -57,6 +57,10 @@ class _Worker(Protocol):
     scope: Scope
     roles: dict[Any, RoleInstance]
 
+    def lane_for(self, role: Any) -> Lane:
+        """The lane on which a role's code runs."""
+        ...
+
     def say(self, message: Message) -> None:
         """Tell the driver."""
         ...
@@ -301,12 +305,12 @@ class Children:
         self._tell()
         if not is_new:
             return
-        lane = self._worker_context.lane
+        lane = self._worker_context.lane_for(child._parent.role)
         if child._fails == "group":
             self._broken(str(child._error().message), child.output)
             return
         lane.do(partial(self._fail_awaiting, child))
-        if not self._worker_context.in_process:
+        if lane is self._worker_context.lane and not self._worker_context.in_process:  # else no signal breaks a wait
             self._nudge(child, _NUDGE_S)
 
     def _note(self, child: Child) -> bool:
@@ -341,8 +345,9 @@ class Children:
 
     def _fail_awaiting(self, child: Child) -> None:
         """While no step of theirs runs: async calls."""
-        tasks = self._worker_context.lane.tasks
-        for work in list(self._worker_context.lane.running.values()):
+        lane = self._worker_context.lane_for(child._parent.role)
+        tasks = lane.tasks
+        for work in list(lane.running.values()):
             if tasks is None or not work.concurrency or child not in self.dead or not self._concerns(child, work):
                 continue
             if child._row is None:

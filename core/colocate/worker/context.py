@@ -20,6 +20,7 @@ from colocate._values.codec import Codec
 from colocate._values.leaving import gpu_is_used
 from colocate.errors import SerializationError
 from colocate.executor import Boot
+from colocate.worker.background import Background
 from colocate.worker.children import Children
 from colocate.worker.device import Device
 from colocate.worker.handed import HANDED
@@ -63,7 +64,8 @@ class WorkerContext:
         children: The processes that its roles have started.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
-        lane: Where role code runs.
+        lane: Where role code runs, but for that of background roles.
+        background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
         process: What its process has besides; None where that is the driver's.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
@@ -82,7 +84,8 @@ class WorkerContext:
         self.codec = codec
         self._send = send
         self.in_process = in_process
-        self.scope = Scope()
+        self.background: dict[str, Background] = {}
+        self.scope = Scope(self._lane_of)
         self.store = Store(boot.strict, self.scope, boot.device)
         self.roles: dict[Any, RoleInstance] = {}
         self.instances: dict[str, object] = {}
@@ -95,11 +98,11 @@ class WorkerContext:
         self.weights = WeightSyncs(self)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()
-        self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))
+        self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
         self.inlets: weakref.WeakValueDictionary[int, Inlet] = weakref.WeakValueDictionary()
-        self.scope.ends(lambda seq, reason: self.end_inlets(seq))
+        self.scope.ends(lambda concerns, reason: self.end_inlets(concerns))
 
     def reach(self, asking: Context, name: str, *awake: Any) -> None:
         """A role's object is wanted by role code with a context; see `Residency.reach`.
@@ -116,16 +119,35 @@ class WorkerContext:
         """Whether tensors that arrive may be elsewhere than on the slot's device."""
         return self.boot.device != "cpu" or (self.in_process and gpu_is_used())
 
-    def _end_peers(self, seq: int, reason: str) -> None:
-        if seq < 0 or any(running >= seq for running in list(self.lane.running)):
+    @property
+    def lanes(self) -> list[Lane]:
+        """All of its lanes, the main one first."""
+        return [self.lane, *(each.lane for each in list(self.background.values()))]
+
+    def lane_for(self, role: Any) -> Lane:
+        """The lane on which a role's code runs; of functions, the main one."""
+        found = self.background.get(role) if self.background else None
+        return self.lane if found is None else found.lane
+
+    def _lane_of(self, seq: int) -> str:
+        """Of which role's own lane a call that runs is; "" where it is of the main one."""
+        for name, each in self.background.items():
+            if (work := each.lane.running.get(seq)) is not None and not work.stands:
+                return name
+            if (inlet := self.inlets.get(seq)) is not None and inlet.lane is each.lane:  # it may not have begun
+                return name
+        return ""
+
+    def _end_peers(self, concerns: Callable[[int], bool], reason: str) -> None:
+        if self.scope.closed is not None or any(concerns(seq) for lane in self.lanes for seq in list(lane.running)):
             self.peers.abort(reason)
 
-    def end_inlets(self, seq: int) -> None:
-        """Calls from this one on, -1 for all, had better end, also where they wait for what is said of their rows."""
+    def end_inlets(self, concerns: Callable[[int], bool]) -> None:
+        """Some calls had better end, also where they wait for what is said of their rows."""
         for number, inlet in list(self.inlets.items()):
-            if number >= seq:
+            if concerns(number):
                 inlet.end()
-                self.lane.do(inlet.wake)
+                inlet.lane.do(inlet.wake)
 
     def why_not(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""
@@ -185,7 +207,7 @@ class WorkerContext:
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
         """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
         self.hand_over(result)
-        on_lane = threading.current_thread() is self.lane.thread
+        on_lane = threading.current_thread() in [lane.thread for lane in self.lanes]
         with contextlib.nullcontext() if on_lane else self.device.aside():
             body = self.codec.pack_named(result, "result", f"the result of {label}")
         self.definitions.tell(body, wait)

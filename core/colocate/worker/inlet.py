@@ -11,11 +11,14 @@ from colocate._protocol import to_worker
 if TYPE_CHECKING:
     import asyncio
 
+    from colocate.worker.lane import Lane
+
 
 class Inlet:
     """What is said of the rows of one call, between the thread that receives it and the lane.
 
     Attributes:
+        lane: That lane.
         rows: Those that are to begin: index and body of each.
         credit: How many may be told of those that a method yields.
         no_more: Whether no other rows will come.
@@ -24,7 +27,8 @@ class Inlet:
         running: The tasks of rows, by their index.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
         self.rows: deque[tuple[int, Any]] = deque()
         self.credit = to_worker.AHEAD
         self.no_more = self.withdrawn = self.ended = False

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import attrs
 
@@ -24,6 +24,8 @@ from colocate.worker.lane_order import LaneOrder
 from colocate.worker.serving.scope import Scope
 
 if TYPE_CHECKING:
+    import asyncio
+
     from colocate.worker.serving.tasks import Tasks
 
 
@@ -33,6 +35,8 @@ class Work(CallState):
 
     None says that it hasn't begun, though it had: it takes its place again.
     """
+
+    stands: ClassVar[bool] = False
 
     # Made for each call: given by position, and what begins as nothing isn't given at all.
     run: Callable[[Work], bool | Coroutine[Any, Any, bool] | None]
@@ -53,7 +57,15 @@ class Work(CallState):
     used: Sequence[int] = attrs.field(default=(), init=False)  # the residents that it was given
     watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # its arguments, where writes are noticed
     raised: BaseException | None = attrs.field(default=None, init=False)  # by a handler while an async method awaited
+    strands: int = attrs.field(default=1, init=False)  # how many things go on in it: itself, and its rows
+    kept: int = attrs.field(default=0, init=False)  # how many of them are at a pause point
     inlet: Any = attrs.field(default=None, init=False)  # by which its rows come and go, if they do so one by one
+
+
+class Stand(Work):
+    """What a lane does about a call of another lane: it stands still."""
+
+    stands = True
 
 
 @attrs.frozen
@@ -115,6 +127,7 @@ class Lane:
         self._order: LaneOrder[Work] = LaneOrder(scope)
         self.running = self._order.running
         self.tasks: Tasks | None = None  # of async methods, once there was one
+        self._on_rest: Callable[[], object] = lambda: None
         self._over = threading.Event()
         self.thread = threading.main_thread()
         if own_thread:
@@ -161,8 +174,11 @@ class Lane:
 
     def cancel(self, first: int, last: int) -> None:
         """Tell running calls of these numbers that they had better end, if they look; their results still count."""
+        rest = False
         for seq, work in list(self.running.items()):
-            work.cancelled = work.cancelled or first <= seq <= last
+            work.cancelled, rest = work.cancelled or first <= seq <= last, rest or work.kept > 0
+        if rest:
+            self.look_around()
 
     def give_up(self, first: int, last: int) -> None:
         """Nobody waits for calls of these numbers any more: those that run end as soon as they can."""
@@ -181,6 +197,26 @@ class Lane:
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
         """Go on after a hold, without the withdrawn calls."""
         self.put(lane_order.Resume(number, withdrawn))
+
+    def pause(self, number: int) -> int:
+        """Begin no further call, and return the last one that was begun; `pause_after` or `go_on` follows."""
+        return self._order.pause(number)
+
+    def pause_after(self, number: int, last: int, keeps: bool, on_rest: Callable[[], object]) -> None:
+        """Begin no call after the last that any rank has begun, until `go_on`.
+
+        Args:
+            number: The pause's.
+            last: That of the call.
+            keeps: Whether calls that run may stop at their pause points.
+            on_rest: Called on the lane once nothing goes on here.
+        """
+        self._on_rest = on_rest
+        self.put(lane_order.Pause(number, last, keeps))
+
+    def go_on(self, number: int) -> None:
+        """Go on after a pause."""
+        self.put(lane_order.GoOn(number))
 
     def renew(self) -> None:
         """Drop what a driver has left behind; the next one's calls and holds have numbers above the base."""
@@ -283,9 +319,15 @@ class Lane:
                 return None
             if (work := self._order.next(len(self.tasks or ()))) is not None:
                 return work
-            if (back := self._order.back(len(self.tasks or ()))) is not None:
-                self._on_held(*back)
+            self._tell(len(self.tasks or ()))
             self._take()
+
+    def _tell(self, runs: int) -> None:
+        """Tell what is to be told of a lane on which so many calls run, and nothing can begin."""
+        if (back := self._order.back(runs)) is not None:
+            self._on_held(*back)
+        if self._order.rests(runs):
+            self._on_rest()
 
     def _is_plain(self) -> bool:
         """Whether nothing runs, waits or is held, and something has come."""
@@ -321,6 +363,8 @@ class Lane:
                 self._turns.turn_to(item.lane)
         elif item is not None and not isinstance(item, tuple):
             self._order.note(item)
+        if self.tasks:
+            self.tasks.end_rests()
 
     def _run(self, work: Work) -> None:
         try:
@@ -331,6 +375,59 @@ class Lane:
                 self._order.failed(work)
         finally:
             del self.running[work.seq]
+
+    # -- pause points
+
+    def keeps(self) -> bool:
+        """Whether the call that runs is to stop at its next pause point."""
+        if not self.tasks and threading.current_thread() is self.thread:  # else the lane takes note by itself
+            self._note_all()
+        return self._order.keeps
+
+    def rest_here(self, work: Work, goes_on: Callable[[], bool]) -> None:
+        """Wait amid a call that isn't async, at one of its pause points; who changes something has it `look_around`."""
+        self._rests(work, 1)
+        try:
+            self._wait(goes_on, may_begin=True)
+        finally:
+            self._rests(work, -1)
+
+    async def rest(self, work: Work, until: asyncio.Future[None] | None = None) -> None:
+        """Wait at a pause point of an async call, until the lane has heard something, or until what is given is done.
+
+        A call rests when all that goes on in it does (`Work.strands`).
+        """
+        assert self.tasks is not None
+        self._rests(work, 1)
+        try:
+            await self.tasks.rest(until)
+        finally:
+            self._rests(work, -1)
+
+    def _rests(self, work: Work, by: int) -> None:
+        work.kept += by
+        self._order.resting = sum(0 < each.kept >= each.strands for each in self.running.values())
+
+    def stand(self, is_over: Callable[[], bool]) -> None:
+        """Stand still amid a call until something is over; who ends that has the lane `look_around`."""
+        self._order.standing += 1
+        try:
+            self._wait(is_over, may_begin=False)
+        finally:
+            self._order.standing -= 1
+
+    def look_around(self) -> None:
+        """Something may be over; from any thread."""
+        self.do(lambda: None)
+
+    def _wait(self, goes_on: Callable[[], bool], may_begin: bool) -> None:
+        """Do amid a call what a lane does that waits, so that nothing waits for it."""
+        while not goes_on():
+            self._tell(runs := len(self.running))
+            if not may_begin or (other := self._order.next_stand(runs)) is None:
+                self._note(self._got())
+            elif self._order.begins(other, runs):
+                self._run(other)
 
     # -- async methods
 
@@ -357,8 +454,8 @@ class Lane:
         self._with_loop().begin(work.seq, self._await(work, coroutine))
 
     def _give_up(self, first: int, last: int) -> None:
-        for seq, work in list(self.running.items()):  # none of a method that isn't async: that would be on this thread
-            if first <= seq <= last and self.tasks is not None:
+        for seq, work in list(self.running.items()):  # one that isn't async is at a pause point, and looks by itself
+            if first <= seq <= last and self.tasks is not None and work.concurrency:
                 work.given_up = True
                 self.tasks.cancel(seq)
 

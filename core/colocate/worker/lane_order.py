@@ -4,14 +4,17 @@ After a failed call no rank takes up that call or a later one until all ranks ar
 others may wait for their results. This rank stops itself when a call fails here, and on the driver's word when one
 failed elsewhere. Holds are numbered; the lane is held while the highest hold that it knows of hasn't been resumed.
 `_calls/order.py` has the driver's half.
+
+A lane of a background role can be paused: the ranks agree on the last call that they begin, and nothing after it begins
+until they go on, but for calls that have a place in all lanes. For those a lane only stands still.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -21,11 +24,15 @@ _NEVER = sys.maxsize
 
 
 class Call(Protocol):
-    """What is known of a call here: its number, and how many may overlap (0: a sync one, a barrier)."""
+    """What is known of a call here: its number, and how many may overlap (0: a sync one, a barrier).
+
+    `stands`: It is another lane's, for which this one stands still.
+    """
 
     seq: int
     concurrency: int
     on_drop: Callable[[], None] | None
+    stands: ClassVar[bool]
 
 
 C = TypeVar("C", bound=Call)
@@ -61,7 +68,26 @@ class Renewed:
     base: int
 
 
-Item: TypeAlias = Hold | Resume | Decided | Renewed
+@attrs.frozen
+class Pause:
+    """Begin no call after this one until `GoOn`; what has come for which the lane stands still comes before those.
+
+    `keeps`: calls that run may stop at their next pause point, once that last one has begun.
+    """
+
+    number: int
+    last: int
+    keeps: bool
+
+
+@attrs.frozen
+class GoOn:
+    """A pause is over, and so are those before it."""
+
+    number: int
+
+
+Item: TypeAlias = Hold | Resume | Decided | Renewed | Pause | GoOn
 
 
 class LaneOrder(Generic[C]):
@@ -73,17 +99,25 @@ class LaneOrder(Generic[C]):
     Attributes:
         running: Those that run, by number.
         resumed: The last hold that is over: the same on all ranks for a call that all of them begin.
+        resting: How many of those that run have stopped at a pause point.
+        standing: How many of them only stand still for another lane.
     """
 
     def __init__(self, scope: Scope) -> None:
         """Begin with none. Args: scope: Which drivers' calls count, and whether the worker ends."""
         self.running: dict[int, C] = {}
-        self.resumed = 0
+        self.resumed = self.resting = self.standing = 0
+        self._paused: Pause | None = None
+        self._told_rest = False
+        # Of calls for which it stands still and that come before what a pause holds up, behind which call they come.
+        self._places: dict[int, float] = {}
         self._scope = scope
         self._waiting: deque[C] = deque()
         self._held = self._noted = self._reported = 0
         self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
-        self._held_up: dict[int, int] = {}  # calls that may be withdrawn: they and later ones wait, by question
+        # By question, calls that may be withdrawn; by pause, of negative numbers here, the first that it holds up:
+        # they and later ones wait.
+        self._held_up: dict[int, int] = {}
         self._begun = -1
         self._stopped_for = -1  # the base of the driver that wants nothing begun any more
 
@@ -108,6 +142,12 @@ class LaneOrder(Generic[C]):
         self._held_up[token] = seq  # before looking: what the lane begins after this it has looked at this for
         return seq not in self.running and seq > self._begun
 
+    def pause(self, number: int) -> int:
+        """Begin no further call, and return the last one that was begun. A `Pause` or `GoOn` follows."""
+        self._held_up[-number] = 1  # before looking, as above
+        begun = max((seq for seq, call in list(self.running.items()) if not call.stands), default=0)
+        return max(begun, self._begun)
+
     def stop(self) -> None:
         """Begin nothing any more for this driver, which is about to close."""
         # Before anybody looks at what runs: what the lane begins after this it has looked at this for.
@@ -126,6 +166,10 @@ class LaneOrder(Generic[C]):
             return self._waiting.popleft()
         return None
 
+    def next_stand(self, overlapping: int) -> C | None:
+        """As `next`, amid a call that isn't async: only what the lane stands still for may begin beside it."""
+        return self.next(overlapping) if self._waiting and self._waiting[0].stands else None
+
     def begins(self, call: C, overlapping: int) -> bool:
         """Note that a call runs; False when a hold, or the end, has come meanwhile and looked at what runs before."""
         self.running[call.seq] = call
@@ -134,7 +178,10 @@ class LaneOrder(Generic[C]):
             _dropped(call)
             return False
         if self._scope.closed is None and self._may_begin(call, overlapping):
-            self._begun = call.seq
+            if call.stands:
+                self._places.pop(call.seq, None)
+            else:
+                self._begun = call.seq
             return True
         del self.running[call.seq]
         self.put_back(call)
@@ -155,14 +202,27 @@ class LaneOrder(Generic[C]):
     def back(self, overlapping: int) -> tuple[int, int] | None:
         """A hold, and the highest call begun, if it is to be told now that this rank is back; once for each hold.
 
-        It is when nothing runs, and nothing that came before the failed call waits.
+        It is when nothing runs, and nothing that came before the failed call waits; but for what a pause holds up.
         """
-        if overlapping or self._reported >= self._held or self._noted < self._held:
+        if overlapping > self._at_rest or self._reported >= self._held or self._noted < self._held:
             return None
-        if self._waiting and self._waiting[0].seq < self._limit_of_holds:
+        first = self._waiting[0] if self._waiting else None
+        if first is not None and self._place(first) < self._limit_of_holds and not self._is_paused(first):
             return None
         self._reported = self._held
         return self._held, self._begun
+
+    @property
+    def keeps(self) -> bool:
+        """Whether calls that run are to stop at their pause points."""
+        return self._paused is not None and self._paused.keeps and self._has_begun_all
+
+    def rests(self, overlapping: int) -> bool:
+        """Whether it is to be told now that a pause has come to rest: nothing goes on; once for each pause."""
+        if self._told_rest or self._paused is None or overlapping > self._at_rest or not self._has_begun_all:
+            return False
+        self._told_rest = True
+        return True
 
     def note(self, item: C | Item) -> None:
         """Come to a call, or to another item."""
@@ -179,8 +239,45 @@ class LaneOrder(Generic[C]):
                 self._drop(frozenset({item.dropped}))
         elif isinstance(item, Renewed):
             self._forget(item.base)
+        elif isinstance(item, Pause):
+            self._end_pauses(item.number - 1)
+            self._paused, self._told_rest, self._held_up[-item.number] = item, False, item.last + 1
+            self._put_first(call for call in self._waiting if call.stands and call.seq > item.last)
+        elif isinstance(item, GoOn):
+            self._end_pauses(item.number)
         else:
             self._waiting.append(item)
+            if self._paused is not None and item.stands:
+                self._put_first([item])
+
+    def _end_pauses(self, number: int) -> None:
+        for each in [each for each in list(self._held_up) if -number <= each < 0]:
+            del self._held_up[each]
+        if self._paused is not None and self._paused.number <= number:
+            self._paused = None
+
+    def _put_first(self, calls: Iterable[C]) -> None:
+        """Have calls come before those that a pause holds up: on all ranks, to which messages come in one order."""
+        assert self._paused is not None
+        for call in calls:
+            self._places.setdefault(call.seq, self._paused.last + 0.5)
+        self._waiting = deque(sorted(self._waiting, key=self._place))
+
+    def _place(self, call: C) -> float:
+        return self._places.get(call.seq, call.seq)
+
+    def _is_paused(self, call: C) -> bool:
+        return self._paused is not None and call.seq > self._paused.last and not call.stands
+
+    @property
+    def _has_begun_all(self) -> bool:
+        """Whether all calls have begun that come before a pause."""
+        return self._paused is None or not self._waiting or self._place(self._waiting[0]) > self._paused.last
+
+    @property
+    def _at_rest(self) -> int:
+        """How many of those that run don't go on."""
+        return self.standing + (self.resting if self._paused is not None and self._paused.keeps else 0)
 
     def _forget(self, base: int) -> None:
         """Nothing is known of what a driver did that has let go. The next one's first hold may be known already."""
@@ -188,6 +285,8 @@ class LaneOrder(Generic[C]):
             del self._limits[number]
         for token in [token for token, seq in list(self._held_up.items()) if seq <= base]:
             del self._held_up[token]
+        self._paused = None
+        self._places.clear()
         self._held, self._noted = max(self._held, base), max(self._noted, base)
         self.resumed, self._reported = max(self.resumed, base), max(self._reported, base)
         self._drop(frozenset(call.seq for call in self._waiting if call.seq <= base))
@@ -198,10 +297,12 @@ class LaneOrder(Generic[C]):
             _dropped(call)
 
     def _may_begin(self, call: C, overlapping: int) -> bool:
-        if self._is_limited and call.seq >= min(
+        if self._is_limited and self._place(call) >= min(
             self._limit_of_holds, min(list(self._held_up.values()), default=_NEVER)
         ):
             return False
+        if call.stands:
+            return overlapping <= self._at_rest
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
         return overlapping < max(1, call.concurrency)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from colocate._protocol import from_worker
@@ -18,8 +19,10 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.rows import Yielded, end_row
 from colocate._system.tracebacks import rebuilding
 from colocate._values.leaving import ordinary, placed
+from colocate.worker.background import Background
 from colocate.worker.birth.ending import RoleCode
 from colocate.worker.context import WorkerContext
+from colocate.worker.device import Device
 from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Work
 from colocate.worker.results import sources_of
@@ -31,9 +34,25 @@ from colocate.worker.serving.role_instance import RoleInstance
 class RowTasks:
     """Runs calls whose rows end one by one. On the lane."""
 
-    def __init__(self, worker_context: WorkerContext, role_code: RoleCode, broken: Callable[[str], None]) -> None:
-        """Args: role_code: The block of each row. broken: What the worker is told when it can't run them any more."""
+    def __init__(
+        self,
+        worker_context: WorkerContext,
+        role_code: RoleCode,
+        broken: Callable[[str], None],
+        device: Device,
+        background: Background | None,
+    ) -> None:
+        """Make it.
+
+        Args:
+            worker_context: The worker.
+            role_code: The block of each row.
+            broken: What the worker is told when it can't run them any more.
+            device: What their lane computes on.
+            background: Whose lane it is; None for the main one.
+        """
         self._worker_context = worker_context
+        self._device, self._background = device, background
         self._role_code = role_code
         self._broken = broken
 
@@ -58,16 +77,19 @@ class RowTasks:
         inlet: Inlet = work.inlet
         try:
             while True:
-                while inlet.rows and not (inlet.withdrawn or inlet.ended):
+                keeps = self._background is not None and self._background.keeps()
+                while inlet.rows and not (keeps or inlet.withdrawn or inlet.ended):
                     row, body = inlet.rows.popleft()
                     task = asyncio.ensure_future(self._row(work, role, spec, arguments, row, body))
                     inlet.running[row] = task
-                    task.add_done_callback(lambda _, row=row: inlet.over(row))  # type: ignore[misc]
+                    work.strands += 1
+                    task.add_done_callback(partial(self._over, work, row))
                 if inlet.withdrawn:
                     inlet.cancel()
-                if (inlet.no_more or inlet.ended) and not inlet.running:
+                over = inlet.ended or inlet.withdrawn or (inlet.no_more and not inlet.rows)
+                if over and not inlet.running:
                     return
-                await inlet.news()
+                await self._news(work)
         finally:  # a call ends when its rows have
             inlet.cancel()
             while inlet.running:
@@ -106,22 +128,38 @@ class RowTasks:
             secondary = isinstance(error, Consequence)
             told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
             worker_context.say(from_worker.RowEnded(work.seq, row, told), body)
-            if (lost := worker_context.device.why_lost()) is not None:
+            if (lost := self._device.why_lost()) is not None:
                 self._broken(f"{label}: {lost}")
+
+    @staticmethod
+    def _over(work: Work, row: int, task: object) -> None:
+        work.strands -= 1
+        work.inlet.over(row)
 
     def _tell(self, work: Work, row: int, result: Any) -> None:
         worker_context, label = self._worker_context, work.label
-        if worker_context.device.is_gpu:
-            worker_context.device.end(label)
+        if self._device.is_gpu:
+            self._device.end(label)
         if result is not None:
-            result = ordinary(result, worker_context.device.lends)
+            result = ordinary(result, self._device.lends)
         body = None if result is None else worker_context.packed(result, label)
         worker_context.say_result(from_worker.RowEnded(work.seq, row, None), body, label)
+
+    async def _news(self, work: Work) -> None:
+        """Wait for something new; meanwhile the call itself is at a pause point."""
+        if self._background is None:
+            await work.inlet.news()
+        else:
+            await self._background.lane.rest(work, work.inlet.news())
 
     # -- rows that a method yields
 
     # Where other ranks work on the same rows, it ends by itself when nobody waits for them: one of these ranks alone
     # mustn't leave the steps that they take together.
+
+    @staticmethod
+    def _is_over(inlet: Inlet, is_alone: bool) -> Callable[[], bool]:
+        return lambda: inlet.ended or (inlet.withdrawn and is_alone)
 
     @calls_role_code
     def _hear(self, work: Work, role: RoleInstance, spec: MethodSpec, items: Iterator[Any], yielded: Yielded) -> None:
@@ -129,7 +167,10 @@ class RowTasks:
         tells, is_alone = role.ctx.rank in sources, len(sources) == role.ctx.world_size
         try:
             while True:
-                if tells and yielded.left and not inlet.credit:
+                if self._background is not None:
+                    is_over = self._is_over(inlet, is_alone)
+                    self._background.rest(work, lambda: bool(inlet.credit) or not tells or not yielded.left, is_over)
+                elif tells and yielded.left and not inlet.credit:
                     self._worker_context.lane.waits()
                     inlet.wait()
                 if inlet.ended or (inlet.withdrawn and is_alone):
@@ -155,8 +196,11 @@ class RowTasks:
         tells, is_alone = role.ctx.rank in sources, len(sources) == role.ctx.world_size
         try:
             while True:
-                while tells and yielded.left and not (inlet.credit or inlet.withdrawn or inlet.ended):
-                    await inlet.news()
+                is_over = self._is_over(inlet, is_alone)
+                while (tells and yielded.left and not (inlet.credit or inlet.withdrawn or inlet.ended)) or (
+                    self._background is not None and self._background.keeps() and not is_over()
+                ):
+                    await self._news(work)
                 if inlet.ended or (inlet.withdrawn and is_alone):
                     return
                 try:

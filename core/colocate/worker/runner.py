@@ -1,4 +1,4 @@
-"""What a worker's lane does: constructs roles, and runs their methods."""
+"""What a worker's lanes do: they construct roles, and run their methods."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from colocate._values.dispatch import Scatter
 from colocate._values.leaving import Watch, ordinary, placed
 from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError
+from colocate.worker.background import Background
 from colocate.worker.birth.ending import RoleCode
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.context import WorkerContext
@@ -37,19 +38,28 @@ from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block
 
 
 class Runner:
-    """Runs what a host's lane gives it, on the lane, and answers."""
+    """Runs what a lane of a host gives it, on that lane, and answers."""
 
-    def __init__(self, worker_context: WorkerContext, broken: Callable[[str], None]) -> None:
+    def __init__(
+        self, worker_context: WorkerContext, broken: Callable[[str], None], background: Background | None = None
+    ) -> None:
         """Make it.
 
         Args:
             worker_context: Whose roles it constructs and runs.
             broken: What the worker is told when it can't run them any more.
+            background: Whose lane it is; None for the main one.
         """
         self._worker_context = worker_context
         self._broken = broken
-        # In a process of its own the lane's thread is the main one, which is never the framework's.
-        self._role_code, self._awaited_code = RoleCode(has_thread=worker_context.in_process), RoleCode(has_thread=False)
+        lane = worker_context if background is None else background
+        self._lane, self._device, self._setting = lane.lane, lane.device, lane.setting
+        self._background, self._is_main = background, background is None
+        # All groups of a process are counted together, and background roles have none.
+        self._counts = self._is_main and not worker_context.in_process
+        # In a process of its own the main lane's thread is the main one, which is never the framework's.
+        has_thread = worker_context.in_process or not self._is_main
+        self._role_code, self._awaited_code = RoleCode(has_thread), RoleCode(has_thread=False)
         self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
@@ -78,7 +88,7 @@ class Runner:
             work.label = f"{build.name}.__init__"
             try:
                 worker_context.definitions.load(work.lots)
-                worker_context.lane.have_loop()
+                self._lane.have_loop()
                 before = worker_context.device.begin()
                 with worker_context.residency.constructing(build.name), self._role_code:
                     worker_context.roles[build.name] = construct(build, worker_context)
@@ -115,15 +125,15 @@ class Runner:
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         role.drawn = call.seq, None if role.ctx._generator is None else role.ctx._generator.get_state()
-        if not worker_context.in_process:
+        if self._counts:
             work.operations, work.cuts = torch_books.count(), worker_context.groups.cuts
         work.before = role.operations - work.operations
         try:
             if worker_context.residency.takes_turns:
                 worker_context.residency.enter(call.seq, role, spec)
             # Not where others run beside it, nor where memory of other roles comes and goes meanwhile.
-            if worker_context.device.is_gpu and not (spec.is_async or worker_context.residency.is_moving):
-                work.allocated = worker_context.device.begin()
+            if self._device.is_gpu and not (spec.is_async or worker_context.residency.is_moving):
+                work.allocated = self._device.begin()
             if worker_context.sleeper.asleep.roles:
                 worker_context.sleeper.check(role, spec)
             if role.received is not None and (spec.awake is None or "weights" in spec.awake) and not spec.revives:
@@ -140,15 +150,13 @@ class Runner:
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
             if not spec.is_async and "asyncio" in sys.modules:  # else nobody asks for a current loop
-                worker_context.lane.have_loop()
+                self._lane.have_loop()
             code = self._code_of_rows(work, role, spec) if spec.streams else spec.call
             with self._role_code:
                 result = role.run(code, role.instance, arguments)
             if spec.is_async:
                 finishes = self._finish_async(result, work, call, role, spec, resolver, start)
-                return Steps(
-                    finishes, OwnSettings(worker_context.setting, role.settings or worker_context.setting.base)
-                )
+                return Steps(finishes, OwnSettings(self._setting, role.settings or self._setting.base))
             self._finish(result, work, call, role, spec, resolver, start)
         except PutBack:
             worker_context.residency.leave(call.seq)
@@ -157,7 +165,7 @@ class Runner:
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             worker_context.residency.leave(call.seq)
             worker_context.peers.given_back(work.seq, work.label)
-            role.operations = max(role.operations, work.before + worker_context.groups.count())
+            role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         finally:
@@ -168,7 +176,8 @@ class Runner:
     def _code_of_rows(self, work: Work, role: RoleInstance, spec: MethodSpec) -> Callable[..., Any]:
         from colocate.worker.rows import RowTasks  # it has asyncio, which is imported when there is something to await
 
-        return RowTasks(self._worker_context, self._awaited_code, self._broken).runs(work, role, spec)
+        rows = RowTasks(self._worker_context, self._awaited_code, self._broken, self._device, self._background)
+        return rows.runs(work, role, spec)
 
     def renew(self, message: to_worker.DropGroups) -> None:
         """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""
@@ -182,6 +191,8 @@ class Runner:
                 worker_context.groups.have_default()
             for role in list(worker_context.roles.values()):
                 name = role.name
+                if name in worker_context.background:  # it has none, and may be amid a call
+                    continue
                 if name is not None and (message.everybody or worker_context.groups.concerns(message.names, name)):
                     with worker_context.residency.awake(role, "process groups were dropped"), self._role_code:
                         role.renew()
@@ -194,11 +205,15 @@ class Runner:
         worker_context.say(from_worker.GroupsDropped(message.number, holders, told), body)
 
     def close(self) -> None:
-        """Have roles end what they have begun, the last first: by a method `close`, or there is nothing to end.
+        """Have roles of the lane end what they have begun, the last first: by a method `close`, if they have it.
 
         What one raises is told, and the next one's turn comes.
         """
+        background = self._worker_context.background
         for role in reversed([*self._worker_context.roles.values()]):
+            own = background[role.name].runner if role.name in background else None
+            if own is not (None if self._is_main else self):
+                continue
             try:
                 with self._role_code:
                     role.close()
@@ -231,7 +246,7 @@ class Runner:
         # A task has a context of its own, in which nothing has to be reset.
         set_current(role.ctx)
         running_call.set(work)
-        own_block.set(partial(OwnSettings, self._worker_context.setting))
+        own_block.set(partial(OwnSettings, self._setting))
         try:
             try:
                 with self._awaited_code:
@@ -239,12 +254,12 @@ class Runner:
             finally:
                 if work.raised is not None:
                     raise work.raised from None
-            self._worker_context.setting.have(self._worker_context.setting.base)
+            self._setting.have(self._setting.base)
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._worker_context.residency.leave(call.seq)
             self._worker_context.peers.given_back(work.seq, work.label)
-            role.operations = max(role.operations, work.before + self._worker_context.groups.count())
+            role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         return True
@@ -290,7 +305,7 @@ class Runner:
         resolver: Resolver | None,
         start: float,
     ) -> None:
-        worker_context, label, device = self._worker_context, work.label, self._worker_context.device
+        worker_context, label, device = self._worker_context, work.label, self._device
         try:
             if worker_context.children.dead:
                 worker_context.children.check(role, work.began)
@@ -311,8 +326,8 @@ class Runner:
                     self._check_writes(work, role, resolver)
                 if worker_context.accounts.budgets.limits:
                     worker_context.residency.check(role.name, label, None if call.keep is None else {label: result})
-            operations = 0 if worker_context.in_process else torch_books.count()
-            valid, halves = work.valid_rows, _updates(work, operations)
+            operations = torch_books.count() if self._counts else 0
+            valid, halves = work.valid_rows, _updates(work, operations) if self._counts else 0
             if operations != work.operations:
                 role.operations = max(role.operations, work.before + operations)
                 if worker_context.groups.cuts != work.cuts:
@@ -321,7 +336,7 @@ class Runner:
                     )
             taken = summed(work.taken) if work.taken else ()
             body = None if result is None or call.keep is not None else worker_context.packed(result, label)
-            if put_off and not is_of_worker:  # of which each has done all that it does, or nothing
+            if put_off and self._is_main and not is_of_worker:  # of which each has done all that it does, or nothing
                 raise_put_off()
             kept = None
             if call.keep is not None:
@@ -329,7 +344,7 @@ class Runner:
                 kept = worker_context.store.put(call.keep, result, label, valid, rows), rows
             done = from_worker.Done(call.seq, valid, start, time.time(), kept, halves, taken)
             if not spec.is_async:
-                worker_context.lane.ends_soon()
+                self._lane.ends_soon()
             if body is None:
                 worker_context.say(done)
             else:
@@ -377,28 +392,37 @@ class Runner:
         if failure.is_out_of_memory(error):
             with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look
                 failure.note(error, worker_context.accounts.told())
-        worker_context.lane.waits()
-        begun, operations = worker_context.groups.count(), worker_context.groups.operations()
-        halves = _updates(work, begun) if work is not None else 0
+        self._lane.waits()
+        begun, operations = self._count(), worker_context.groups.operations() if self._is_main else {}
+        halves = _updates(work, begun) if work is not None and self._counts else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
-        amid = work is not None and (
-            begun != work.operations or (torch_books.are_any() and failure.is_in_backward(error))
+        amid = (
+            self._is_main
+            and work is not None
+            and (begun != work.operations or (torch_books.are_any() and failure.is_in_backward(error)))
         )
         given_up = work is not None and work.given_up
-        secondary = given_up or isinstance(error, Consequence) or worker_context.groups.lost_a_peer()
+        secondary = (
+            given_up or isinstance(error, Consequence) or (self._is_main and worker_context.groups.lost_a_peer())
+        )
         told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role, secondary)
         if not worker_context.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             taken = summed(work.taken) if work is not None and work.taken else ()
             end = time.time()
             start = end if work is None else work.began
-            worker_context.say(from_worker.Failed(seq, told, operations, halves, amid, start, end, taken), body)
+            lane = "" if self._is_main or role is None else role
+            worker_context.say(from_worker.Failed(seq, told, operations, halves, amid, start, end, taken, lane), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             worker_context.store.fail(keep, f"{told.type}: {told.text}")
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
-        if seq and (lost := worker_context.device.why_lost()) is not None:
+        if seq and (lost := self._device.why_lost()) is not None:
             self._broken(lost)
         elif work is not None:  # it may have written before it failed, of which no other call is to be told
             self._writes(work, role)
+
+    def _count(self) -> int:
+        """How many operations of process groups this lane has begun."""
+        return self._worker_context.groups.count() if self._is_main else 0
 
 
 _CURE = "a role method changes neither its arguments nor what it has returned: clone it first"

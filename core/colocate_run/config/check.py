@@ -180,6 +180,7 @@ def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
             device_memory=role.device_memory,
             host_memory=role.host_memory,
             reserve_activations=role.reserve_activations,
+            background=role.background,
         )
         for name, role in group.roles.items()
     }

@@ -74,6 +74,7 @@ class RoleConfig:
         sleep: `vmm` for a role of which the constructor's memory on a GPU keeps its addresses when it sleeps, for CUDA
             graphs.
         weights: `from sync` for a role that can't be called before `sync_weights` has brought it another one's weights.
+        background: Whether its calls run on a thread of their own in each worker, beside those of the other roles.
     """
 
     use: str
@@ -87,6 +88,7 @@ class RoleConfig:
     reserve_activations: int | str | None = None
     sleep: Literal["vmm"] | None = None
     weights: Literal["from sync"] | None = None
+    background: bool = False
 
 
 @attrs.frozen

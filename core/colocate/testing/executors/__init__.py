@@ -17,6 +17,7 @@ skipped where it isn't installed.
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.attaching import Attaching, Successors, Watching
 from colocate.testing.executors.auditing import Auditing, Forks
+from colocate.testing.executors.background import Background
 from colocate.testing.executors.calls import Calls, Cancelling, Functions
 from colocate.testing.executors.children import Children
 from colocate.testing.executors.closing import Closing, Converging
@@ -47,6 +48,7 @@ from colocate.testing.executors.weights import WeightSyncs, WeightSyncsBetween
 
 class ExecutorSuite(
     Calls,
+    Background,
     Dispatching,
     Contexts,
     Residents,

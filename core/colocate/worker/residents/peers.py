@@ -106,7 +106,7 @@ class LocalPeers(_HostPeers):
         """Args: host: This worker. find: The worker on a slot of a group."""
         super().__init__(host)
         self._find = find
-        self._waiting: Store | None = None
+        self._waiting: list[Store] = []  # of others, for what is to be there: one for each lane
         self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
 
     @property
@@ -125,8 +125,8 @@ class LocalPeers(_HostPeers):
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
         super().abort(reason)
-        if self._waiting is not None:
-            self._waiting.poke()
+        for store in list(self._waiting):
+            store.poke()
 
     def close(self) -> None:
         """Nothing to end."""
@@ -160,11 +160,11 @@ class LocalPeers(_HostPeers):
         found = self._find(source.group, source.slot(rank))
         if found.boot.generation != source.generation:
             raise Consequence(f"group {source.group!r} has been restarted")
-        self._waiting = found.store
+        self._waiting.append(found.store)
         try:
             return found.store, found.store.wait(source.key, self._host.why_not)
         finally:
-            self._waiting = None
+            self._waiting.remove(found.store)
 
 
 class ChannelPeers(_HostPeers):
@@ -238,16 +238,20 @@ class ChannelPeers(_HostPeers):
         address = self._addresses.get(where)
         if address is None:
             address = self._addresses[where] = self._host.ask(WhereIs(*where))
-        aborts = self._channel.aborts
-        reason = self._host.why_not()
-        if reason is not None:
-            raise Consequence(reason)
-        try:
-            head, body = self._channel.request(address, question.head(), aborts)
-        except ConnectionError as error:
-            raise Consequence(
-                f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
-            ) from error
+        while True:
+            aborts = self._channel.aborts
+            reason = self._host.why_not()
+            if reason is not None:
+                raise Consequence(reason)
+            try:
+                head, body = self._channel.request(address, question.head(), aborts)
+                break
+            except ConnectionError as error:
+                if aborts != self._channel.aborts and self._host.why_not() is None:  # that was for another lane
+                    continue
+                raise Consequence(
+                    f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
+                ) from error
         answer = read(head)
         if isinstance(answer, parts.Unsendable):
             raise SerializationError(answer.text, argument=answer.argument, path=answer.path)

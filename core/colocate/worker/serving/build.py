@@ -117,6 +117,7 @@ def context_in(
         groups=worker_context.groups,
         report=worker_context.report,
         starter=worker_context.children.start,
+        background=worker_context.background,
     )
 
 
@@ -146,7 +147,11 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     finally:
         reset_current(token)
         worker_context.setting.have(worker_context.setting.base)
-    role = RoleInstance(build.name, instance, methods, ctx, worker_context.setting, settings, build.keeps_addresses)
+    setting = worker_context.setting
+    if (own := worker_context.background.get(build.name)) is not None:  # which has a stream of its own
+        setting, settings = own.setting, attrs.evolve(settings, stream=None)
+        setting.base = attrs.evolve(worker_context.setting.base, stream=None)
+    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, build.keeps_addresses)
     if build.weights is not None:
         role.received = Received(build.weights[0])
         role.received.fail(build.weights[1])

@@ -17,6 +17,7 @@ from typing import Any
 from colocate._protocol.consequence import OWN_WORDS, Consequence
 from colocate._protocol.from_worker import Failure
 from colocate._role import torch_groups
+from colocate._role.context import current
 from colocate._system.imported import imported
 from colocate._system.jobs import message_of
 from colocate._system.tracebacks import NotRebuilt, frames_of_users, told
@@ -32,6 +33,10 @@ from colocate.worker.serving.definitions import Definitions
 _OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("worker", "_protocol"))
 _RUNS_LANE = (threading.__file__, "<frozen runpy>")
 _NEEDS_MAIN = ("signal only works in main thread", "There is no current event loop in thread")
+_IN_BACKGROUND = (
+    "A background role has a thread of its own here, and Python lets nothing but a process's main thread set handlers "
+    "of signals: leave background=True out, or do without (a child process can be given a time limit)"
+)
 _ON_THREADS = (
     "Slots are threads of the driver here, and Python lets nothing but a process's main thread set handlers of "
     "signals, or make its event loop by itself; in a worker process that is the thread of role code: use "
@@ -61,7 +66,9 @@ def failed(
     text = message_of(error)
     needs_main = isinstance(error, ValueError | RuntimeError) and text.startswith(_NEEDS_MAIN)
     on_main = threading.current_thread() is threading.main_thread()
-    thread = _ON_THREADS if needs_main and not on_main else None
+    ctx = current()
+    apart = _IN_BACKGROUND if ctx is not None and ctx.role in ctx._background else _ON_THREADS
+    thread = apart if needs_main and not on_main else None
     for hint in (imports.hint_for(error), torch_groups.hint_for(error), thread):
         if hint is not None:
             note(error, hint)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from colocate._values.leaving import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
 from colocate.wire import Turns
+from colocate.worker.background import Background, Standing
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.children import Children
@@ -38,7 +40,7 @@ from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
-from colocate.worker.serving.functions import hosted_functions
+from colocate.worker.serving.functions import OF_WORKERS, hosted_functions
 
 _ROWS_TOLD = 4  # of a call's rows that run, where stacks are asked for
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
@@ -82,18 +84,20 @@ class WorkerHost(WorkerContext):
         # role's `device_state` may keep it.
         self._ledgers = JobThread(f"colocate-ledger-{boot.worker}", lambda error: report_exception())
         self._snapshots = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
-        broken = partial(self._thread_failed, "its lane")
+        self._lane_broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(
             f"{LANE}{boot.worker}",
             self.scope,
             self._held,
-            broken,
+            self._lane_broken,
             turns,
             in_process,
             self._works_of,
             lambda: self._runner.close(),
         )
         self._runner = Runner(self, self.broken)
+        self._stands = threading.Condition()
+        self.scope.ends(lambda concerns, reason: self._look_again())
 
     # -- messages, on the receiving thread: nothing here blocks or runs role code
 
@@ -102,17 +106,17 @@ class WorkerHost(WorkerContext):
         match read(head):
             case to_worker.Call() as call:
                 if (called := self._work_of(call, body)) is not None:
-                    self.lane.put(called)
+                    self.lane_for(call.role).put(called)
             case to_worker.Batch() as batch:
                 if batch.frees:
                     self.store.free(batch.frees)
                 for call, its_body in take_apart(batch.calls, body):
                     if (called := self._work_of(call, its_body)) is not None:
-                        self.lane.put(called)
+                        self.lane_for(call.role).put(called)
             case to_worker.Row() | to_worker.NoMoreRows() | to_worker.ReadRows() as message:
                 if (inlet := self.inlets.get(message.seq)) is not None:  # otherwise the call has failed here
                     inlet.tell(message, body)
-                    self.lane.do(inlet.wake)
+                    inlet.lane.do(inlet.wake)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
             case to_worker.Define() as message:
@@ -127,14 +131,18 @@ class WorkerHost(WorkerContext):
                 if any(not limit.device for limit in message.budgets.limits):
                     self.store.copies_bytes = 0  # what the host may have is for what roles make of it
                 self.residency.begin()
+                for name in message.background:
+                    found = Background(name, self.boot, self.scope, partial(self._stopped, name), self._lane_broken)
+                    found.runner = Runner(self, self.broken, found)
+                    self.background[name] = found
                 work = Work(0, self._runner.build, "build", message, body)
                 work.lots = self.definitions.received.count
                 self.lane.put(work)
             case to_worker.Hold() as hold:
-                self.say(from_worker.Alive(hold.number))
-                self.lane.hold(hold.number, hold.failed)
+                self.say(from_worker.Alive(hold.number, hold.lane))
+                self._named(hold.lane).hold(hold.number, hold.failed)
                 what = "a call" if hold.failed else "the constructor of a role on another rank"
-                self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed")
+                self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed", hold.lane)
                 if hold.cut:  # an earlier call goes on
                     self.groups.cut(lambda: any(running >= hold.failed for running in list(self.lane.running)))
             case to_worker.Left() as left:
@@ -146,25 +154,36 @@ class WorkerHost(WorkerContext):
             case to_worker.Join():
                 self.groups.default.asked_to_join()
             case to_worker.Resume() as resume:
-                self.scope.resume()
+                self.scope.resume(resume.lane)
                 for role in list(self.roles.values()):
                     role.take_back(resume.withdrawn)
-                self.lane.resume(resume.number, frozenset(resume.withdrawn))
+                self._named(resume.lane).resume(resume.number, frozenset(resume.withdrawn))
             case to_worker.Unwanted() as message:
-                self.lane.give_up(message.seq, message.seq)
                 if (inlet := self.inlets.get(message.seq)) is not None:
                     inlet.end()
+                for lane in self.lanes:
+                    lane.give_up(message.seq, message.seq)
             case to_worker.Stop():
-                self.lane.stop()
-                self.end_inlets(-1)
+                for lane in self.lanes:
+                    lane.stop()
+                self.end_inlets(lambda seq: True)
             case to_worker.Withdraw() as asked:
-                self.say(from_worker.CanWithdraw(asked.token, self.lane.hold_up(asked.token, asked.seq)))
+                can = self._named(asked.lane).hold_up(asked.token, asked.seq)
+                self.say(from_worker.CanWithdraw(asked.token, can))
             case to_worker.Decided() as decided:
                 if not decided.drop:
-                    self.lane.cancel(decided.seq, decided.seq)
-                self.lane.decide(decided.token, decided.seq if decided.drop else None)
+                    self._named(decided.lane).cancel(decided.seq, decided.seq)
+                self._named(decided.lane).decide(decided.token, decided.seq if decided.drop else None)
+            case to_worker.Pause() as asked:
+                self.say(from_worker.Pausing(asked.token, self._named(asked.lane).pause(asked.token)))
+            case to_worker.PauseAfter() as asked:
+                rests = partial(self.say, from_worker.Paused(asked.token))
+                self._named(asked.lane).pause_after(asked.number, asked.last, asked.keeps, rests)
+            case to_worker.GoOn() as message:
+                self._named(message.lane).go_on(message.number)
             case to_worker.AskStack() as asked:
-                self.say(from_worker.Stack(asked.token, self.stack(), tuple(self.lane.running)))
+                running = tuple(seq for lane in self.lanes for seq in _runs(lane))
+                self.say(from_worker.Stack(asked.token, self.stack(), running))
             case to_worker.AskLedger() as asked:
                 try:
                     self._ledgers.soon(partial(self._tell_ledger, asked.token))
@@ -212,22 +231,57 @@ class WorkerHost(WorkerContext):
             spec, label = hosted.routes[call.method]
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
+        if self.background:
+            self._place(work, call)
         work.lots = self.definitions.received.count
         if spec.streams and call.keep is None:
             work.concurrency = min(concurrency, 1)
-            work.inlet = self.inlets[call.seq] = Inlet()
+            work.inlet = self.inlets[call.seq] = Inlet(self.lane_for(call.role))
         if call.keep is not None:
             if not is_expected:
                 self.store.expect(call.keep)
             work.on_drop = partial(self.store.fail, call.keep, f"{work.label} was withdrawn after a failure")
         return work
 
+    # -- background roles
+
+    def _named(self, role: str) -> Lane:
+        """Return the lane of a background role; "" for the main one."""
+        return self.background[role].lane if role else self.lane
+
+    def _place(self, work: Work, call: to_worker.Call) -> None:
+        """Have a call run on its role's lane; where it concerns all roles, the other lanes stand still meanwhile."""
+        if (found := self.background.get(call.role)) is not None:
+            work.run = found.runner.call
+        elif call.method in OF_WORKERS:
+            standing = Standing(call.seq, work.label, self.lanes[1:], self._stands, self.scope)
+            work.run, work.on_drop = partial(self._alone, standing), standing.end
+
+    def _alone(self, standing: Standing, work: Work) -> bool | None:
+        """Run a call while the other lanes stand still; None where this one is held up before they do."""
+        self.lane.waits()
+        if not standing.wait():
+            return None
+        went: bool | None = self._runner.call(work)
+        if went is not None:
+            standing.end()
+        return went
+
+    def _look_again(self) -> None:
+        with self._stands:
+            self._stands.notify_all()
+
+    def _stopped(self, role: str, number: int, begun: int) -> None:
+        """Hear on the lane of a background role, which has no process groups, that it is back."""
+        self.say(from_worker.Held(number, begun, {}, (), role))
+
     def close(self, reason: str) -> None:
         """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
         self.scope.close(reason)
         self.store.close()
         self.groups.ending()
-        self.lane.close()
+        for lane in self.lanes:
+            lane.close()
         self._transfer.soon(self._end)
 
     # -- beside the driver, on the receiving thread
@@ -249,7 +303,8 @@ class WorkerHost(WorkerContext):
         self.scope.renew(base)
         self.definitions.renew()
         self.store.renew()
-        self.lane.renew()
+        for lane in self.lanes:
+            lane.renew()
 
     def adopt(self, boot: Boot) -> None:
         """Another driver commands it from now on, with a secret of its own for what workers tell each other."""
@@ -271,7 +326,8 @@ class WorkerHost(WorkerContext):
             self.close(reason)
 
     def _end(self) -> None:
-        self.lane.join()
+        for lane in self.lanes:
+            lane.join()
         self.children.close()
         self.groups.close()
         self.residency.close()
@@ -287,24 +343,8 @@ class WorkerHost(WorkerContext):
         self._on_end()
 
     def stack(self) -> str:
-        """What the lane is doing, as a Python stack."""
-        running = dict(self.lane.running)
-        with failure.LOOKING:
-            stack = "".join(failure.stack_of_role_code(self.lane.thread))
-            awaiting = self.lane.tasks.awaiting() if self.lane.tasks is not None else {}
-            waits = [
-                (where, "".join(failure.role_code_in(frames)))
-                for seq, own in awaiting.items()
-                if seq in running
-                for where, frames in _awaited(running[seq], own)
-            ]
-        told = [f"awaiting in {where}\n{frames}" for where, frames in waits]
-        if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
-            computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
-            if (module := importing(failure.frames_of(self.lane.thread))) is not None:
-                computing += f", importing {module}"
-            told.insert(0, f"running {computing}\n{stack}" if stack else f"running {computing}; its lane has ended")
-        return "".join(told)
+        """What the lanes are doing, as Python stacks: the background ones only where they run something."""
+        return "".join(_stack(lane) for lane in self.lanes if lane is self.lane or _runs(lane))
 
     # -- on the ledgers' thread
 
@@ -345,6 +385,31 @@ def _awaited(work: Work, frames: Sequence[FrameType]) -> Sequence[tuple[str, Seq
     return [each for each in found if each[1]] or [(work.label, frames)]
 
 
+def _runs(lane: Lane) -> dict[int, Work]:
+    """The calls that a lane runs, by number."""
+    return {seq: work for seq, work in dict(lane.running).items() if not work.stands}
+
+
+def _stack(lane: Lane) -> str:
+    running = _runs(lane)
+    with failure.LOOKING:
+        stack = "".join(failure.stack_of_role_code(lane.thread))
+        awaiting = lane.tasks.awaiting() if lane.tasks is not None else {}
+        waits = [
+            (where, "".join(failure.role_code_in(frames)))
+            for seq, own in awaiting.items()
+            if seq in running
+            for where, frames in _awaited(running[seq], own)
+        ]
+    told = [f"awaiting in {where}\n{frames}" for where, frames in waits]
+    if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
+        computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
+        if (module := importing(failure.frames_of(lane.thread))) is not None:
+            computing += f", importing {module}"
+        told.insert(0, f"running {computing}\n{stack}" if stack else f"running {computing}; its lane has ended")
+    return "".join(told)
+
+
 def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> Iterator[object]:
     """Make steps (`_signals.at_once`) by which messages with calls get to workers of this process, one to each.
 
@@ -372,7 +437,10 @@ def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
     except Exception as error:  # CUDA's, say, which is out of order
         trouble = error_text(error)
     running = [
-        (work.message.role, work.began, now) for work in worker_context.lane.started() if isinstance(work.message, Call)
+        (work.message.role, work.began, now)
+        for lane in worker_context.lanes
+        for work in lane.started()
+        if isinstance(work.message, Call)
     ]
     busy = {} if worker_context.recent is None else worker_context.recent.shares(now, running)
     roles = [
@@ -393,7 +461,8 @@ def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
         "node": boot.node,
         "device": boot.device,
         "pid": os.getpid(),
-        "queue": max(0, worker_context.lane.waiting - worker_context.accounts.gradients.is_due),  # which is no call
+        # A look at gradients is no call.
+        "queue": max(0, sum(lane.waiting for lane in worker_context.lanes) - worker_context.accounts.gradients.is_due),
         "call": None if work is None else work.label,
         "age": None if work is None or not work.began else round(now - work.began, 3),
         "roles": roles,

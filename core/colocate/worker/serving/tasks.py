@@ -27,6 +27,7 @@ class Tasks:
         self._loop.set_task_factory(_task)
         self._woken = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._rests: list[asyncio.Future[None]] = []
 
     def __len__(self) -> int:
         return len(self._running)
@@ -76,6 +77,23 @@ class Tasks:
     def wait(self) -> None:
         """Run them until one is done or there are news."""
         self._turn(self._until_news())
+
+    async def rest(self, until: asyncio.Future[None] | None = None) -> None:
+        """Wait for `end_rests`, or until something is done; the lane looks around before."""
+        self._rests.append(found := self._loop.create_future() if until is None else until)
+        self._woken.set()
+        try:
+            await found
+        finally:
+            with contextlib.suppress(ValueError):
+                self._rests.remove(found)
+
+    def end_rests(self) -> None:
+        """Have those go on that rest."""
+        rests, self._rests = self._rests, []
+        for each in rests:
+            if not each.done():
+                each.set_result(None)
 
     def wake(self) -> None:
         """There are news."""

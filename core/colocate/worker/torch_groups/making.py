@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Protocol
@@ -212,10 +212,10 @@ class Making:
             if isinstance(error, _OF_PEERS):
                 self.failed_in = wait.asked
 
-    def end_waits(self, seq: int, reason: str) -> None:
-        """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
+    def end_waits(self, concerns: Callable[[int], bool], reason: str) -> None:
+        """Free this rank where it waits for its peers to make a group in some calls: they may never come."""
         with self._lock:
-            waiting = [wait for wait in self._waiting if wait.asked >= seq]
+            waiting = [wait for wait in self._waiting if concerns(wait.asked)]
         self._call_back(waiting, reason)
 
     def _call_back(self, waiting: Iterable[_Wait], reason: str) -> None:

@@ -56,12 +56,20 @@ _guards = threading.local()  # what has a thread in inference mode, or out of it
 class Setting:
     """Reads and makes torch's settings, on the lane."""
 
-    def __init__(self, device: str, in_process: bool, leaves: Callable[[Any], object] = lambda stream: None) -> None:
+    def __init__(
+        self,
+        device: str,
+        in_process: bool,
+        leaves: Callable[[Any], object] = lambda stream: None,
+        own_stream: bool = False,
+    ) -> None:
         """Begin with the usual ones. What is set for all of a process is left alone where that is the driver's.
 
-        `leaves` is told of a stream that isn't the current one any more: something may have been begun there.
+        `leaves` is told of a stream that isn't the current one any more: something may have been begun there. With
+        `own_stream` the usual one is made for this lane.
         """
         self._device = device
+        self._own_stream = own_stream
         self._kinds = tuple(dict.fromkeys(("cpu", device.partition(":")[0])))
         self._in_process = in_process
         self._leaves = leaves
@@ -126,7 +134,8 @@ class Setting:
             if module.current_device() != number_of(self._device):
                 module.set_device(self._device)
             if self._stream is None:  # the current one may be that of the role whose constructor is the first to use it
-                self._stream = getattr(module, "default_stream", module.current_stream)(self._device)
+                usual = module.Stream if self._own_stream else getattr(module, "default_stream", module.current_stream)
+                self._stream = usual(self._device)
             before, stream = module.current_stream(self._device), wanted.stream or self._stream
             if before != stream:
                 self._leaves(before)
