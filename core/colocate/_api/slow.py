@@ -53,7 +53,7 @@ class SlowCalls:
         for worker_group in worker_groups:
             warned = self._warned.setdefault(worker_group, {})
             for oldest in worker_group.order.oldest():
-                if now - oldest.submitted > SLOW_S and warned.get(oldest.lane) != oldest.seq:
+                if now - oldest.moved > SLOW_S and warned.get(oldest.lane) != oldest.seq:
                     warned[oldest.lane] = oldest.seq
                     what = f"{oldest.label} of group {worker_group.name!r} has been running"
                     self._warn(worker_group, what, oldest.missing())

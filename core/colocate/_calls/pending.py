@@ -77,6 +77,7 @@ class PendingCall(Underway):
 
     Attributes:
         seq: Its place in the group's order; -1 before it has one.
+        moved: When it was submitted, or one of its rows has ended, where these end one by one.
         targets: The slots that it goes to.
         ranks: The ranks of its role on these.
         bodies: The results, and where they are kept their sizes; along `targets`, as `rows` is.
@@ -131,7 +132,7 @@ class PendingCall(Underway):
         self.bodies: list[Any] = [None] * count
         self.rows: list[int | None] = [None] * count
         self.spans: list[tuple[int, float, float]] = []
-        self.submitted = time.time()
+        self.submitted = self.moved = time.time()
 
     @property
     def line(self) -> tuple[str, int]:

@@ -7,6 +7,7 @@ what a batched method yields comes while there is credit. `worker/rows.py` has t
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
@@ -162,6 +163,7 @@ class RowsCall(PendingCall):
 
     def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self.ends[row] = slot, body, error
+        self.moved = time.time()
         self.received += packed_bytes(body)
         self.heard(row)
 
@@ -283,13 +285,14 @@ class GivenRows(RowsCall):
         while self._read:
             self._read.popleft()
             self._flow.read()
-        for slot, row in self._flow.give():
-            try:
-                self.group.send([slot], to_worker.Row(self.seq, row), self._packed[row])
-            except Exception as error:  # no descriptor is left, say
-                self._flow.ended(row)
-                words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
-                self._note(row, slot, None, SerializationError(words, method=self.method, row=row))
+        while given := self._flow.give():
+            for slot, row in given:
+                try:
+                    self.group.send([slot], to_worker.Row(self.seq, row), self._packed[row])
+                except Exception as error:  # no descriptor is left, say
+                    self._flow.ended(row)
+                    words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
+                    self._note(row, slot, None, SerializationError(words, method=self.method, row=row))
         may_come_again = any(self._flow.tries[row] for row in self._flow.running)
         if not (self._is_over or self._flow.waits or may_come_again):
             self._end_rows(withdrawn=False)

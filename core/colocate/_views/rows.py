@@ -386,6 +386,7 @@ class _Stream(RowStream[Any]):
         Raises:
             StopIteration: No row will come.
         """
+        self._call._check_fork()
         if self._is_closed:
             raise ClosedError(f"the stream of {self._asked.label} was closed, and is read")
         if self._lost:
@@ -397,7 +398,6 @@ class _Stream(RowStream[Any]):
     def _before_waiting(self, awaits: bool) -> None:
         if not awaits:
             refuse_to_wait(self._asked.label)
-        self._call._check_fork()
         if half_read:
             self._call.refuse_behind_stream(awaits)
 

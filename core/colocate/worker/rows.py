@@ -189,6 +189,7 @@ class RowTasks:
         if not work.cancelled:
             yielded.check_end()
 
+    @calls_role_code
     async def _hear_async(
         self, work: Work, role: RoleInstance, spec: MethodSpec, items: AsyncIterator[Any], yielded: Yielded
     ) -> None:
