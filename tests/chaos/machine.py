@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import functools
 import json
@@ -154,6 +155,14 @@ class Machine(Role):
             return self._seen(mixed(*asked))
         self.child.connection.send(asked)
         return self._seen(self.child.connection.recv())
+
+    @method(rows="number", concurrency=2)
+    async def play(self, number: int, ident: int, work_s: float) -> Seen:
+        """The first row on a rank notes the call."""
+        if self.notes[-1:] != [ident]:
+            self._note(ident)
+        await asyncio.sleep(work_s * (number % 3))
+        return self._seen(mixed(ident, number, b""))
 
     @method(collect=Gather())
     def look(self, ident: int) -> Seen:

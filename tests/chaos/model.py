@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.chaos import training
-from tests.chaos.machine import CHANGED, digest_after, size_of
+from tests.chaos.machine import CHANGED, digest_after, mixed, size_of
 from tests.chaos.programs import PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
 
@@ -263,6 +263,17 @@ def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:
         except (TypeError, ValueError):
             return f"{value!r:.200} is no list of what ranks have seen"
         return None if told == list(expected) else f"{told!r:.200} instead of {list(expected)!r:.200}"
+
+    return look
+
+
+def each_row(ident: int, numbers: Sequence[int]) -> Any:
+    """Compares what rows that ran on any ranks have given, in their order."""
+
+    def look(value: Any) -> str | None:
+        told = [own for _, _, _, own in value]
+        expected = [mixed(ident, number, b"") for number in numbers]
+        return None if told == expected else f"{told!r:.200} instead of {expected!r:.200}"
 
     return look
 

@@ -29,6 +29,7 @@ TURNS = 0.3  # the share of episodes in which they do
 CHILDREN = 0.2  # the share of the others in which role "a" has a child
 BUDGETS = (1088 << 10, 1664 << 10)
 """With the one, role "c" has room for nobody, with the other for one more; all have 1.75 MiB at least."""
+ROWS = 0.3  # the share of episodes with calls whose rows end one by one
 SLOTS = 3
 FREED = ("before", "backward")  # where a step of training raises when the other ranks are to wait for it
 
@@ -102,6 +103,8 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     episodes = tuple(_taking_turns(turns, each) if turns.random() < TURNS else each for each in episodes)
     children = random.Random(f"children {seed}")  # likewise
     episodes = tuple(attrs.evolve(each, child=children.random() < CHILDREN and not each.budget) for each in episodes)
+    rows = random.Random(f"rows {seed}")  # likewise
+    episodes = tuple(_with_rows(rows, each) if rows.random() < ROWS else each for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 
@@ -147,6 +150,21 @@ def _taking_turns(draw: random.Random, episode: Episode) -> Episode:
         budget=draw.choice(BUDGETS),
         declared=draw.choice(((), (), tuple(draw.sample(roles, len(roles))))),
     )
+
+
+def _with_rows(draw: random.Random, episode: Episode) -> Episode:
+    """An episode with calls whose rows end one by one."""
+
+    def more(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        role = "b" if episode.second and draw.random() < 0.4 else "a"
+        step = Step("rows", role, draw.randrange(len(episode.groups)), draw.choice((0.0, 0.005, 0.02)))
+        at = draw.randint(0, len(steps))
+        return (*steps[:at], step, *steps[at:])
+
+    fault = episode.fault
+    if fault.moment in ("idle", "call", "queue", "sleep", "wake") and draw.random() < 0.5:
+        fault = attrs.evolve(fault, moment="rows")
+    return attrs.evolve(episode, before=more(episode.before), fault=fault, after=more(episode.after))
 
 
 def _fails_alone(fault: Fault) -> bool:

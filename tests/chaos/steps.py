@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 from tests.chaos.machine import mixed, put_in, row
-from tests.chaos.model import as_written, seen_by, within
+from tests.chaos.model import as_written, each_row, seen_by, within
 from tests.chaos.programs import FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
@@ -171,6 +171,31 @@ class Steps:
             for place, role in enumerate(step.roles):
                 one = self._look if (number + place) % 2 else self._plain
                 sent = one(attrs.evolve(step, role=role), played, timeout)
+        return sent
+
+    def _rows(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Rows that end one by one: of one call all together, of another one the first is read, and no others."""
+        role, slots = self._role(played, step)
+        numbers = list(range(4 * len(slots)))
+        sent, half = self.new("play", slots, timeout), self.new("play", (), timeout)  # nobody knows where it has begun
+        sent.expected = each_row(sent.ident, numbers)
+        self.submit(
+            played,
+            sent,
+            lambda view, ident: view.play.options(timeout=timeout).submit(numbers, ident, step.work_s),
+            role,
+        )
+
+        def read_one(view: Any, ident: int) -> colocate.Call[Any]:
+            at_most = (LONG_S if timeout is None else timeout) + STACKS_S
+            with (
+                self.bound("a row", at_most),
+                view.play.options(timeout=timeout).stream(numbers * 10, ident, step.work_s) as rows,
+            ):
+                next(rows)
+            return colocate.Call(rows._call)
+
+        self.submit(played, half, read_one, role)
         return sent
 
     def _memory(self, step: Step, played: Played, timeout: float | None) -> Sent:

@@ -102,7 +102,7 @@ class WorkerContext:
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
         self.inlets: weakref.WeakValueDictionary[int, Inlet] = weakref.WeakValueDictionary()
-        self.scope.ends(lambda concerns, reason: self.end_inlets(concerns))
+        self.scope.ends(self._end_inlets)
 
     def reach(self, asking: Context, name: str, *awake: Any) -> None:
         """A role's object is wanted by role code with a context; see `Residency.reach`.
@@ -142,11 +142,10 @@ class WorkerContext:
         if self.scope.closed is not None or any(concerns(seq) for lane in self.lanes for seq in list(lane.running)):
             self.peers.abort(reason)
 
-    def end_inlets(self, concerns: Callable[[int], bool]) -> None:
-        """Some calls had better end, also where they wait for what is said of their rows."""
+    def _end_inlets(self, concerns: Callable[[int], bool], reason: str) -> None:
         for number, inlet in list(self.inlets.items()):
             if concerns(number):
-                inlet.end()
+                inlet.end(reason)
                 inlet.lane.do(inlet.wake)
 
     def why_not(self) -> str | None:

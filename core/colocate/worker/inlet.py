@@ -7,6 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from colocate._protocol import to_worker
+from colocate._protocol.consequence import Consequence
+from colocate.worker.serving.scope import Scope
 
 if TYPE_CHECKING:
     import asyncio
@@ -23,7 +25,8 @@ class Inlet:
         credit: How many may be told of those that a method yields.
         no_more: Whether no other rows will come.
         withdrawn: Whether nobody waits for any.
-        ended: Whether the call had better end, as a failed one's, or with its group.
+        stopped: Whether the group is about to close: nothing begins any more, and what runs has its grace.
+        ended: Why a call that has begun must wait no longer: an earlier one has failed, say.
         running: The tasks of rows, by their index.
     """
 
@@ -31,7 +34,8 @@ class Inlet:
         self.lane = lane
         self.rows: deque[tuple[int, Any]] = deque()
         self.credit = to_worker.AHEAD
-        self.no_more = self.withdrawn = self.ended = False
+        self.no_more = self.withdrawn = self.stopped = False
+        self.ended: str | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._news: asyncio.Future[None] | None = None
@@ -51,16 +55,37 @@ class Inlet:
                 self.credit += message.count
         self._told.set()
 
-    def end(self) -> None:
-        """The call had better end."""
-        self.ended = True
+    def end(self, reason: str) -> None:
+        """If the call has begun, it must wait no longer."""
+        self.ended = reason
+        self._told.set()
+
+    def stop(self) -> None:
+        """The group is about to close."""
+        self.stopped = True
         self._told.set()
 
     # -- on the lane
 
+    def begin(self, scope: Scope, seq: int) -> None:
+        """The call begins: what was the end of waits while it was queued, behind one that has failed, is past."""
+        self.ended = None  # first: what ends waits after this is heard
+        if (why := scope.why(seq)) is not None:
+            self.ended = why
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether something may be yielded, or is no longer wanted."""
+        return bool(self.credit or self.withdrawn or self.stopped or self.ended is not None)
+
+    def check(self) -> None:
+        """Raise if the call must wait no longer."""
+        if self.ended is not None:
+            raise Consequence(self.ended)
+
     def wait(self) -> None:
-        """Wait until something may be yielded, or is no longer wanted."""
-        while not (self.credit or self.withdrawn or self.ended):
+        """Wait until it may go on."""
+        while not self.may_go_on:
             self._told.wait()
             self._told.clear()
 

@@ -58,6 +58,8 @@ class RowTasks:
 
     def runs(self, work: Work, role: RoleInstance, spec: MethodSpec) -> Callable[[object, dict[str, Any]], Any]:
         """Return what runs a call, given the role and the arguments, in the place of the method itself."""
+        if work.inlet is not None:
+            work.inlet.begin(self._worker_context.scope, work.seq)
 
         def run(instance: object, arguments: dict[str, Any]) -> Any:
             if spec.rows is not None:
@@ -77,8 +79,9 @@ class RowTasks:
         inlet: Inlet = work.inlet
         try:
             while True:
+                inlet.check()
                 keeps = self._background is not None and self._background.keeps()
-                while inlet.rows and not (keeps or inlet.withdrawn or inlet.ended):
+                while inlet.rows and not (keeps or inlet.withdrawn or inlet.stopped):
                     row, body = inlet.rows.popleft()
                     task = asyncio.ensure_future(self._row(work, role, spec, arguments, row, body))
                     inlet.running[row] = task
@@ -86,7 +89,7 @@ class RowTasks:
                     task.add_done_callback(partial(self._over, work, row))
                 if inlet.withdrawn:
                     inlet.cancel()
-                over = inlet.ended or inlet.withdrawn or (inlet.no_more and not inlet.rows)
+                over = inlet.stopped or inlet.withdrawn or (inlet.no_more and not inlet.rows)
                 if over and not inlet.running:
                     return
                 await self._news(work)
@@ -120,7 +123,7 @@ class RowTasks:
             self._tell(work, row, result)
         except BaseException as error:  # whatever role code raises is the row's
             task = asyncio.current_task()
-            unwanted = state.raised is None or work.inlet.withdrawn or work.inlet.ended
+            unwanted = state.raised is None or work.inlet.withdrawn or work.inlet.ended is not None
             if task is not None and task.cancelling() and unwanted:
                 return  # nobody waits for it
             error = worker_context.children.blamed(error, role.name, state)
@@ -159,7 +162,7 @@ class RowTasks:
 
     @staticmethod
     def _is_over(inlet: Inlet, is_alone: bool) -> Callable[[], bool]:
-        return lambda: inlet.ended or (inlet.withdrawn and is_alone)
+        return lambda: inlet.stopped or inlet.ended is not None or (inlet.withdrawn and is_alone)
 
     @calls_role_code
     def _hear(self, work: Work, role: RoleInstance, spec: MethodSpec, items: Iterator[Any], yielded: Yielded) -> None:
@@ -173,7 +176,8 @@ class RowTasks:
                 elif tells and yielded.left and not inlet.credit:
                     self._worker_context.lane.waits()
                     inlet.wait()
-                if inlet.ended or (inlet.withdrawn and is_alone):
+                inlet.check()
+                if inlet.stopped or (inlet.withdrawn and is_alone):
                     return
                 try:
                     item = next(items)
@@ -198,11 +202,12 @@ class RowTasks:
         try:
             while True:
                 is_over = self._is_over(inlet, is_alone)
-                while (tells and yielded.left and not (inlet.credit or inlet.withdrawn or inlet.ended)) or (
+                while (tells and yielded.left and not inlet.may_go_on) or (
                     self._background is not None and self._background.keeps() and not is_over()
                 ):
                     await self._news(work)
-                if inlet.ended or (inlet.withdrawn and is_alone):
+                inlet.check()
+                if inlet.stopped or (inlet.withdrawn and is_alone):
                     return
                 try:
                     item = await anext(items)
@@ -228,6 +233,7 @@ def _all(work: Work, spec: MethodSpec, instance: object, arguments: dict[str, An
     return [found[row] for row in sorted(found)]
 
 
+@calls_role_code
 async def _all_async(work: Work, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
     yielded = Yielded(work.label, work.valid_rows or 0)
     found = dict([yielded.take(item) async for item in spec.call(instance, arguments)])

@@ -29,6 +29,7 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
+from colocate.testing.probes.plain import Log
 from colocate.testing.probes.streams import PLACES, Playing, Yielding, number
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -43,7 +44,11 @@ class Streams(ExecutorCase):
     @classmethod
     def shared_playing(cls, runtime: Runtime) -> Shared:
         """Two slots with a role of each kind."""
-        roles: dict[str, RoleSpec[Any]] = {"playing": colocate.role(Playing), "yielding": colocate.role(Yielding)}
+        roles: dict[str, RoleSpec[Any]] = {
+            "playing": colocate.role(Playing),
+            "yielding": colocate.role(Yielding),
+            "log": colocate.role(Log),
+        }
 
         def warm_up(group: ColocatedGroup) -> None:
             group.role("playing", Playing).play([1, 2, 3])
@@ -334,6 +339,25 @@ class Streams(ExecutorCase):
             return [row async for row in playing.die.options(retry=1).stream(rows)]
 
         assert sorted(index for index, _ in asyncio.run(main())) == [0, 1, 2, 3, 4, 5]
+
+    def test_behind_a_failed_call(self, playing: Playing, streaming: ColocatedGroup) -> None:
+        """Rows that no rank has begun run after the hold; those of a call that some rank has begun end with it."""
+        log = streaming.role("log", Log)
+        with Gate() as gate:
+            failing = log.at.submit([None, gate.address], ["raise", "add"])  # type: ignore[arg-type]
+            queued = playing.play.submit([1, 2, 3])
+            assert isinstance(failing.exception(PATIENCE_S), RoleError)
+            gate.open()
+            assert [value for value, _ in queued.result(PATIENCE_S)] == [1, 2, 3]
+        with Gate() as gate, Gate() as other:
+            failing = log.at.submit([gate.address, None], ["raise", "add"])  # type: ignore[arg-type]
+            begun = playing.wait.submit([True] * 4, other.address)
+            other.wait_for(PLACES)  # on the second rank
+            gate.open()
+            error = begun.exception(PATIENCE_S)
+            assert isinstance(error, RoleError)
+            assert error.__cause__ == failing.exception(PATIENCE_S)
+        assert [value for value, _ in playing.play([1, 2, 3])] == [1, 2, 3]
 
     def test_timeout_of_rows(self, playing: Playing) -> None:
         """It says in which rows ranks are; the rows that had ended were read."""

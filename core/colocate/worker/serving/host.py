@@ -160,13 +160,15 @@ class WorkerHost(WorkerContext):
                 self._named(resume.lane).resume(resume.number, frozenset(resume.withdrawn))
             case to_worker.Unwanted() as message:
                 if (inlet := self.inlets.get(message.seq)) is not None:
-                    inlet.end()
+                    inlet.end("nobody waits for it any more")
                 for lane in self.lanes:
                     lane.give_up(message.seq, message.seq)
             case to_worker.Stop():
                 for lane in self.lanes:
                     lane.stop()
-                self.end_inlets(lambda seq: True)
+                for inlet in list(self.inlets.values()):
+                    inlet.stop()
+                    inlet.lane.do(inlet.wake)
             case to_worker.Withdraw() as asked:
                 can = self._named(asked.lane).hold_up(asked.token, asked.seq)
                 self.say(from_worker.CanWithdraw(asked.token, can))
