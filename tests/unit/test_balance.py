@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate import DispatchError
+from colocate import Concat, ConfigError, DispatchError, Ranks, Scatter
 from colocate._values.balance import balanced, inverse, keeps_sets, row_costs
 from colocate._values.batch import even_sizes
+from colocate._values.dispatch import plan
+from colocate._values.mesh import Mesh
 
-COSTS = st.lists(st.integers(0, 40), min_size=1, max_size=7)
-PARTS = st.integers(1, 4)
+COSTS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
+PARTS = st.integers(1, 3)
 
 
 def split(costs: list[int], count: int, of: int = 1) -> Any:
@@ -31,6 +33,7 @@ def largest(costs: list[int], parts: Any) -> int:
     return max(sum(costs[row] for row in part) for part in parts)
 
 
+@settings(deadline=None)
 @given(COSTS, PARTS)
 def test_the_largest_part_is_within_the_bound_of_the_best(costs: list[int], count: int) -> None:
     """LPT's bound, 4/3 - 1/(3 count), of the best of all ways to split them."""
@@ -45,6 +48,7 @@ def test_the_largest_part_is_within_the_bound_of_the_best(costs: list[int], coun
     assert 3 * count * largest(costs, parts) <= (4 * count - 1) * best
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=200), st.integers(1, 9), st.sampled_from([1, 2, 3]))
 def test_sets_stay_together_and_order_is_restored(costs: list[int], count: int, of: int) -> None:
     costs = [cost for cost in costs for _ in range(of)]
@@ -89,3 +93,18 @@ def test_what_is_no_partition_of_the_rows_is_refused() -> None:
         inverse([[0, 2], [0, 2]], [2, 2], [0, 1])
     with pytest.raises(DispatchError, match="rank 3 was given 1 row that"):
         inverse([[0, 2], [1]], [2, 2], [0, 3])
+
+
+def test_along_an_axis_of_a_mesh() -> None:
+    """The ranks of a place get the same rows, and one copy of each comes back in order."""
+    ranks = Ranks(4, {"": Mesh({"dp": 2, "tp": 2})})
+    arguments = {"rows": [*"abcd"], "costs": [9, 9, 1, 1]}
+    planned = plan(Scatter("rows", balance="costs"), arguments, ranks)
+    found = [part["rows"] for part in planned.arguments]
+    assert found == [["a", "d"], ["a", "d"], ["b", "c"], ["b", "c"]]
+    told = Ranks(4, ranks.meshes, rows=planned.valid, partition=planned.partition)
+    assert Concat().join(found, told) == arguments["rows"]
+    with pytest.raises(DispatchError, match="along another axis than that of Concat"):
+        Concat("tp").join(found, told)
+    with pytest.raises(ConfigError, match="padding makes parts of equally many rows"):
+        Scatter("rows", balance="costs", pad=True)
