@@ -98,7 +98,7 @@ def _plugin(name: str) -> Iterator[str]:
             first = (inspect.getdoc(plain) or "").partition("\n\n")[0].replace("\n", " ")
             yield f"- `{method}({', '.join([*inspect.signature(plain).parameters][1:])})`: {first}"
         yield ""
-    for job in module.colocate_jobs():
+    for job in getattr(module, "colocate_jobs", dict)():
         function = find_job(f"{name}.{job}").load()
         yield from _titled(f"{name}.{job}", function, function, inspect.getdoc(function) or "")
 
