@@ -279,7 +279,7 @@ class Child:
 
     def _look_after(self, health: Health, hung_after: float) -> None:
         """Ask for its health again and again from now on; end it when nothing good has come for so many seconds."""
-        self._well_at = time.monotonic()
+        self._well_at = looked = time.monotonic()
         every = min(hung_after / 4, 5.0)
 
         def ask() -> None:
@@ -293,15 +293,20 @@ class Child:
                     self._well_at = time.monotonic()
 
         def judge() -> None:
+            nonlocal looked
+            now = time.monotonic()
+            if now - looked > 2 * every:  # nor could anybody ask: this process was stopped, or something kept the GIL
+                self._well_at = now
+            looked = now
             if self.alive and not self._expected:
-                if time.monotonic() - self._well_at > hung_after:
+                if now - self._well_at > hung_after:
                     self._hangs(hung_after)
                 else:
                     self._loop.later(every, judge)
 
         # What is asked may be role code, which may hang as well.
         threading.Thread(target=ask, name=f"child-{self.name}-health", daemon=True).start()
-        self._loop.later(hung_after, judge)
+        self._loop.later(every, judge)
 
     def _settle(self, within: float, signs: bool = False) -> None:
         """Wait for the news of its end, so many seconds at most, if there are signs of it."""

@@ -28,7 +28,7 @@ from colocate._protocol.message import Message
 from colocate._role.context import Context, RowState, current, running_call
 from colocate._system.limits import CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
 from colocate._system.numbers import limit
-from colocate.errors import ColocateError, ConfigError, SerializationError
+from colocate.errors import ClosedError, ColocateError, ConfigError, SerializationError
 from colocate.executor import Boot
 from colocate.wire import LOOPBACK, EventLoop
 from colocate.worker.birth import supervisor
@@ -208,8 +208,13 @@ class Children:
         return self._worker_context.scope.closed is not None or ctx.cancelled
 
     def _have_loop(self) -> EventLoop:
+        from colocate._role.child import Child
+
+        if self._worker_context.scope.closed is not None:
+            raise ClosedError("ctx.start: this worker is about to end", closed_by=self._worker_context.scope.closed)
         with self._lock:
             if self._loop is None:
+                handlers.waits_for_role_code(Child.wait)
                 self._loop = EventLoop(f"children-{self._worker_context.boot.worker}")
                 if not self._worker_context.in_process:
                     handlers.on_interrupt(self._raise_here)

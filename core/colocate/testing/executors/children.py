@@ -160,6 +160,14 @@ class Children(Scripted):
         assert starter.pid() == worker
 
     @needs(OwnProcess)
+    def test_who_could_not_be_asked_does_not_hang(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Where the worker itself did nothing for longer than a child may be silent."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.serve(health=str(tmp_path / "ill"))
+        starter.keep_the_gil(1.0)
+        assert starter.ask(1) == ("", 1)
+
+    @needs(OwnProcess)
     def test_the_group_may_fail_of_it(self, spawn: Spawn) -> None:
         """With fails="group" as of the death of a worker: without a restart it has failed, with one it goes on."""
         roles = {"starter": colocate.role(Starter, "group")}

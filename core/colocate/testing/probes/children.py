@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import queue
 import re
@@ -86,6 +87,11 @@ class Starter(Role):
         except ChildDied:
             self.serve("again")
             return self.ask("now")
+
+    @method(collect=First())
+    def keep_the_gil(self, seconds: float) -> None:
+        """Have nothing else of this process run for a while."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     @method(collect=First())
     def asks_again(self) -> Any:
