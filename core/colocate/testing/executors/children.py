@@ -307,6 +307,14 @@ class Children(Scripted):
         assert "child server" not in graph.render()
         assert not [row for row in group.memory().rows() if row["role"] == "starter/server"]
 
+    def test_what_other_roles_have_is_not_its_own(self, spawn: Spawn) -> None:
+        """Whoever has a child is found to have no memory of others by it."""
+        pytest.importorskip("torch")
+        group = spawn({"engines": colocate.role(Engines), "given": colocate.role(Given)}, slots=1)
+        (slot,) = group.memory().slots
+        engines, given = ({role.role: role.total for role in slot.roles}[name] for name in ("engines", "given"))
+        assert engines == 0 < given
+
     def test_budgets_count_it(self, spawn: Spawn) -> None:
         """With the host's memory of its role."""
         roles = {"starter": colocate.role(Starter).on(host_memory="256MiB")}

@@ -489,7 +489,8 @@ def _looks(kind: type) -> tuple[_Look, Purpose | None]:
 @by_type
 def _is_barren(kind: type) -> bool:
     """Whether nothing is to be found in values of this type."""
-    return kind in PLAIN or issubclass(kind, _NOT_INTO)
+    child = imported("colocate._role.child")  # which few workers have: whoever has one has the way to all roles
+    return kind in PLAIN or issubclass(kind, _NOT_INTO) or (child is not None and issubclass(kind, child.Child))
 
 
 @functools.cache

@@ -1,0 +1,146 @@
+"""The model of rollouts: what a target of weights has, which rows a call gives, and whose children were killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.chaos.machine import digest_after, mixed
+from tests.chaos.records import Played, Sent, short
+
+
+def complaints(group: Played) -> Iterator[str]:
+    for sent in group.sent:
+        if sent.count is not None:
+            yield from (f"{sent}: {words}" for words in _of_rows(sent, sent.count))
+        elif sent.what == "peek" and sent.fine:
+            yield from (f"{sent}: {words}" for words in _of_weights(sent, group))
+        elif sent.fine and sent.role == "k" and (rank := _must_miss(sent, group)) is not None:
+            yield f"{sent}: succeeded although rank {rank} has lost its child"
+
+
+# -- weights
+
+
+def _syncs(sent: Sent, group: Played) -> list[Sent]:
+    """Those before a call, in its generation."""
+    return [
+        each
+        for each in group.sent
+        if each.what == "weights" and each.ident < sent.ident and each.generation == sent.generation
+    ]
+
+
+def may_be_stale(sent: Sent, group: Played) -> bool:
+    """Whether the last sync before it has failed, or there was none since a restart."""
+    syncs = _syncs(sent, group)
+    return sent.what == "peek" and (not syncs[-1].fine if syncs else sent.generation > 0)
+
+
+def synced(sent: Sent, group: Played) -> Callable[[Any], str | None]:
+    """Compares what a sync has done with the ways that there are for its ranks."""
+
+    def look(found: Any) -> str | None:
+        here = (0,) if sent.given == "b" and sent.giver is not None and len(sent.giver.second) == 1 else range(99)
+        near = [slot for slot in range(group.slots) if sent.giver is group and slot in here]
+        ways = ("reference",) * bool(near) + ("peers",) * (len(near) < group.slots)
+        return None if found.by == ways else f"{found.by} instead of {ways}"
+
+    return look
+
+
+def _of_weights(sent: Sent, group: Played) -> Iterator[str]:
+    """What a target has on a rank is a whole state of its source: that of the last sync, or one since."""
+    syncs = _syncs(sent, group)
+    last = next((number for number in reversed(range(len(syncs))) if syncs[number].fine), None)
+    since = syncs if last is None else syncs[last:]
+    for _, rank, notes, (version, source, told, digest) in sent.value:
+        if source < 0:
+            if last is not None:
+                yield f"rank {rank} has no weights after {syncs[last]}"
+            continue
+        whole = [each for each in since if digest == _digest(each, source, told)]
+        if not since:
+            yield f"rank {rank} has weights of version {version}, of before the restart"
+        elif not whole:
+            yield f"rank {rank} has weights, of version {version}, that are none of rank {source} after {told}"
+        elif last is not None and version < syncs[last].value.version:
+            yield f"rank {rank} has version {version} after {syncs[last]}, which has brought {syncs[last].value}"
+        elif not any(set(_before(each, source)) <= set(told) for each in whole):
+            yield f"rank {rank} has weights of rank {source} after {told}, which are older than {since[0]}"
+        elif all(each.giver is group and each.given == "a" for each in whole) and told != notes[: len(told)]:
+            yield f"rank {rank} has weights of rank {source} after {told}, and its own calls were {notes}"
+
+
+def _digest(sync: Sent, rank: int, told: tuple[int, ...]) -> int:
+    assert sync.giver is not None
+    writers = {each.ident for each in sync.giver.sent if each.role == sync.given and each.writes}
+    return digest_after(sync.given, rank, [ident for ident in told if ident in writers])
+
+
+def _before(sync: Sent, rank: int) -> list[int]:
+    """The calls that a source had ended when its weights were brought."""
+    giver = sync.giver
+    assert giver is not None
+    return [
+        each.ident
+        for each in giver.sent
+        if each.fine and each.ident < sync.ident and each.noted == "a" and rank in each.ranks
+    ]
+
+
+# -- rows
+
+
+def look_at_errors(sent: Sent) -> None:
+    """What isn't the error of its row alone is that of the call."""
+    errors = [value for _, value in sent.rows if isinstance(value, Exception) and not sent.is_told_by(value)]
+    if errors and sent.error is None:
+        sent.error = errors[0]
+
+
+def _of_rows(sent: Sent, count: int) -> Iterator[str]:
+    """Each row comes once and is right, those that were told to raise do, and the others have one error."""
+    indices = [index for index, _ in sent.rows]
+    if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
+        yield f"of {count} rows these have come: {indices}"
+    if sent.fine and not sent.closed and len(indices) < count:
+        yield f"of {count} rows only these have come: {indices}"
+    for index, value in sent.rows:
+        if isinstance(value, Exception):
+            told = index in sent.failing and value.row == index and sent.is_told_by(value)  # type: ignore[attr-defined]
+            if not told and value != sent.error:
+                yield f"row {index} ended with {short(value)}, and others with {short(sent.error)}"
+        elif index in (*sent.failing, *sent.fails):
+            yield f"row {index} should have raised, but gave {value!r}"
+        elif value != (mixed(sent.ident, index, b"row"), sent.ident):
+            yield f"row {index} gave {value!r} instead of {(mixed(sent.ident, index, b'row'), sent.ident)}"
+
+
+# -- children
+
+
+def _orphaned(sent: Sent, group: Played) -> Sent | None:
+    """The call before it that has killed a child, and after which no other one was begun; or itself."""
+    for each in reversed(group.sent):
+        if each.ident <= sent.ident and each.generation == sent.generation and each.role == "k":
+            if each.what == "revive" and each.fine and each is not sent:
+                return None
+            if each.bereaved:
+                return each
+    return None
+
+
+def is_bereaved(sent: Sent, rank: int | None, group: Played) -> bool:
+    """Whether it may fail of the death of a rank's child."""
+    orphaned = _orphaned(sent, group)
+    return sent.role == "k" and sent.what != "revive" and orphaned is not None and rank in orphaned.bereaved
+
+
+def _must_miss(sent: Sent, group: Played) -> int | None:
+    """The rank on which it should have failed of the death of a child."""
+    orphaned = _orphaned(sent, group)
+    if orphaned is None or sent.what == "revive":
+        return None
+    killed = orphaned is sent or type(orphaned.error).__name__ == "ChildDied"
+    return orphaned.bereaved[0] if killed else None
