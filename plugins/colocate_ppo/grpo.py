@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import attrs
 
-from colocate import ColocatedGroup, ConfigError, Run, sync_weights, wait
+from colocate import ColocatedGroup, ConfigError, Resident, Run, sync_weights, wait
 from colocate_ppo.critic import Critic
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.maths import Baseline, KlEstimator
 from colocate_ppo.recovery import OnStepFailure
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
-from colocate_ppo.task import Problems
+from colocate_ppo.task import Problems, Task
 from colocate_ppo.team import Players
 from colocate_ppo.training import Training, actor_scale, group_of
 
@@ -66,6 +66,7 @@ def train(
     group: str | None = None,
     rollout: str = _ACTOR,
     rollout_sleeps: Sequence[Literal["weights", "cache"]] = (),
+    staleness: Literal[0, 1] = 0,
     task: str = "spell_backward",
     task_options: Mapping[str, Any] | None = None,
     max_new_tokens: int | None = None,
@@ -101,6 +102,8 @@ def train(
         rollout: The role that generates: the actor itself, by its own module, or one with an engine (`rollout.engine`),
             which has the actor's weights at the beginning of each step.
         rollout_sleeps: What of an engine's memory sleeps while the actor learns.
+        staleness: 1 has an engine in a background role generate the answers of the next step while the actor learns
+            from those of this one: with weights that are one update older.
         task: The name of a reasoning-gym dataset.
         task_options: Its options.
         max_new_tokens: The longest answer; None for two more than the longest right one has characters.
@@ -134,7 +137,7 @@ def train(
         step_retries: How often the same part is done again, or the same checkpoint is gone back to.
     """
     workers = group_of(run, group, "grpo.train")
-    _check(workers, rollout, rollout_sleeps, samples, kl_coefficient)
+    _check(workers, rollout, rollout_sleeps, staleness, samples, kl_coefficient)
     team = GroupTeam.of(workers, rollout, kl_coefficient > 0)
     actor, reward, reference, engine = team.actor, team.reward, team.reference, team.rollout
     training = Training(
@@ -158,24 +161,52 @@ def train(
     )
     part, longest = training.part, training.longest
 
-    def generate(asked: Problems, prompts: Sequence[Sequence[int]], number: int) -> Any:
-        if engine is None:
-            return actor.sample.keep(asked, samples, longest, temperature, number=number)
+    ahead: _Asked | None = None
+
+    def draw(number: int) -> _Asked:
+        asked = _Asked.of(number, training.problems, batch)
+        if engine is not None:
+            asked.prompts = part("rollout", lambda: actor.prompts(asked.problems))
+        return asked
+
+    def generate(asked: _Asked) -> Any:
         # Drawn again where the step is done again: equal seeds give equal rows.
-        seed = (run.runtime.seed * 1_000_003 + number) % (1 << 62)
+        seed = (run.runtime.seed * 1_000_003 + asked.number) % (1 << 62)
         sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed}
-        responses = engine.generate.keep(prompts, samples=samples, sampling=sampling)
-        return actor.read.keep(asked, responses.ref, longest)
+        return engine.generate.keep(asked.prompts, samples=samples, sampling=sampling)
+
+    def sync() -> None:
+        part("sync", lambda: sync_weights(actor, engine))
 
     def step() -> dict[str, float]:
-        number, asked = training.progress.step, training.problems.draw(batch)
+        nonlocal ahead
+        number = training.progress.step
+        now, ahead = ahead, None
+        if now is None or (now.number, now.after) != (number, training.problems.position):  # the job has gone back
+            now = draw(number)
+            if staleness:
+                sync()
+                now.responses = generate(now)
         if engine is not None:
-            part("sync", lambda: sync_weights(actor, engine))
+            sync()
+        if staleness and number < steps:
+            ahead = draw(number + 1)
+            ahead.responses = generate(ahead)
+        training.begins_at = None if ahead is None else ahead.before
+        with team.scope():
+            return learn(now)
+
+    def learn(now: _Asked) -> dict[str, float]:
+        number = now.number
 
         def roll_out() -> tuple[Any, ...]:
-            prompts = () if engine is None else actor.prompts(asked)
+            responses, now.responses = now.responses, None  # if this is done again, they are generated again
             with team.pipeline():
-                answered = generate(asked, prompts, number)
+                if engine is None:
+                    answered = actor.sample.keep(now.problems, samples, longest, temperature, number=number)
+                else:
+                    responses = responses or generate(now)
+                    answered = actor.read.keep(now.problems, responses.ref, longest)
                 scores = reward.score.keep(answered.ref)
                 if shuffle_rewards:
                     scores = reward.shuffle.keep(scores.ref, number)
@@ -222,13 +253,45 @@ def train(
     training.train(step)
 
 
+@attrs.define(eq=False)
+class _Asked:
+    """The problems of a step.
+
+    Attributes:
+        number: The step's.
+        problems: They.
+        before: Where the task's training stream was before they were drawn.
+        after: Where it was then.
+        prompts: Their token ids, for an engine.
+        responses: What an engine says, where it has been asked ahead.
+    """
+
+    number: int
+    problems: Problems
+    before: int
+    after: int
+    prompts: Sequence[Sequence[int]] = ()
+    responses: Resident[Any] | None = None
+
+    @classmethod
+    def of(cls, number: int, stream: Task, count: int) -> _Asked:
+        """The next problems."""
+        before, drawn = stream.position, stream.draw(count)
+        return cls(number, drawn, before, stream.position)
+
+
 def _check(
-    workers: ColocatedGroup, rollout: str, rollout_sleeps: Sequence[str], samples: int, kl_coefficient: float
+    workers: ColocatedGroup,
+    rollout: str,
+    rollout_sleeps: Sequence[str],
+    staleness: int,
+    samples: int,
+    kl_coefficient: float,
 ) -> None:
     """Refuse options that don't fit each other, or the group."""
     if samples < 2:
         raise ConfigError(f"grpo.train: option `samples` must be 2 or more, as answers are compared, not {samples}")
-    roles = [*workers.roles]
+    roles = workers.roles
     for option, value, name in (
         ("rollout", rollout, rollout),
         ("kl_coefficient", kl_coefficient, "reference" if kl_coefficient > 0 else _ACTOR),
@@ -242,3 +305,14 @@ def _check(
         raise ConfigError(
             "grpo.train: option `rollout_sleeps` is for a role that only generates; `rollout` is the actor"
         )
+    if staleness not in (0, 1):
+        raise ConfigError(f"grpo.train: option `staleness` must be 0 or 1, not {staleness}")
+    if staleness:
+        words = f"grpo.train: with `staleness: 1` the role {rollout!r} generates while the actor learns, so it"
+        if rollout_sleeps:
+            raise ConfigError(f"{words} mustn't sleep (`rollout_sleeps`)")
+        try:
+            workers.pause(rollout)  # which only background roles can be
+        except ConfigError as error:
+            raise ConfigError(f"{words} needs `background: true` in the config") from error
+        workers.resume(rollout)

@@ -8,6 +8,7 @@ from typing import Any
 from colocate import Run, wait
 from colocate_ppo.maths import KlEstimator
 from colocate_ppo.recovery import OnStepFailure
+from colocate_ppo.task import Problems
 from colocate_ppo.team import Team
 from colocate_ppo.training import Training, actor_scale, group_of
 
@@ -108,8 +109,10 @@ def train(
     part, longest = training.part, training.longest
 
     def step() -> dict[str, float]:
-        number, asked = training.progress.step, training.problems.draw(batch)
+        with team.scope():
+            return learn(training.progress.step, training.problems.draw(batch))
 
+    def learn(number: int, asked: Problems) -> dict[str, float]:
         def roll_out() -> tuple[Any, ...]:
             with team.pipeline():
                 rollout = actor.generate.keep(asked, longest, temperature, number=number)

@@ -74,6 +74,7 @@ class Training:
         problems: The task.
         longest: The longest answer in tokens.
         progress: How far it is.
+        begins_at: Where the training stream is to go on after a checkpoint, if the job has drawn ahead.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Training:
         self.longest = max_new_tokens or max(map(len, self._held_out.answers)) + 2
         self._warm_up = warm_up_steps, warm_up_batch, warm_up_ramp, flawed
         self._steps, self._eval_every, self._checkpoint_every = steps, eval_every, checkpoint_every
+        self.begins_at: int | None = None
         self.progress, self._recovery = Progress(), Recovery(on_step_failure, step_retries, job)
 
     def part(self, name: str, do: Callable[[], T]) -> T:
@@ -114,7 +116,7 @@ class Training:
         """Do all that is left, however the run began.
 
         Args:
-            step: Makes the next step, of the number `progress.step`, in the team's scope; its metrics.
+            step: Makes the next step, of the number `progress.step`; its metrics.
         """
         run, progress = self._run, self.progress
         run.total(self._steps)
@@ -143,9 +145,8 @@ class Training:
             progress.before = self._answers()
             run.log(0, **self._evaluate())
         while progress.step < steps and not run.stopping:
-            with self.team.scope():
-                progress.step += 1
-                metrics = step()
+            progress.step += 1
+            metrics = step()
             if progress.step == steps or _is_due(progress.step, self._eval_every):
                 metrics |= self._evaluate()
             run.log(progress.step, **metrics, **self._recovery.told())
@@ -178,7 +179,7 @@ class Training:
 
     def _checkpoint(self) -> None:
         progress = self.progress
-        progress.position = self.problems.position
+        progress.position = self.problems.position if self.begins_at is None else self.begins_at
 
         def write() -> None:
             with self._run.checkpoint(progress.step) as directory:

@@ -24,6 +24,7 @@ PARTS = (
     "sleep",
     "budget",
     "ppo",
+    "staleness",
     "sharded",
     "engines",
     "fast_paths",

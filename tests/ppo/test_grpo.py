@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ppo.test_job import EASY, EXAMPLES, Recorder
 
@@ -35,6 +36,7 @@ TINY = [
 ]
 KL = ["+groups.policy.roles.reference=ppo.reference", "+job.with.kl_coefficient=0.02"]
 TRAINED = [*EASY, "job.with.steps=12", "+job.with.eval_every=12"]
+STALE = ["+groups.policy.roles.rollout.background=true", "+job.with.staleness=1"]
 BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=575KiB"]  # 634 KiB are all of them
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
 ENGINE = ["+job.with.rollout=rollout"]
@@ -111,6 +113,7 @@ def test_weights_are_truncated() -> None:
     assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 3))
 def test_minibatches_have_as_many_tokens(tokens: list[int], k: int, epochs: int) -> None:
     """But for one row; every epoch uses every row once."""
@@ -217,6 +220,22 @@ def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
     assert max(row["engine_gap"] for row in recorder.rows[1:]) < 1e-4
 
 
+def test_staleness(tiny: Recorder, tmp_path: Path) -> None:
+    """What a step learns from is one update older; after a stop the problems are those that would have come."""
+    whole = run([*TINY, *OWN, *KL, *STALE], tmp_path / "whole")
+    first = run([*TINY, *OWN, *KL, *STALE], tmp_path / "parts", stop_after=7)
+    second = run([*TINY, *OWN, *KL, *STALE], tmp_path / "parts", resumed=first.resumed)
+    for rows in (whole.rows, [*first.rows, *second.rows]):
+        assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+        assert [row["reward"] for row in rows[1:3]] == [row["reward"] for row in tiny.rows[1:3]]
+    # It learns in the second step for the first time, and what the third one learns from was drawn before.
+    assert [row["engine_gap"] > 1e-4 for row in whole.rows[1:]] == [False, False, True, True]
+    assert [row["engine_gap"] > 1e-4 for row in second.rows] == [False, True]  # there was nothing ahead
+    positions = [json.loads((path / "progress.json").read_text())["position"] for path in tmp_path.glob("*/[24]")]
+    assert len(positions) == 4
+    assert len({*positions}) == 2
+
+
 def test_turns_within_a_budget(tmp_path: Path) -> None:
     """Actor and engine don't fit together, and all goes as if they did."""
     config = colocate.load_config(EXAMPLES / "grpo.yaml", set=[*TINY, *OWN, *BUDGET])
@@ -249,7 +268,9 @@ def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("changes", [["job.with.rollout=actor"], LARGER], ids=["actor", "engine"])
+@pytest.mark.parametrize(
+    "changes", [["job.with.rollout=actor"], LARGER, [*LARGER, *STALE]], ids=["actor", "engine", "stale"]
+)
 def test_grpo_improves(tmp_path: Path, changes: list[str]) -> None:
     trained = run([*TRAINED, *changes], tmp_path)
     assert trained.rows[0]["eval_accuracy"] < 0.35
@@ -277,6 +298,8 @@ def test_with_shuffled_rewards_it_does_not(tmp_path: Path, changes: list[str]) -
             ["job.with.rollout=engine"],
             "`rollout: engine` needs a role 'engine' in the group 'policy', which has actor, ",
         ),
+        ([STALE[1]], "the role 'rollout' generates while the actor learns, so it needs `background: true`"),
+        ([*LARGER, *STALE, "+job.with.rollout_sleeps=[cache]"], r"so it mustn't sleep \(`rollout_sleeps`\)"),
         (
             ["job.with.rollout=actor", "+job.with.rollout_sleeps=[cache]"],
             "`rollout_sleeps` is for a role that only generates; `rollout` is the",

@@ -30,7 +30,7 @@ def split(costs: list[int], count: int, of: int = 1) -> Any:
 
 
 def largest(costs: list[int], parts: Any) -> int:
-    return max(sum(costs[row] for row in part) for part in parts)
+    return int(max(sum(costs[row] for row in part) for part in parts))
 
 
 @settings(deadline=None)
