@@ -83,6 +83,22 @@ class Children(Scripted):
             os.kill(pid, signal.SIGKILL)
             assert isinstance(call.exception(PATIENCE_S), ChildDied)
 
+    def test_of_a_background_role(self, spawn: Spawn) -> None:
+        """On its own thread what it awaits is cancelled, and its child's connection breaks; others go on."""
+        background = colocate.role(Starter).on(background=True)
+        group = spawn({"starter": background, "user": colocate.role(User)}, slots=1)
+        starter, user = starter_in(group), group.role("user", User)
+        for waits in (starter.wait_async, starter.ask):
+            pid = starter.serve()
+            with Gate() as gate:
+                asked = ("hang",) if waits is starter.ask else (gate.address,)
+                call = waits.submit(*asked)
+                if waits is not starter.ask:
+                    gate.wait_for()
+                assert user.fine() == 0
+                os.kill(pid, signal.SIGKILL)
+                assert isinstance(call.exception(PATIENCE_S), ChildDied)
+
     @smoke
     def test_the_next_call_fails_of_an_end_between_calls(self, spawn: Spawn) -> None:
         """With the exit code and the last lines; others of the group go on, and stopping it ends the matter."""
