@@ -17,6 +17,7 @@ PARTS = (
     "definitions",
     "residents",
     "streams",
+    "background",
     "weights",
     "scale",
     "memory",

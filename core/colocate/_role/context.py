@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -220,6 +220,17 @@ class Context:
         if own is not None:
             await own.async_pause_point(self._call)
         return self.weights_version != before
+
+    @contextlib.asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """A block of an async method that counts as a pause point: it only waits, for a tool's answer, say.
+
+        A role that is paused with `how="keep"` isn't waited for in it; at its end the method stops, as at
+        `async_pause_point`.
+        """
+        own = self._background.get(self.role or "")
+        async with contextlib.nullcontext() if own is None else own.resting(self._call):
+            yield
 
     @property
     def _call(self) -> CallState:

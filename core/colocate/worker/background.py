@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -87,6 +88,15 @@ class Background:
         while self.lane.keeps() and not work.cancelled:
             self.device.end(work.label)
             await self.lane.rest(work)
+
+    @contextlib.asynccontextmanager
+    async def resting(self, call: CallState) -> AsyncIterator[None]:
+        """A block that counts as a pause point of an async call, which only waits in it."""
+        work = self._work(call)
+        self.device.end(work.label)
+        with self.lane.resting(work):
+            yield
+        await self.async_pause_point(call)
 
     @staticmethod
     def _work(call: CallState) -> Work:

@@ -5,11 +5,12 @@ A call that nobody waits for any more is told so, if it looks; of an async metho
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import attrs
@@ -398,9 +399,17 @@ class Lane:
         A call rests when all that goes on in it does (`Work.strands`).
         """
         assert self.tasks is not None
-        self._rests(work, 1)
-        try:
+        with self.resting(work):
             await self.tasks.rest(until)
+
+    @contextlib.contextmanager
+    def resting(self, work: Work) -> Iterator[None]:
+        """A block in which something of an async call only waits."""
+        assert self.tasks is not None
+        self._rests(work, 1)
+        self.tasks.look()
+        try:
+            yield
         finally:
             self._rests(work, -1)
 

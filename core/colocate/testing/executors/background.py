@@ -157,6 +157,21 @@ class Background(ExecutorCase):
         two_lanes.resume("roll")
         assert len(roll.do("after")) == 2
 
+    def test_rows_that_wait_for_tools(self, two_lanes: ColocatedGroup) -> None:
+        """A pause doesn't wait for those that rest; they go on when it is over."""
+        pytest.importorskip("torch")
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        with Gate() as gate:
+            rows = roll.use_tool.submit([*range(4)], gate.address)
+            gate.wait_for(4)
+            two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
+            assert colocate.sync_weights(train, roll, timeout=PATIENCE_S).version == 1
+            gate.open()
+            assert len(train.do("beside")) == 2
+            assert not rows.done()
+            two_lanes.resume("roll")
+        assert rows.result(PATIENCE_S) == [(row, 1) for row in range(4)]
+
     def test_a_pause_waits(self, two_lanes: ColocatedGroup) -> None:
         """What runs ends, what is queued stays; a pause that takes too long is none."""
         pytest.importorskip("torch")

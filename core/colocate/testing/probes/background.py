@@ -92,6 +92,12 @@ class Beside(Role):
         for index, row in enumerate(rows):
             yield index, (row, self.ctx.weights_version)
 
+    @method(rows="row", concurrency=2)
+    async def use_tool(self, row: int, gate: Address) -> tuple[int, int]:
+        async with self.ctx.resting():
+            await pass_gate_async(gate)
+        return row, self.ctx.weights_version
+
     @method(concurrency=2)
     async def wait(self, gate: Address) -> None:
         await pass_gate_async(gate)

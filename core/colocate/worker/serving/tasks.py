@@ -78,10 +78,13 @@ class Tasks:
         """Run them until one is done or there are news."""
         self._turn(self._until_news())
 
-    async def rest(self, until: asyncio.Future[None] | None = None) -> None:
-        """Wait for `end_rests`, or until something is done; the lane looks around before."""
-        self._rests.append(found := self._loop.create_future() if until is None else until)
+    def look(self) -> None:
+        """Have the lane look around, as soon as all have come to await something."""
         self._woken.set()
+
+    async def rest(self, until: asyncio.Future[None] | None = None) -> None:
+        """Wait for `end_rests`, or until something is done."""
+        self._rests.append(found := self._loop.create_future() if until is None else until)
         try:
             await found
         finally:
