@@ -101,7 +101,7 @@ def _all_have_left(error: BaseException) -> bool:
 
 def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
     """Whether it waited on one rank for others when an earlier call failed there: it is withdrawn, and says why."""
-    if sent.what not in ("take", "add", "train", "sleep", "wake") or not isinstance(error, RoleError):
+    if sent.what not in ("take", "add", "train", "sleep", "wake", "play") or not isinstance(error, RoleError):
         return False
     earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
     return any(cause == each for cause in chain(error)[1:] for each in earlier)  # each who waits has a copy
