@@ -71,7 +71,7 @@ $(TRAINERS)/.installed: $(INSTALLED)  # libraries that people train with, beside
 	$(PYTHON) -m venv $(TRAINERS)
 	$(call BESIDE,$(TRAINERS))
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.0 lightning-utilities==0.15.2 peft==0.21.2 \
-		trl==1.16.0 datasets==4.8.1 dill==0.4.1 multiprocess==0.70.19 pandas==2.3.3 pyarrow==25.0.0 xxhash==3.6.0
+		trl==1.16.0 datasets==4.8.1 dill==0.4.1 multiprocess==0.70.19 pandas==2.3.3 pyarrow==25.0.0
 	touch $@
 
 trainers: $(TRAINERS)/.installed  ## what the docs say of Accelerate, Lightning Fabric and PEFT; GRPO's loss beside TRL's
