@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from colocate import Concat, ConfigError, DispatchError, Role, Scatter, Weights, method
+from colocate import ConfigError, DispatchError, Role, Scatter, Weights, method
 from colocate.plugins import find_engine
 from colocate.signatures import arguments_of, path_text
 from colocate_rollout.contract import Engine, Prompt, Row, Sampling
@@ -47,13 +47,13 @@ class EngineRole(Role):
         self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
         self.engine = engine_class(engine, options)(self.ctx, **options)
 
-    @method(dispatch=_Numbered("prompts"), collect=Concat(), awake=("weights", "cache"))
+    @method(dispatch=_Numbered("prompts"), awake=("weights", "cache"))
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         samples: int = 1,
         sampling: Sampling | Mapping[str, Any] | None = None,
-    ) -> list[tuple[Row, ...]]:
+    ) -> Iterator[tuple[int, tuple[Row, ...]]]:
         """Go on with each prompt.
 
         Args:
@@ -61,35 +61,9 @@ class EngineRole(Role):
             samples: How many responses to each.
             sampling: How they are drawn, in place of the role's own; as a mapping what differs from that.
 
-        Returns:
-            The samples of each prompt.
-        """
-        ended = dict(self._ended(prompts, samples, sampling))
-        return [ended[index] for index in range(len(prompts))]
-
-    @method(dispatch=_Numbered("prompts"), awake=("weights", "cache"))
-    def rows(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: int = 1,
-        sampling: Sampling | Mapping[str, Any] | None = None,
-    ) -> Iterator[tuple[int, tuple[Row, ...]]]:
-        """Go on with each prompt as `generate` does; `rows.stream(...)` yields a prompt's samples when all are there.
-
-        Args:
-            prompts: The token ids of each.
-            samples: How many responses to each.
-            sampling: How they are drawn, in place of the role's own; as a mapping what differs from that.
-
         Yields:
-            The index of a prompt and its samples.
+            The index of a prompt and its samples, when all of these have ended.
         """
-        yield from self._ended(prompts, samples, sampling)
-
-    def _ended(
-        self, prompts: Sequence[Any], samples: int, sampling: Sampling | Mapping[str, Any] | None
-    ) -> Iterator[tuple[int, tuple[Row, ...]]]:
-        """Yield the place of each prompt in what this rank has got, and its samples, when all of these have ended."""
         if samples < 1:
             raise ConfigError(f"generate(samples={samples}): at least one")
         wanted = self._wanted(sampling)

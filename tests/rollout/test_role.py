@@ -84,9 +84,8 @@ def test_stream(group: colocate.ColocatedGroup) -> None:
     view = group.role("shares")
     seeded = Sampling(max_tokens=12, seed=7)
     wanted = view.generate(PROMPTS, 2, sampling=seeded)
-    assert dict(view.rows.stream(PROMPTS, 2, sampling=seeded)) == dict(enumerate(wanted))
-    assert view.rows(PROMPTS, 2, sampling=seeded) == wanted
-    with view.rows.stream(PROMPTS * 20, 2, sampling=Sampling(max_tokens=60, stop_token_ids=())) as rows:
+    assert dict(view.generate.stream(PROMPTS, 2, sampling=seeded)) == dict(enumerate(wanted))
+    with view.generate.stream(PROMPTS * 20, 2, sampling=Sampling(max_tokens=60, stop_token_ids=())) as rows:
         next(rows)
     assert view.generate(PROMPTS, 2, sampling=seeded) == wanted
 
