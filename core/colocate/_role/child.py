@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import os
 import re
@@ -36,7 +37,8 @@ Health: TypeAlias = "str | Callable[[Child], object]"
 
 _TAIL_LINES = 60  # with the stacks of its threads, where it hung
 _READ_BYTES = 1 << 16
-_LONGEST_LINE = 1 << 14
+_LONGEST_LINE = 1 << 12
+_TAIL_LENGTH = 1 << 14
 _MOST_READS = 16
 _LOOKS_S, _ANSWERS_S = 0.02, 2.0
 
@@ -89,6 +91,7 @@ class Child:
         self._exitcode: int | None = None  # as subprocess has it
         self._is_ready = False
         self._expected = self._is_dead = False
+        self._waiting = 0  # how many wait for its end
         self._why = ""
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._rest = b""
@@ -108,7 +111,7 @@ class Child:
     @property
     def _failed(self) -> bool:
         """Whether it has ended though nobody had wanted that (`stop`, `wait`)."""
-        return self._is_dead and not self._expected
+        return self._is_dead and not (self._expected or self._waiting)
 
     @property
     def exitcode(self) -> int | None:
@@ -118,7 +121,7 @@ class Child:
     @property
     def output(self) -> str:
         """The last lines that it has printed."""
-        return "\n".join(list(self._tail))
+        return "\n".join(list(self._tail))[-_TAIL_LENGTH:]
 
     @property
     def state(self) -> str:
@@ -147,7 +150,7 @@ class Child:
             self.connection.close()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it has ended by itself, which is no failure then, and return its exit code.
+        """Wait until it has ended by itself, and return its exit code. An end that was waited for is no failure.
 
         Args:
             timeout: How many seconds, at most; None for as long as it takes.
@@ -155,10 +158,15 @@ class Child:
         Raises:
             TimeoutError: It still runs.
         """
-        self._expected = True
+        self._waiting += 1
         self._on_change(self)
-        if not self._over.wait(timeout):
-            raise TimeoutError(f"{self._label()} hasn't ended within {timeout} s")
+        try:
+            if not self._over.wait(timeout):
+                raise TimeoutError(f"{self._label()} hasn't ended within {timeout} s")
+            self._expected = True
+        finally:
+            self._waiting -= 1
+            self._on_change(self)
         return self._exitcode
 
     def __repr__(self) -> str:
@@ -182,7 +190,12 @@ class Child:
         import subprocess  # as all that few workers need, it is imported when one needs it
 
         told, tell = os.pipe()
-        output, printed = os.pipe()
+        try:
+            output, printed = os.pipe()
+        except OSError:
+            os.close(told)
+            os.close(tell)
+            raise
         outcome: list[BaseException | None] = []
         done = threading.Event()
 
@@ -243,6 +256,7 @@ class Child:
         """
         until = time.monotonic() + within
         last = ""
+        asked = _Asked(self, ready) if callable(ready) else None
         while ready is not None and not self._expected:
             if not self.alive:
                 raise self._error()
@@ -255,14 +269,14 @@ class Child:
                 last = f"no line like {ready.pattern!r}"
                 if self._said.wait(_LOOKS_S):
                     break
-            else:
-                if isinstance(ready, str):
-                    answer = answer_of(ready)
-                    last = f"{ready}: {answer}"
-                    is_there = answer == "200"
-                else:
-                    is_there, last = bool(ready(self)), f"ready={ready!r} says no"
-                if is_there:
+            elif asked is not None:
+                last = asked.last
+                if asked.answered(_LOOKS_S):
+                    break
+            elif isinstance(ready, str):
+                answer = answer_of(ready)
+                last = f"{ready}: {answer}"
+                if answer == "200":
                     break
                 self._ended.wait(_LOOKS_S)
         if self._expected:  # another thread has stopped it
@@ -298,7 +312,7 @@ class Child:
             if now - looked > 2 * every:  # nor could anybody ask: this process was stopped, or something kept the GIL
                 self._well_at = now
             looked = now
-            if self.alive and not self._expected:
+            if self.alive and not (self._expected or self._waiting):
                 if now - self._well_at > hung_after:
                     self._hangs(hung_after)
                 else:
@@ -406,10 +420,12 @@ class Child:
             return False
         if not data:
             self._loop.unwatch(self._output)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *whole, self._rest = (self._rest + data).split(b"\n")
         if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
-            lines.append(self._rest)
+            whole.append(self._rest)
             self._rest = b""
+        pieces = (range(0, max(1, len(line)), _LONGEST_LINE) for line in whole)
+        lines = [line[at : at + _LONGEST_LINE] for line, piece in zip(whole, pieces, strict=True) for at in piece]
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._tail.append(text)
@@ -443,6 +459,50 @@ class Child:
         self._is_dead, self._ended_at = True, time.time()
         self._on_change(self)
         self._ended.set()
+
+
+class _Asked:
+    """A function that says whether a child is ready, which may wait for the child as long as it likes.
+
+    Attributes:
+        last: What it does, in words.
+    """
+
+    def __init__(self, child: Child, ready: Callable[[Child], object]) -> None:
+        """Ask on a thread of its own, again and again, until it says yes or the child has ended."""
+        self._child, self._ready = child, ready
+        self._answer: BaseException | bool = False
+        self._is_over = threading.Event()
+        self.last = f"ready={ready!r} hasn't returned"
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(self._ask,), name=f"child-{child.name}-ready", daemon=True).start()
+
+    def _ask(self) -> None:
+        try:
+            while not self._ready(self._child):
+                self.last = f"ready={self._ready!r} says no"
+                if self._child._ended.wait(_LOOKS_S):
+                    return
+            self._answer = True
+        except BaseException as error:  # whatever role code raises is told by who waits
+            self._answer = error
+        finally:
+            self._is_over.set()
+
+    def answered(self, within: float) -> bool:
+        """Wait so many seconds for a yes, and return whether it has come.
+
+        Raises:
+            BaseException: What the function has raised; ChildDied where the end of the child is behind that.
+        """
+        if not self._is_over.wait(within):
+            return False
+        if isinstance(self._answer, BaseException):
+            self._child._settle(CHILD_TOLD_WITHIN_S, signs=isinstance(self._answer, OSError | EOFError))
+            if not self._child.alive:
+                raise self._child._error() from self._answer
+            raise self._answer
+        return self._answer
 
 
 def _name(number: int) -> str:

@@ -32,7 +32,7 @@ from colocate.testing.executors._base import Spawn, needs, of_executor, smoke
 from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Starter, User
-from colocate.testing.probes.served import FOREVER, SERVER
+from colocate.testing.probes.served import FOREVER, SERVER, breaks_up, is_silent, says_up
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 PYTHON = sys.executable
@@ -240,6 +240,11 @@ class Children(Scripted):
         assert not _is_there(caught.value.pid)
         with pytest.raises(ChildDied, match="exited with code 2"):
             starter.command([PYTHON, "-c", "raise SystemExit(2)"], name="gone", ready="never")
+        with pytest.raises(ChildDied, match=r"exited with code 1") as caught:
+            starter.start(breaks_up, ready=says_up)
+        assert "ValueError: no engine here" in str(caught.value)
+        with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(ready=.*says_up.* hasn't returned\)"):
+            starter.start(is_silent, ready=says_up, within=0.5)
         starter.pid()  # there is none that has died
 
     @pytest.mark.parametrize(
@@ -296,6 +301,20 @@ class Children(Scripted):
         """With fails=None nobody minds, and the role waits itself."""
         starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
         assert starter.run([PYTHON, "-c", "print(6 * 7); raise SystemExit(5)"]) == (5, "42")
+        code, last = starter.run([PYTHON, "-c", "print('x' * 10**6, end='the end')"])
+        assert (code, last[-7:], len(last)) == (0, "the end", 1 << 14)
+
+    def test_a_wait_that_was_too_short(self, spawn: Spawn) -> None:
+        """What ends after that has ended by itself."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        assert "hasn't ended within 0.01 s" in starter.wait_too_short()
+        with Processes([pid]) as child:
+            send(pid, signal.SIGKILL)
+            child.wait()
+        wait_until(lambda: not starter.seen()[0], "the worker has heard of it")
+        with pytest.raises(ChildDied, match="was killed by SIGKILL"):
+            starter.pid()
 
     def test_a_constructor_whose_child_dies(self, spawn: Spawn) -> None:
         """Is a start that fails."""

@@ -114,6 +114,14 @@ class Starter(Role):
         return self.child.state
 
     @method(collect=First())
+    def wait_too_short(self) -> str:
+        try:
+            self.child.wait(0.01)
+        except TimeoutError as error:
+            return str(error)
+        return ""
+
+    @method(collect=First())
     def run(self, command: Sequence[str]) -> tuple[int | None, str]:
         """Run a command to its end."""
         child = self.ctx.start(command, fails=None)

@@ -45,6 +45,22 @@ threading.Event().wait()
 FOREVER = "import threading; print('the last words', flush=True); threading.Event().wait()"
 
 
+def says_up(child: Any) -> bool:
+    """Whether a child's first word is that it is up."""
+    found: bool = child.connection.recv() == "up"
+    return found
+
+
+def breaks_up(connection: Any) -> None:
+    """Fail before the first word."""
+    raise ValueError("no engine here")
+
+
+def is_silent(connection: Any) -> None:
+    """Say nothing."""
+    threading.Event().wait()
+
+
 def serve(connection: Any, first: str = "") -> None:
     """Answer what comes, and do as it says."""
     while True:
