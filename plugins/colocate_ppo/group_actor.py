@@ -108,7 +108,7 @@ class GroupActor(Actor):
         rollout: Rollout,
         log_probs: Tensor,
         advantages: Tensor,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | None = None,
         reference_log_probs: Tensor | None = None,
         minibatch: int = 64,
         epochs: int = 1,
@@ -126,7 +126,7 @@ class GroupActor(Actor):
             rollout: The responses.
             log_probs: `[B, R]`, what `log_probs` said of them before the update.
             advantages: `[B]`, what `advantages` said of them.
-            tokens: How many each has: ranks, and minibatches, get equally many.
+            tokens: How many each has, so that ranks get equally many; None leaves responses where they are.
             reference_log_probs: `[B, R]`, under the reference; None without one.
             minibatch: Responses in a minibatch over all ranks, on average.
             epochs: How often each response is used.
@@ -145,7 +145,7 @@ class GroupActor(Actor):
             and `engine_truncated` (the fraction of tokens whose weight was truncated).
         """
         call = self.learner.call("learn", number)
-        own = torch.as_tensor(tokens, dtype=torch.int64)
+        own = rollout["mask"].sum(dim=1).cpu()
         k = how_many(per_rank(self.ctx, len(own)), minibatch)
         for rows in even_minibatches(own, k, epochs)[call.done :]:
             mask, old = rollout["mask"][rows], log_probs[rows]

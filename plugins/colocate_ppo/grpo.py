@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from colocate import ColocatedGroup, ConfigError, Resident, Run, sync_weights, wait
+from colocate import ColocatedGroup, ConfigError, Resident, Run, inspect, sync_weights, wait
 from colocate_ppo.critic import Critic
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.maths import Baseline, KlEstimator
@@ -160,7 +160,7 @@ def train(
         job="grpo.train",
     )
     part, longest = training.part, training.longest
-
+    several = inspect(actor).ranks > 1  # only then are rows to be balanced
     ahead: _Asked | None = None
 
     def draw(number: int) -> _Asked:
@@ -211,7 +211,7 @@ def train(
                 if shuffle_rewards:
                     scores = reward.shuffle.keep(scores.ref, number)
                 summary = reward.summary.submit(answered.ref, scores.ref)
-                lengths = actor.lengths.submit(answered.ref)
+                lengths = actor.lengths.submit(answered.ref) if several else None
                 advantages = actor.advantages.keep(scores.ref, samples, baseline)
                 log_probs = actor.log_probs.keep(answered.ref, temperature)
                 refers = kl = None
@@ -221,7 +221,8 @@ def train(
                     refers = kept.ref
             log_probs.wait()  # all but the reference's; their failures would otherwise be found by who uses them
             told = summary.result() if kl is None else {**summary.result(), "kl": kl.result()}
-            return answered.ref, log_probs.ref, advantages.ref, lengths.result(), refers, told
+            tokens = None if lengths is None else lengths.result()
+            return answered.ref, log_probs.ref, advantages.ref, tokens, refers, told
 
         answered, log_probs, advantages, tokens, refers, metrics = part("rollout", roll_out)
         if engine is not None and rollout_sleeps:

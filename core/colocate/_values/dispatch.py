@@ -250,7 +250,8 @@ class Scatter(_Named):
         """The parts of the named parameters, everything else whole."""
         mesh = ranks.mesh(self.mesh)
         count = mesh.size(self.axis)
-        if not (self.pad or self.balance in arguments) and (own := self._own(arguments, count)) is not None:
+        by_cost = self.balance is not None and arguments.get(self.balance) is not None
+        if not (self.pad or by_cost) and (own := self._own(arguments, count)) is not None:
             return [own] * ranks.world_size
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         by, partition = self._partition(scattered, count)
@@ -420,7 +421,7 @@ class Scatter(_Named):
         for name, value in arguments.items():
             kind = type(value)
             if kind in PLAIN:
-                if name in self.parameters:
+                if value is not None and name in self.parameters:
                     return None
                 found[name] = value
             elif not is_deferred(kind):

@@ -92,6 +92,7 @@ class Dispatching(ExecutorCase):
         lies = [(["a", "e"], [9, 3]), (["b", "c", "d"], [9, 1, 2])]
         assert costs.seen(rows, tokens) == lies
         assert costs.seen(rows) == [(["a", "b", "c"], None), (["d", "e"], None)]
+        assert costs.seen(costs.same.keep(rows).ref, None) == [(["a", "b", "c"], None), (["d", "e"], None)]
         assert costs.same(rows, tokens) == rows
         kept = costs.same.keep(rows, tokens)
         assert kept.fetch() == rows
