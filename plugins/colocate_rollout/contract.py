@@ -118,7 +118,8 @@ class Engine(Protocol):
             prompts: What to go on with.
             sampling: How.
             stop: Whether to end, asked between any two steps of the engine. Rows that haven't ended are yielded as
-                they are then, as "aborted".
+                they are then, as "aborted". While it is asked, the engine may get other weights, sleep and be woken:
+                rows go on afterwards, by the weights that are there.
 
         Raises:
             ConfigError: A prompt is empty, too long, or has tokens that the model hasn't; nothing has begun.

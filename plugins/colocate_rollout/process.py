@@ -96,6 +96,7 @@ class Guest:
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """A block in which the engine's code runs: torch is as vLLM wants it to be, and then as before."""
+        torch.get_num_threads()  # which, on a thread that has computed nothing yet, has OpenMP use as many, too
         with torch.random.fork_rng():  # a sampler draws for all rows, before it draws for those with a seed
             _have(self._theirs)
             try:

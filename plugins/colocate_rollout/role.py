@@ -75,7 +75,7 @@ class EngineRole(Role):
         ]
         places = {each.index: place for place, each in enumerate(given)}
         found: dict[int, list[Row]] = {}
-        for row in self._rows(given, wanted, lambda: self.ctx.cancelled):
+        for row in self._rows(given, wanted, self._stops):
             ended = found.setdefault(row.index, [])
             ended.append(row)
             if len(ended) == samples:
@@ -89,6 +89,11 @@ class EngineRole(Role):
         except BaseException:
             engine.abort()
             raise
+
+    def _stops(self) -> bool:
+        """Whether nobody waits for the call any more; while the role is paused this doesn't return."""
+        self.ctx.pause_point()
+        return self.ctx.cancelled
 
     def _wanted(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
         """How rows of a call are drawn."""

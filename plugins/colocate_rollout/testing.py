@@ -274,6 +274,18 @@ class EngineSuite:
         assert engine.managed() == before
         assert_alike(by_number(engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
+    def test_sleep_amid_rows(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """A role that stands still may sleep: rows go on as if it hadn't."""
+        asked = itertools.count()
+
+        def stop() -> bool:
+            if next(asked) in (3, 6):
+                role._engine.sleep(["cache"])
+                role._engine.wake(["cache"])
+            return False
+
+        assert_alike(by_number(role._engine.rows(prompts(), self.sampling, stop)), rows)
+
     def test_wrong_prompts(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """A prompt that nobody can go on with is refused before anything has begun, by its number."""
         for wrong in ((), (5, 1 << 40), (-1,), (5,) * 100_000):
@@ -356,6 +368,27 @@ class ModelSuite(EngineSuite):
             self._as_forward(engine, model, 4)
         finally:
             role.close()
+
+    def test_update_amid_rows(self, role: EngineRole) -> None:
+        """Rows go on by other weights, and say which of their tokens are by which."""
+        asked, models = itertools.count(), {1: made(self.options["model"]), 2: made(self.options["model"])}
+        changed(models[2], 2)
+
+        def stop() -> bool:
+            if next(asked) == 5:
+                role.load_weights(weights_of(models[2]), 2)
+            return False
+
+        endless = Sampling(max_tokens=12, stop_token_ids=())
+        found = by_number(role._engine.rows(prompts(), endless, stop))
+        assert len({row.versions for row in found.values()}) > 1 or len(next(iter(found.values())).versions) > 1
+        for (index, _), row in found.items():
+            begin = 0
+            for version, count in row.versions:
+                wanted = log_probs(models[version], PROMPTS[index], row)[begin : begin + count]
+                assert row.log_probs[begin : begin + count] == pytest.approx(wanted, abs=self.tolerance)
+                begin += count
+        role.load_weights(weights_of(models[1]), 1)
 
     def test_other_weights(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """Weights of another model are refused before anything is written."""

@@ -94,10 +94,15 @@ class TransformersEngine:
         running: list[_Running] = []
         with self._module() as module, _whole(module):
             cache.clear()
+            emptied = cache.emptied
             while waiting or running:
                 if stop():
                     yield from (each.row("aborted") for each in (*running, *waiting))
                     return
+                if cache.emptied != emptied:  # while this stood still, and perhaps sleeps yet
+                    cache.make()
+                    waiting.extendleft(reversed(running))
+                    running, emptied = [], cache.emptied
                 logits = [self._step(module, running)] if running else []
                 if (room := cache.rows - len(running)) and waiting:
                     new, theirs = self._begin(module, self._next(waiting, room), len(running))
@@ -121,7 +126,7 @@ class TransformersEngine:
         found: dict[tuple[int, ...], list[_Running]] = {}
         widest = 0
         while waiting and room:
-            ids = waiting[0].prompt.token_ids
+            ids = waiting[0].ids
             widest = max(widest, len(ids))
             if found and ids not in found and (len(found) + 1) * widest > self._max_batch_tokens:
                 break
@@ -137,7 +142,7 @@ class TransformersEngine:
         Returns:
             The rows in the order of their places, and the logits of their first tokens, `[rows, vocabulary]`.
         """
-        cache, ids = self._cache, [group[0].prompt.token_ids for group in groups]
+        cache, ids = self._cache, [group[0].ids for group in groups]
         width = max(map(len, ids))
         tokens = torch.tensor([[*[0] * (width - len(each)), *each] for each in ids], device=self._ctx.device)
         at = torch.tensor([range(len(each) - width, len(each)) for each in ids], device=self._ctx.device)
@@ -149,7 +154,7 @@ class TransformersEngine:
         rows, source = [group[0] for group in groups], [*range(len(groups))]
         for number, group in enumerate(groups):
             for each in group[1:]:
-                cache.copy(first + number, first + len(rows), len(each.prompt.token_ids))
+                cache.copy(first + number, first + len(rows), each.length)
                 rows.append(each)
                 source.append(number)
         return rows, logits[source]
@@ -174,6 +179,7 @@ class TransformersEngine:
                     self._missing = None
                 raise
             self._missing = None
+        self._cache.emptied += 1
         self._version = version
 
     def sleep(self, tags: Sequence[str]) -> None:
@@ -222,8 +228,13 @@ class _Running:
     finish: Finish = "length"
 
     @property
+    def ids(self) -> tuple[int, ...]:
+        """What the next token comes after: prompt and response."""
+        return (*self.prompt.token_ids, *self.token_ids)
+
+    @property
     def length(self) -> int:
-        """The tokens of prompt and response."""
+        """How many these are."""
         return len(self.prompt.token_ids) + len(self.token_ids)
 
     def take(self, token: int, log_prob: float, version: int, stops: Collection[int]) -> bool:
@@ -249,11 +260,12 @@ class _Cache:
 
     Attributes:
         rows: How many rows have a place.
+        emptied: How often that was of no use any more: what rows had in it has to be computed anew.
     """
 
     def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """`shape`: rows, heads, tokens and the size of a head."""
-        self.rows = shape[0]
+        self.rows, self.emptied = shape[0], 0
         self._shape, self._dtype, self._device, self._layers = shape, dtype, device, layers
         self._tensors: list[Tensor] = []
         self._used = (0, 0)  # rows and tokens that were written
@@ -275,6 +287,7 @@ class _Cache:
     def free(self) -> None:
         """Let go of the memory."""
         self._tensors, self._used = [], (0, 0)
+        self.emptied += 1
 
     def clear(self) -> None:
         """Forget all rows: what they have left might be no number, which no mask can hide."""

@@ -98,10 +98,8 @@ class VllmEngine:
         self._version = 0
         self._missing: str | None = None  # why its weights can't be used
         self._broken = False  # whether it has to be made anew for others
-        # Before vLLM makes one: the first who asks for a process group would be refused afterwards.
-        self._has_group = dist.is_initialized()
-        ctx.process_group()
-        self._makes_group = not dist.is_initialized()
+        if ctx.mesh.size("tp") > 1:  # before vLLM makes one of its own
+            ctx.process_group()
         try:
             with self._guest.making():
                 self._vllm = _imported(self.known)
@@ -173,7 +171,7 @@ class VllmEngine:
                 f"engine 'vllm': tensor_parallel_size={wanted} needs a mesh with as many ranks along 'tp': say "
                 f".on(mesh={mesh}) for the role, in a config mesh: {json.dumps(mesh)}"
             )
-        if not self._makes_group and dist.get_world_size() != ranks:
+        if dist.is_initialized() and dist.get_world_size() != ranks:
             raise ConfigError(
                 f"engine 'vllm': the role is on {ranks} of its group's {dist.get_world_size()} slots, and vLLM makes "
                 "process groups of all: give the role all slots, or a group of its own"
@@ -186,7 +184,7 @@ class VllmEngine:
         names = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "LOCAL_RANK": ctx.device.index or 0}
         self._guest.environ = {name: str(value) for name, value in names.items()}
         self._guest.environ["VLLM_RPC_BASE_PATH"] = self._folder  # of sockets between ranks that are one engine
-        with self._guest.making(), self._named_apart():
+        with self._guest.making(), self._named_apart(), self._grouped():
             engine = core("vllm.v1.engine.llm_engine").LLMEngine
             try:
                 config = self._vllm.EngineArgs(**self._arguments).create_engine_config()
@@ -197,17 +195,31 @@ class VllmEngine:
                 raise ConfigError(f"engine 'vllm': vLLM refuses the model or an option: {said}") from error
             # It would end the process groups of everybody at the end of the process.
             self._engine.engine_core._finalizer.detach()
-            if self._ctx.mesh.size("tp") == 1:  # nobody needs them: they are not to be held when others' are cut
-                for each in _coordinators():
-                    if hasattr(each, "device_group"):
-                        each.backend = dist.get_backend(
-                            each.device_group
-                        )  # which it is asked for when one is made anew
-                        each.destroy()
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._longest = config.model_config.max_model_len
         self._most = 2 * config.scheduler_config.max_num_seqs  # requests that it is worth while to have waiting
         self._engine.set_weight_version(str(self._version))
+
+    @contextlib.contextmanager
+    def _grouped(self) -> Iterator[None]:
+        """A block in which vLLM makes process groups, of which only ranks that are one engine keep any.
+
+        One that is alone computes without them; held, they would be in the way when those of others are cut.
+        """
+        state: Any = importlib.import_module("vllm.distributed.parallel_state")
+        is_alone, makes_default = self._ctx.mesh.size("tp") == 1, not dist.is_initialized()
+        if is_alone and state._WORLD is not None:  # of an engine that is made anew: so many ranks are expected now
+            state._WORLD.world_size = 1 if makes_default else dist.get_world_size()
+        try:
+            yield
+        finally:
+            if is_alone:
+                for each in _coordinators():
+                    if hasattr(each, "device_group"):
+                        each.backend = dist.get_backend(each.device_group)  # which is asked for next time
+                        each.destroy()
+                if makes_default and dist.is_initialized():
+                    dist.destroy_process_group()
 
     @contextlib.contextmanager
     def _named_apart(self) -> Iterator[None]:
@@ -241,8 +253,6 @@ class VllmEngine:
                 self._end()
                 self._forget_groups()
                 importlib.import_module("vllm.envs").disable_envs_cache()
-        if self._makes_group and dist.is_initialized():
-            dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def renew(self) -> None:
@@ -281,6 +291,7 @@ class VllmEngine:
                     for prompt, sample, _ in waiting:
                         yield Row(prompt.index, sample, (), (), "aborted", ())
                     return
+                self.wake(["cache"])  # which was put to sleep while this stood still
                 with self._guest.inside():
                     for _ in range(min(_AT_ONCE, len(waiting))):
                         prompt, sample, parameters = waiting.popleft()

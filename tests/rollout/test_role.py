@@ -117,6 +117,27 @@ def test_timeout(group: colocate.ColocatedGroup) -> None:
     check(group.role("trainer"), view.generate(PROMPTS, sampling=SAMPLING))
 
 
+def test_beside_other_work() -> None:
+    """In the background it generates while the trainer computes; paused, it goes on by other weights."""
+    roles = {
+        "trainer": colocate.role(Trainer, LLAMA),
+        "rollout": colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(background=True, weights="from sync"),
+    }
+    with colocate.spawn(roles, slots=2) as group:
+        trainer, rollout = group.role("trainer"), group.role("rollout")
+        colocate.sync_weights(trainer, rollout)
+        call = rollout.generate.submit(PROMPTS * 4, 2, sampling=Sampling(max_tokens=100, stop_token_ids=()))
+        group.pause("rollout", how="keep")
+        assert not call.done()
+        group.sleep("rollout", ["cache"])
+        trainer.step()
+        colocate.sync_weights(trainer, rollout)
+        group.resume("rollout")
+        found = {version for rows in call.result() for row in rows for version, _ in row.versions}
+        assert 2 in found
+        assert found <= {1, 2}
+
+
 def test_ppo_actor() -> None:
     """The actor's own model generates, as it is after each update."""
     roles = {

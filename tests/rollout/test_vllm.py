@@ -190,7 +190,7 @@ def test_wrong_places() -> None:
             pool.spawn({"engine": role})
         role = colocate.role("rollout.engine", model=LLAMA, **OPTIONS)
         with pytest.raises(RoleStartError, match=r"the role is on 1 of its group's 2 slots"):
-            pool.spawn({"engine": role.on(slots=[0]), "trainer": colocate.role(Trainer, LLAMA)})
+            pool.spawn({"trainer": colocate.role(Trainer, LLAMA).on(default_group=True), "engine": role.on(slots=[0])})
 
 
 def test_tensor_parallel() -> None:
@@ -207,3 +207,56 @@ def test_tensor_parallel() -> None:
             engine.generate.options(timeout=0.5)(PROMPTS * 100, 4, sampling=ENDLESS)
         colocate.sync_weights(trainer, engine)
         check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
+
+
+def test_beside_other_work() -> None:
+    """In the background it generates while the trainer computes; paused, it goes on by other weights."""
+    roles = {
+        "trainer": colocate.role(Trainer, LLAMA),
+        "engine": colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(background=True, weights="from sync"),
+    }
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
+        group = pool.spawn(roles)
+        trainer, engine = group.role("trainer"), group.role("engine")
+        colocate.sync_weights(trainer, engine)
+        call = engine.generate.submit(PROMPTS * 4, 2, sampling=ENDLESS)
+        group.pause("engine", how="keep")
+        group.sleep("engine", ["cache"])
+        trainer.step()
+        colocate.sync_weights(trainer, engine)
+        group.resume("engine")
+        found = {version for rows in call.result() for row in rows for version, _ in row.versions}
+        assert 2 in found
+        assert found <= {1, 2}
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes", "ray", "dask"])
+def test_on_each_executor(executor: str, rows_elsewhere: dict[str, Any]) -> None:
+    """The same seed draws the same rows; the process of a thread is as before when the group is closed."""
+    options = {"processes": True} if executor == "processes" else {}
+    roles = {
+        "trainer": colocate.role(Trainer, LLAMA),
+        "engine": colocate.role("rollout.engine", role="trainer", **OPTIONS),
+    }
+    before = state()
+    name = executor if executor in ("ray", "dask") else "local"
+    with colocate.connect(name, seed=3, **options) as runtime, runtime.reserve(slots=1) as pool:
+        group = pool.spawn(roles, name="policy")
+        trainer, engine = group.role("trainer"), group.role("engine")
+        trainer.step()
+        colocate.sync_weights(trainer, engine)
+        found = engine.generate(PROMPTS, 2, sampling=SAMPLING)
+        assert dict(engine.generate.stream(PROMPTS, 2, sampling=SEEDED)) == dict(
+            enumerate(engine.generate(PROMPTS, 2, sampling=SEEDED))
+        )
+        check(trainer, found)
+    for what in ("torch", "environ", "threads", "groups"):
+        assert state()[what] == before[what], what
+    rows_elsewhere[executor] = [[row.token_ids for row in rows] for rows in found]
+    assert all(rows == rows_elsewhere[executor] for rows in rows_elsewhere.values())
+
+
+@pytest.fixture(scope="module")
+def rows_elsewhere() -> dict[str, Any]:
+    """What executors have drawn so far."""
+    return {}
