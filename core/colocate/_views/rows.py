@@ -168,6 +168,7 @@ class _Asked:
     bodies: dict[int, Any] = attrs.field(factory=dict)
     keys: Mapping[int, Hashable] | None = None
     tries: dict[int, int] = attrs.field(factory=dict)
+    at: Any = None  # the line that has asked
 
     def begin(
         self,
@@ -209,6 +210,7 @@ class _Asked:
             call = YieldedRows(*where, self.count, places=places, is_ahead=is_ahead)
         prepare(call)
         draft = ready(worker_group, call, role, spec, planned, uses, self.options.timeout)
+        self.at = call.at = self.at or call.at
         if worker_group.services.observers and not worker_group.services.executor.in_process:
             call.sent += sum(packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
         messages = Messages((draft,))
@@ -364,15 +366,19 @@ class _Stream(RowStream[Any]):
         """See `RowStream.close`."""
         if self._is_over or self._is_closed:
             return
-        self._is_closed = True
-        call, worker_group = self._call, self._asked.worker_group
+        self._is_closed = True  # first: who makes another call meanwhile looks at it afterwards
+        self._let_go(self._call)
+        self._arrivals.put(None)  # another thread may wait
+
+    def _let_go(self, call: RowsCall) -> None:
+        """Nobody reads its rows any more."""
+        worker_group = self._asked.worker_group
         half_read.pop(call, None)
         if worker_group.forked:
             return
         if len(self._done) < self._asked.count and not call.done():
             worker_group.services.timers.soon(call.withdraw)
         call._then(partial(_tell_failure, worker_group))
-        self._arrivals.put(None)  # another thread may wait
 
     def __del__(self) -> None:
         with suppress(AttributeError, RuntimeError):  # it was never sent; the interpreter ends
@@ -440,11 +446,15 @@ class _Stream(RowStream[Any]):
         """The group was restarted: its workers are given the rows that had not ended."""
         try:
             self._asked.worker_group.restarts.wait(None, notes=False)
+            if self._is_closed:
+                return
             rows = [row for row in range(self._asked.count) if row not in self._done]
             self._asked.begin(rows, self._is_ahead, self._hear, is_again=True)
         except BaseException:
             self._end()
             raise
+        if self._is_closed:  # meanwhile, perhaps before there was this call
+            self._let_go(self._call)
 
     def _end(self) -> None:
         self._is_over = True

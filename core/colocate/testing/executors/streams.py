@@ -30,7 +30,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Log
-from colocate.testing.probes.streams import PLACES, Playing, Yielding, number
+from colocate.testing.probes.streams import PLACES, Playing, StartsAgain, Yielding, number
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 OUT = 2 * PLACES * 2
@@ -339,6 +339,31 @@ class Streams(ExecutorCase):
             return [row async for row in playing.die.options(retry=1).stream(rows)]
 
         assert sorted(index for index, _ in asyncio.run(main())) == [0, 1, 2, 3, 4, 5]
+
+    @needs(OwnProcess)
+    def test_closed_while_the_group_restarts(self, spawn: Spawn, tmp_path: Path) -> None:
+        """No row begins any more, and nothing that comes afterwards waits for one."""
+        with Gate() as gate:
+            group = spawn({"playing": colocate.role(StartsAgain, gate.address)}, on_failure="restart")
+            playing = group.role("playing", Playing)
+            stream = playing.die.options(retry=1).stream([*[None] * 4 * OUT, tmp_path / "a", *[None] * 4 * OUT])
+            ends: list[BaseException] = []
+
+            def read() -> None:
+                try:
+                    list(stream)
+                except BaseException as error:
+                    ends.append(error)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            gate.wait_for(1)  # which is amid the restart
+            stream.close()
+            gate.open()
+            reader.join(PATIENCE_S)
+            group.wait_ready(PATIENCE_S)
+            assert playing.logged.submit().result(PATIENCE_S) == [[], []]
+            assert [type(error) for error in ends] == [ClosedError]
 
     def test_behind_a_failed_call(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """Rows that no rank has begun run after the hold; those of a call that some rank has begun end with it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from colocate import Context, First, Role, RoleError, Scatter, method
 from colocate._role.context import RowState, running_call
-from colocate.testing.gate import Address, pass_gate_async
+from colocate.testing.gate import Address, pass_gate, pass_gate_async
 
 PLACES = 2
 
@@ -172,6 +172,15 @@ class Yielding(Role):
     @method(collect=First())
     def one(self) -> int:
         return 1
+
+
+class StartsAgain(Playing):
+    """Waits at a gate when its group restarts."""
+
+    def __init__(self, gate: Address) -> None:
+        super().__init__()
+        if self.ctx.generation:
+            pass_gate(gate)
 
 
 def number(ctx: Context) -> int:
