@@ -123,6 +123,7 @@ class RowsCall(PendingCall):
     """A call whose rows end one by one.
 
     Attributes:
+        on_error: What an error of one row does.
         count: How many there are.
         ends: What has come of each that has ended, by its index: the slot, and its value, packed, or an error.
         heard: Called with the index of each, on a thread of the framework, with the order's lock held.
@@ -131,10 +132,19 @@ class RowsCall(PendingCall):
     """
 
     def __init__(
-        self, label: str, role: str, method: str, targets: Sequence[int], ranks: Sequence[int], lock: Section, rows: int
+        self,
+        label: str,
+        role: str,
+        method: str,
+        targets: Sequence[int],
+        ranks: Sequence[int],
+        lock: Section,
+        on_error: OnError,
+        rows: int,
     ) -> None:
-        """Args: lock: That of its group's calls."""
+        """Args: lock: That of its group's calls. on_error: As in options."""
         super().__init__(label, role, method, targets, ranks)
+        self.on_error = on_error
         self.count = rows
         self.ends: dict[int, tuple[int, Any, ColocateError | None]] = {}
         self.heard: Callable[[int], object] = lambda row: None
@@ -193,11 +203,12 @@ class RowsCall(PendingCall):
         Raises:
             ColocateError: It can't be rebuilt here.
         """
-        value = self.value_of(row)
-        self._read.append(self.ends.pop(row)[0])
-        if self._wants_read():
-            hand_over(self._note_read)
-        return value
+        try:
+            return self.value_of(row)
+        finally:
+            self._read.append(self.ends.pop(row)[0])
+            if self._wants_read():
+                hand_over(self._note_read)
 
     def _wants_read(self) -> bool:
         raise NotImplementedError
@@ -211,15 +222,21 @@ class RowsCall(PendingCall):
         raise NotImplementedError
 
     def value_of(self, row: int) -> Any:
-        """The value of a row that has ended.
+        """The value of a row that has ended; an error that is returned is one.
 
         Raises:
             ColocateError: Its error.
         """
         slot, body, error = self.ends[row]
-        if error is not None:
-            raise error
-        return result_of(self.group, self, slot, body)
+        if error is None:
+            try:
+                return result_of(self.group, self, slot, body)
+            except SerializationError as why:
+                error = why
+                error.row = row
+        if self.on_error == "return":
+            return error
+        raise error
 
     def _joined(self, raw: Sequence[Any]) -> Any:
         if self.is_read:
@@ -242,13 +259,11 @@ class GivenRows(RowsCall):
         *args: Any,
         flow: Flow,
         bodies: MutableMapping[int, Any],
-        on_error: OnError,
     ) -> None:
-        """Args: bodies: The rows, packed, by index; those that have ended are taken out. on_error: As in options."""
+        """Args: bodies: The rows, packed, by index; those that have ended are taken out."""
         super().__init__(*args)
         self._flow = flow
         self._packed = bodies
-        self._on_error = on_error
 
     def _begin(self) -> None:
         self._give()
@@ -266,15 +281,10 @@ class GivenRows(RowsCall):
 
     def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self._packed.pop(row, None)
-        if error is not None and self._on_error == "raise" and self.failure is None:
+        if error is not None and self.on_error == "raise" and self.failure is None:
             self.failure = error
             self._end_rows(withdrawn=True)
         super()._note(row, slot, body, error)
-
-    def value_of(self, row: int) -> Any:
-        """As that of the base; an error that is returned is a value."""
-        error = self.ends[row][2]
-        return error if error is not None and self._on_error == "return" else super().value_of(row)
 
     def _end_rows(self, withdrawn: bool) -> None:
         if withdrawn:

@@ -193,12 +193,12 @@ class _Asked:
         if not isinstance(planned.targets, range):
             targets = [targets[rank] for rank in planned.targets]
         lock = worker_group.order.lock
-        where = self.label, role.name, spec.name, targets, planned.targets, lock
+        where = self.label, role.name, spec.name, targets, planned.targets, lock, self.options.on_error
         call: RowsCall
         if spec.rows is not None:
             ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
             flow = Flow(rows, targets, spec.concurrency, ahead, self.keys, self.tries)
-            call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies, on_error=self.options.on_error)
+            call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies)
         else:
             places: dict[int, Sequence[int]] = {}
             self.count = 0
@@ -411,7 +411,12 @@ class _Stream(RowStream[Any]):
         """The value of a row that has ended; None of one whose error is raised when the call has ended."""
         if self._is_closed or (self._call.ends[row][2] is not None and self._asked.options.on_error == "raise"):
             return None
-        value = self._call.take(row)
+        try:
+            value = self._call.take(row)
+        except BaseException:  # as when it has raised: the others end
+            self.close()
+            self._is_over, self._is_closed = True, False
+            raise
         self._done.add(row)
         if len(self._done) == self._asked.count:
             half_read.pop(self._call, None)

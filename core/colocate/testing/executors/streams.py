@@ -24,6 +24,7 @@ from colocate.errors import (
     GroupRestarted,
     PipelineError,
     RoleError,
+    SerializationError,
     WorkerDied,
 )
 from colocate.executor import OwnProcess
@@ -229,6 +230,34 @@ class Streams(ExecutorCase):
         ):
             assert [value[0] for value in found if isinstance(value, tuple)] == ["a", "b"]
             assert [value.row for value in found if isinstance(value, RoleError)] == [1, 3]
+
+    def test_values_that_cannot_be_rebuilt(self, playing: Playing, streaming: ColocatedGroup) -> None:
+        """That is the row's error, which is raised, or returned; what has come of it counts as read."""
+        odd = [row for row in range(4 * OUT) if row % 2]
+        returning = playing.give.options(on_error="return")
+        for found in (
+            returning(list(range(4 * OUT))),
+            returning.submit(list(range(4 * OUT))).result(PATIENCE_S),
+            [value for _, value in sorted(returning.stream(list(range(4 * OUT))), key=lambda row: row[0])],
+        ):
+            assert [value.row for value in found if isinstance(value, SerializationError)] == odd
+            assert found[::2] == list(range(0, 4 * OUT, 2))
+        for waits in (
+            playing.give,
+            lambda rows: playing.give.submit(rows).result(PATIENCE_S),
+            lambda rows: list(playing.give.stream(rows)),
+        ):
+            with pytest.raises(SerializationError, match="can't be rebuilt on the driver: ") as caught:
+                waits(list(range(4 * OUT)))
+            assert caught.value.row in odd
+            assert playing.count() == [[0, 1], [1, 1]]  # though the error is there yet, and what has raised it
+        yielding = streaming.role("yielding", Yielding)
+        rows = list(range(2 * 2 * AHEAD))
+        read = dict(yielding.unreadable.options(on_error="return").stream(rows))
+        assert {index for index, value in read.items() if isinstance(value, SerializationError)} == set(rows)
+        with pytest.raises(SerializationError):
+            list(yielding.unreadable.stream(rows))
+        assert yielding.one() == 1
 
     def test_retry(self, playing: Playing) -> None:
         """A row that has raised begins anew on another rank, as often as is said."""

@@ -16,6 +16,17 @@ from colocate.testing.gate import Address, pass_gate, pass_gate_async
 PLACES = 2
 
 
+def _refuse() -> object:
+    raise ValueError("not here")
+
+
+class Unreadable:
+    """Can be sent, and not rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
 class Playing(Role):
     """Rows that the driver gives one by one."""
 
@@ -54,6 +65,11 @@ class Playing(Role):
         if gate is not None:
             await pass_gate_async(gate)
         return row, self.ctx.rank
+
+    @method(rows="row", concurrency=PLACES)
+    async def give(self, row: int) -> object:
+        """The row, or what can't be rebuilt."""
+        return Unreadable() if row % 2 else row
 
     @method(rows="row", concurrency=PLACES)
     async def die(self, row: Path | None) -> tuple[int, int]:
@@ -151,6 +167,12 @@ class Yielding(Role):
             if isinstance(item, Exception):
                 raise item
             yield item
+
+    @method(dispatch=Scatter("batch"))
+    def unreadable(self, batch: list[int]) -> Iterator[tuple[int, object]]:
+        """What can't be rebuilt."""
+        for index in range(len(batch)):
+            yield index, Unreadable()
 
     @method(dispatch=Scatter("batch"))
     def meets(self, batch: list[int]) -> Iterator[tuple[int, int]]:
