@@ -283,7 +283,7 @@ class LaneOrder(Generic[C]):
         """Nothing is known of what a driver did that has let go. The next one's first hold may be known already."""
         for number in [number for number in list(self._limits) if number <= base]:
             del self._limits[number]
-        for token in [token for token, seq in list(self._held_up.items()) if seq <= base]:
+        for token in [token for token, seq in list(self._held_up.items()) if seq <= base or token < 0]:
             del self._held_up[token]
         self._paused = None
         self._places.clear()

@@ -22,6 +22,7 @@ from colocate.executor import Detachable
 from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors.drivers import Driver, Scripted, Scripts
 from colocate.testing.gate import Gate
+from colocate.testing.probes.background import Beside
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -244,3 +245,28 @@ class Detaching(DetachedCase):
             counting(borrowed).add()
             assert not runtime.audit()
             assert borrowed._node.request.id not in [each.id for each in runtime._node.services.executor.strays()]
+
+    @needs(Detachable)
+    @of_executor
+    def test_background_roles_go_on(self, runtime: Runtime, name: str) -> None:
+        """For the next driver they have lanes of their own as well, and no pause of the last one's."""
+        roles = {"train": colocate.role(Beside), "roll": colocate.role(Beside).on(background=True)}
+        pool = runtime.reserve(2, cpus=0, detachable=True)
+        group = pool.spawn(roles, name="lanes")
+        group.role("roll", Beside).do("first")
+        group.pause("roll")
+        pool.detach(name, ttl=TTL_S)
+        pool = runtime.attach(name, own=True)
+        group = pool.groups["lanes"]
+        train, roll = group.role("train", Beside), group.role("roll", Beside)
+        assert train.read() == [[]] * 2
+        assert roll.read() == [["first"]] * 2  # each has been woken by now, which has its place in both orders
+        with Gate() as gate:
+            running = roll.do.submit("second", gate.address)
+            gate.wait_for(2)
+            assert len(train.do("beside")) == 2
+            with pytest.raises(TimeoutError, match="isn't paused"):
+                group.pause("roll", timeout=0.1)
+        assert len(running.result(PATIENCE_S)) == 2
+        assert roll.read() == [["first", "second"]] * 2
+        pool.close()
