@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -183,6 +184,9 @@ class PendingCall(Underway):
                 and not set(call.targets).isdisjoint(self.targets)
                 and (call.lane == self.lane or (self.is_for_all and not link.is_paused(call.lane)))
             ):
+                gc.collect()  # perhaps nobody has it any more but an exception and its own frames
+                if call not in half_read:
+                    continue
                 who = "task" if awaits else "thread"
                 raise ColocateError(
                     f"{self.label} comes after the stream of {call.label} that was opened at {call.called_at}, whose "

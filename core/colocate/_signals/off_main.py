@@ -216,6 +216,11 @@ def frames() -> Iterator[FrameType]:
             frame, other = other, None
 
 
+def who_waits() -> threading.Thread:
+    """Return this thread; on a courier the one that it works for, which waits for that."""
+    return threading.current_thread() if getattr(_here, "frame", None) is None else threading.main_thread()
+
+
 def off_main(
     work: Callable[[], T],
     interrupted: Callable[[], object] | None = None,

@@ -24,7 +24,7 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._role.rows import OnError, RowStream, check_row_options, no_keep
 from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import SLICE_S, off_main
+from colocate._signals.off_main import SLICE_S, off_main, who_waits
 from colocate._system.numbers import limit, plural
 from colocate._values.batch import each_row, resolve
 from colocate._values.dispatch import chosen_ranks, plan
@@ -274,22 +274,21 @@ def _wake(loop: asyncio.AbstractEventLoop, come: asyncio.Future[None]) -> None:
 
 
 class _Reader:
-    """Who reads a stream, or has opened it."""
+    """Who has read a stream last; while nobody has, the thread that has opened it, where that blocks."""
 
     def __init__(self) -> None:
-        self.thread = 0
-        self.task: weakref.ref[Any] | None = None
-        self.note()
+        self._thread = weakref.ref(threading.current_thread())  # idents are used again
+        self._task: weakref.ref[Any] | None = None
 
     def note(self) -> None:
         """It is who asks."""
-        self.thread, self.task = threading.get_ident(), _task()
+        self._thread, self._task = weakref.ref(threading.current_thread()), _task()
 
     def is_here(self, awaits: bool) -> bool:
         """See `pending.Reader`."""
-        if self.thread != threading.get_ident():
+        if self._thread() is not who_waits():
             return False
-        return not awaits or (self.task is not None and self.task == _task())
+        return not awaits or (self._task is not None and self._task == _task())
 
 
 def _task() -> weakref.ref[Any] | None:

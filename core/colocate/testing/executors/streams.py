@@ -163,7 +163,9 @@ class Streams(ExecutorCase):
             logs = playing.logged()
         assert not {event for log in logs for event, row in log if row not in range(OUT + 1)}
 
-    def test_who_waits_behind_a_half_read_stream(self, playing: Playing, streaming: ColocatedGroup) -> None:
+    def test_who_waits_behind_a_half_read_stream(
+        self, playing: Playing, streaming: ColocatedGroup, tmp_path: Path
+    ) -> None:
         """That is an error at once, in all ways to wait, and nothing is sent; not in other threads."""
         words = r"comes after the stream of playing.play that was opened at \S+:\d+, .* it would wait for itself"
         stream = playing.play.stream(list(range(100)))
@@ -178,6 +180,9 @@ class Streams(ExecutorCase):
             lambda: colocate.wait([playing.logged.submit()]),
             lambda: list(colocate.as_completed([playing.logged.submit()])),
             lambda: streaming.run(number),
+            lambda: streaming.checkpoint(tmp_path),
+            lambda: streaming.sleep("playing"),
+            lambda: streaming.wake("playing"),
         ):
             with pytest.raises(ColocateError, match=words):
                 waits()
@@ -198,6 +203,56 @@ class Streams(ExecutorCase):
         asyncio.run(main())
         for index, _ in playing.play.stream([1]):  # all have been read
             assert playing.logged() == [[1], []], index
+
+    def test_who_reads_a_stream(self, playing: Playing) -> None:
+        """Who has read last, however it was opened: others may wait behind it, also a thread with the same ident."""
+        rows = list(range(10 * OUT))
+
+        async def count(stream: Any) -> int:
+            return len([row async for row in stream])
+
+        async def main() -> int:
+            reads = asyncio.create_task(count(playing.play.stream(rows)))
+            await playing.logged.submit()
+            return await reads
+
+        assert asyncio.run(main()) == len(rows)
+
+        opened: list[Any] = []
+        for _ in range(5):
+            opener = threading.Thread(target=lambda: opened.append(playing.play.stream(rows)))
+            opener.start()
+            opener.join()
+            del opener
+            behind: list[str] = []
+
+            def wait(behind: list[str] = behind) -> None:
+                with pytest.raises(TimeoutError):
+                    playing.logged.submit().result(timeout=0)
+                behind.append("may wait")
+
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            waiter.join()
+            opened.pop().close()
+            assert behind == ["may wait"]
+
+        def fail() -> None:
+            stream = playing.play.stream(rows)
+            next(stream)
+            try:
+                raise KeyError
+            except KeyError as error:
+                kept = error  # which has this frame
+                raise ValueError from kept
+
+        gc.disable()
+        try:
+            with pytest.raises(ValueError):  # noqa: PT011
+                fail()
+            assert playing.logged() is not None
+        finally:
+            gc.enable()
 
     @of_executor
     def test_a_row_that_raises(self, playing: Playing) -> None:
