@@ -375,7 +375,7 @@ class _Stream(RowStream[Any]):
         half_read.pop(call, None)
         if worker_group.forked:
             return
-        if len(self._done) < self._asked.count and not call.done():
+        if not call.done():
             worker_group.services.timers.soon(call.withdraw)
         call._then(partial(_tell_failure, worker_group))
 

@@ -28,6 +28,8 @@ class Inlet:
         stopped: Whether the group is about to close: nothing begins any more, and what runs has its grace.
         ended: Why a call that has begun must wait no longer: an earlier one has failed, say.
         running: The tasks of rows, by their index.
+        is_alone: Whether no other rank works on the same rows, so that a call that is withdrawn may end here.
+        awaiting: The task that awaits what a method yields next, where that may be cancelled.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -37,6 +39,8 @@ class Inlet:
         self.no_more = self.withdrawn = self.stopped = False
         self.ended: str | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.is_alone = False
+        self.awaiting: asyncio.Task[Any] | None = None
         self._cancelled: set[int] = set()
         self._news: asyncio.Future[None] | None = None
         self._told = threading.Event()
@@ -98,6 +102,9 @@ class Inlet:
 
     def wake(self) -> None:
         """Something is new."""
+        if self.withdrawn and self.awaiting is not None:
+            self.awaiting.cancel()
+            self.awaiting = None
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 

@@ -62,6 +62,10 @@ class RowTasks:
             work.inlet.begin(self._worker_context.scope, work.seq)
 
         def run(instance: object, arguments: dict[str, Any]) -> Any:
+            if work.inlet is not None:
+                # First: it may be withdrawn at this moment, or was before.
+                work.inlet.is_alone = spec.rows is not None or len(sources_of(spec, role.ctx)) == role.ctx.world_size
+                work.cancelled = work.cancelled or (work.inlet.withdrawn and work.inlet.is_alone)
             if spec.rows is not None:
                 return self._play(work, role, spec, arguments)
             if work.inlet is None:  # they are kept
@@ -166,8 +170,8 @@ class RowTasks:
 
     @calls_role_code
     def _hear(self, work: Work, role: RoleInstance, spec: MethodSpec, items: Iterator[Any], yielded: Yielded) -> None:
-        inlet, sources = work.inlet, sources_of(spec, role.ctx)
-        tells, is_alone = role.ctx.rank in sources, len(sources) == role.ctx.world_size
+        inlet: Inlet = work.inlet
+        tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), inlet.is_alone
         try:
             while True:
                 if self._background is not None:
@@ -197,8 +201,8 @@ class RowTasks:
     async def _hear_async(
         self, work: Work, role: RoleInstance, spec: MethodSpec, items: AsyncIterator[Any], yielded: Yielded
     ) -> None:
-        inlet, sources = work.inlet, sources_of(spec, role.ctx)
-        tells, is_alone = role.ctx.rank in sources, len(sources) == role.ctx.world_size
+        inlet: Inlet = work.inlet
+        tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), inlet.is_alone
         try:
             while True:
                 is_over = self._is_over(inlet, is_alone)
@@ -209,10 +213,18 @@ class RowTasks:
                 inlet.check()
                 if inlet.stopped or (inlet.withdrawn and is_alone):
                     return
+                inlet.awaiting = waiting = asyncio.current_task() if is_alone else None
                 try:
                     item = await anext(items)
                 except StopAsyncIteration:
                     break
+                except asyncio.CancelledError:
+                    if waiting is None or inlet.awaiting is not None or work.raised is not None:
+                        raise
+                    waiting.uncancel()  # nobody reads what comes
+                    return
+                finally:
+                    inlet.awaiting = None
                 row, value = yielded.take(item)
                 if tells and not inlet.withdrawn:
                     inlet.credit -= 1

@@ -154,6 +154,19 @@ class Streams(ExecutorCase):
                 next(stream)
             stream.close()
 
+    def test_closed_while_a_method_works_on(self, streaming: ColocatedGroup) -> None:
+        """What a generator awaits is cancelled, and one that looks is told so: amid its rows, and after the last."""
+        yielding = streaming.role("yielding", Yielding)
+        for method in (yielding.lingers, yielding.awaits):
+            for at in (1, 2):
+                with Gate() as gate:
+                    with method.stream([1, 2, 3, 4], at, gate.address) as stream:
+                        for _ in range(2 * at):
+                            next(stream)
+                        gate.wait_for(2)
+                        gate.open()
+                    assert [closed for _, closed in yielding.state()] == ["told"] * 2, (method, at)
+
     def test_dropped(self, playing: Playing) -> None:
         """A stream that is left half read, and that nobody has any more, is closed."""
         with Gate() as gate:

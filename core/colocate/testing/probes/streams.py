@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Playing(Role):
             if row is not None:
                 await pass_gate_async(gate)
         except asyncio.CancelledError:
-            self.log.append(("cancelled", self.ctx.row))
+            self.log.append(("cancelled" if self.ctx.cancelled else "not told", self.ctx.row))
             raise
         assert self.ctx.row is not None
         return self.ctx.row, self.ctx.rank
@@ -159,6 +160,36 @@ class Yielding(Role):
         except GeneratorExit:
             self.closed = "before"
             raise
+
+    @method(dispatch=Scatter("batch"))
+    def lingers(self, batch: list[int], at: int, gate: Address) -> Iterator[tuple[int, int]]:
+        """Goes on from an index, or after all, until nobody reads any more."""
+        self.closed = "no"
+        try:
+            for index in range(len(batch) + 1):
+                if index == at:
+                    pass_gate(gate)
+                    while not self.ctx.cancelled:
+                        time.sleep(0.001)
+                    self.closed = "told"
+                    return
+                yield index, batch[index]
+        except GeneratorExit:
+            self.closed = "before"
+            raise
+
+    @method(dispatch=Scatter("batch"))
+    async def awaits(self, batch: list[int], at: int, gate: Address) -> AsyncIterator[tuple[int, int]]:
+        """As `lingers`, awaiting what never comes."""
+        self.closed = "no"
+        for index in range(len(batch) + 1):
+            if index == at:
+                try:
+                    await pass_gate_async(gate)
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    self.closed = "told" if self.ctx.cancelled else "cancelled"
+            yield index, batch[index]
 
     @method(dispatch=Scatter("batch"))
     def wrong(self, batch: list[int], items: list[Any]) -> Iterator[tuple[int, Any]]:

@@ -116,6 +116,8 @@ class WorkerHost(WorkerContext):
             case to_worker.Row() | to_worker.NoMoreRows() | to_worker.ReadRows() as message:
                 if (inlet := self.inlets.get(message.seq)) is not None:  # otherwise the call has failed here
                     inlet.tell(message, body)
+                    if inlet.withdrawn and inlet.is_alone:
+                        inlet.lane.cancel(message.seq, message.seq)
                     inlet.lane.do(inlet.wake)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
