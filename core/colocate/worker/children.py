@@ -343,6 +343,8 @@ class Children:
             return False
         if not isinstance(work.message, to_worker.Call):
             return True
+        if work.inlet is not None and work.spec.rows is not None and not work.inlet.states:
+            return False
         role = self._worker_context.roles.get(work.message.role)
         return role is None or role.name is None or child._parent.role in _used(role.ctx)
 
@@ -355,12 +357,11 @@ class Children:
         for work in list(lane.running.values()):
             if tasks is None or not work.concurrency or child not in self.dead or not self._concerns(child, work):
                 continue
-            if child._row is None:
+            if work.inlet is not None and work.spec.rows is not None:
+                work.inlet.fail(child._error, child._row)  # of others that begin it is found out then
+            else:
                 work.raised = child._error()
                 tasks.cancel(work.seq)
-            elif (task := work.inlet.running.get(child._row.row)) is not None:
-                child._row.raised = child._error()
-                task.cancel()
 
     def _raise_here(self) -> None:
         """In role code, wherever that is."""

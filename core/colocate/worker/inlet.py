@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from colocate._protocol import to_worker
 from colocate._protocol.consequence import Consequence
+from colocate._role.context import RowState
 from colocate.worker.serving.scope import Scope
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class Inlet:
         stopped: Whether the group is about to close: nothing begins any more, and what runs has its grace.
         ended: Why a call that has begun must wait no longer: an earlier one has failed, say.
         running: The tasks of rows, by their index.
+        states: What these know of themselves.
         is_alone: Whether no other rank works on the same rows, so that a call that is withdrawn may end here.
         awaiting: The task that awaits what a method yields next, where that may be cancelled.
     """
@@ -39,6 +42,7 @@ class Inlet:
         self.no_more = self.withdrawn = self.stopped = False
         self.ended: str | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.states: dict[int, RowState] = {}
         self.is_alone = False
         self.awaiting: asyncio.Task[Any] | None = None
         self._cancelled: set[int] = set()
@@ -110,8 +114,15 @@ class Inlet:
 
     def over(self, row: int) -> None:
         """A row's task has ended."""
-        del self.running[row]
+        del self.running[row], self.states[row]
         self.wake()
+
+    def fail(self, error: Callable[[], BaseException], only: RowState | None) -> None:
+        """Each row that runs fails of an error, as what it awaits is cancelled; `only` this one, where it is named."""
+        for row, state in self.states.items():
+            if only in (None, state):
+                state.raised = error()
+                self.running[row].cancel()
 
     def cancel(self) -> None:
         """Cancel each row that runs, once."""

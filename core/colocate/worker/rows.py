@@ -87,7 +87,8 @@ class RowTasks:
                 keeps = self._background is not None and self._background.keeps()
                 while inlet.rows and not (keeps or inlet.withdrawn or inlet.stopped):
                     row, body = inlet.rows.popleft()
-                    task = asyncio.ensure_future(self._row(work, role, spec, arguments, row, body))
+                    inlet.states[row] = state = RowState(work.seq, row=row, of=work)
+                    task = asyncio.ensure_future(self._row(work, role, spec, arguments, state, body))
                     inlet.running[row] = task
                     work.strands += 1
                     task.add_done_callback(partial(self._over, work, row))
@@ -105,13 +106,14 @@ class RowTasks:
 
     @calls_role_code
     async def _row(
-        self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any], row: int, body: Any
+        self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any], state: RowState, body: Any
     ) -> None:
-        worker_context = self._worker_context
-        state = RowState(work.seq, row=row, of=work)
+        worker_context, row = self._worker_context, state.row
         running_call.set(state)
         try:
             try:
+                if worker_context.children.dead and not spec.revives:
+                    worker_context.children.check(role, row=state)
                 with rebuilding("a row"):
                     given = worker_context.hand_over(worker_context.codec.unpack(body, worker_context.boot.device))
                 if worker_context.moves_tensors:

@@ -307,7 +307,7 @@ class Runner:
     ) -> None:
         worker_context, label, device = self._worker_context, work.label, self._device
         try:
-            if worker_context.children.dead:
+            if worker_context.children.dead and spec.rows is None:  # of rows each has been told
                 worker_context.children.check(role, work.began)
             if device.is_gpu:
                 device.end(label, work.allocated)

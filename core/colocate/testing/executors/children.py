@@ -31,7 +31,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs, of_executor, smoke
 from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
-from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Starter, User
+from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Served, Starter, User
 from colocate.testing.probes.served import FOREVER, SERVER, breaks_up, is_silent, says_up
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
@@ -359,6 +359,26 @@ class Children(Scripted):
             starter.ask(("take", 512 << 20))
         starter.stop()
         starter.pid()
+
+    def test_a_child_that_dies_amid_rows(self, spawn: Spawn) -> None:
+        """It fails the rows of its rank that run, and those that begin there later: others go on, or take these."""
+        group = spawn({"served": colocate.role(Served)}, slots=2)
+        served = group.role("served", Served)
+        found = served.play.options(retry=1)(["dies", *["a"] * 20])
+        assert found[0] == 1
+        assert set(found) <= {0, 1}
+        served.begin()
+        some = served.play.options(on_error="return")(["dies", "a"])
+        assert isinstance(some[0], ChildDied)
+        assert (some[0].row, some[1]) == (0, 1)
+        served.begin()
+        with pytest.raises(ChildDied, match="server") as caught:
+            served.play(["dies", "a"])
+        assert caught.value.row == 0
+        with pytest.raises(ChildDied):
+            served.play(["a"])
+        served.begin()
+        assert served.play(["a"]) == [0]
 
     def test_children_of_rows(self, spawn: Spawn) -> None:
         """End with their row, and fail it alone; those of rows that nobody reads any more end, too."""

@@ -162,6 +162,27 @@ class Playing(Role):
         return self.pids
 
 
+class Served(Role):
+    """Has one child for all rows."""
+
+    def __init__(self) -> None:
+        self.child = self.ctx.start(serve, name="server")
+
+    @method(revives=True)
+    def begin(self) -> None:
+        """Start it again where it has died."""
+        if not self.child.alive:
+            self.child = self.ctx.start(serve, name="server")
+
+    @method(rows="row", concurrency=2)
+    async def play(self, row: str) -> int:
+        """The rank; on the first one some kill the child, and wait."""
+        if row == "dies" and self.ctx.rank == 0:
+            os.kill(self.child.pid, signal.SIGKILL)
+            await asyncio.Event().wait()
+        return self.ctx.rank
+
+
 def engine(connection: Any) -> None:
     """Have weights of its own, and tell their sum."""
     held: dict[str, Any] = {}
