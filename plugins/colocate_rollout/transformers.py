@@ -69,11 +69,12 @@ class TransformersEngine:
             longest = getattr(config, "max_position_embeddings", 2048)
             if max_length is not None and max_length > longest:
                 raise ConfigError(f"max_length={max_length}: the model takes {longest} tokens")
-            _check_attention(config, max_length := max_length or min(longest, 2048))
-            self._stops, self._vocabulary, self._longest = stop_ids(module.config), config.vocab_size, max_length
+            length: int = max_length or min(longest, 2048)
+            _check_attention(config, length)
+            self._stops, self._vocabulary, self._longest = stop_ids(module.config), config.vocab_size, length
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            shape = max_rows, heads, max_length + 1, size  # the last token is what nobody reads
+            shape = max_rows, heads, length + 1, size  # the last token is what nobody reads
             self._cache = _Cache(config.num_hidden_layers, shape, next(module.parameters()).dtype, ctx.device)
         self.apart = (self._cache,)  # it is told by `managed`
 

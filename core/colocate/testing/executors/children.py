@@ -88,12 +88,11 @@ class Children(Scripted):
         background = colocate.role(Starter).on(background=True)
         group = spawn({"starter": background, "user": colocate.role(User)}, slots=1)
         starter, user = starter_in(group), group.role("user", User)
-        for waits in (starter.wait_async, starter.ask):
+        for asks in (False, True):
             pid = starter.serve()
             with Gate() as gate:
-                asked = ("hang",) if waits is starter.ask else (gate.address,)
-                call = waits.submit(*asked)
-                if waits is not starter.ask:
+                call = starter.ask.submit("hang") if asks else starter.wait_async.submit(gate.address)
+                if not asks:
                     gate.wait_for()
                 assert user.fine() == 0
                 os.kill(pid, signal.SIGKILL)
