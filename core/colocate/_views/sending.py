@@ -277,6 +277,11 @@ def _send_soon(draft: Draft) -> None:
     worker_group.services.timers.soon(send_it)
 
 
+def send_now(draft: Draft) -> None:
+    """Send a call, where the framework may be at work; not on the main thread."""
+    _send(Messages((draft,)))
+
+
 def send_rows(messages: Messages, begin: Callable[[], object], is_again: bool) -> None:
     """Send a call whose rows end one by one, and begin with these; not on the main thread.
 

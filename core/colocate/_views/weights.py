@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
@@ -26,7 +27,7 @@ from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S, limit, parse_bytes
 from colocate._values.collect import Gather
 from colocate._values.dispatch import plan
-from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, submit
+from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, send_now, submit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.serving.functions import SPECS, SYNC
@@ -253,9 +254,9 @@ def _send_both(gives: Draft, takes: Draft) -> None:
         one.call._then(partial(_fail_too, other))
 
     def send() -> None:
-        with _both:
+        with suppress(BaseException), _both:  # which the calls have been given
             for draft in (gives, takes):
-                submit(draft)
+                send_now(draft)
 
     if at_work():
         takes.worker_group.services.timers.soon(send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,20 @@ class WeightSyncsBetween(ExecutorCase):
         giver.fail(0, "scratch")
         with pytest.raises(RoleError, match=r"named_weights of group-\d+\.giver writes into a tensor"):
             colocate.sync_weights(giver, taker)
+
+    def test_a_sync_between_groups_has_its_place_at_once(self, spawn: Spawn) -> None:
+        """In both, however late the thread is that sends later what was called where the framework was at work."""
+        pytest.importorskip("torch")
+        one = spawn({"giver": colocate.role(Giver)}, slots=1)
+        other = spawn({"taker": colocate.role(Taker)}, slots=1)
+        giver, taker = one.role("giver", Giver), other.role("taker", Taker)
+        later = threading.Event()
+        one._node.services.timers.soon(lambda: later.wait(PATIENCE_S))
+        sync = colocate.sync_weights.submit(giver, taker)
+        after = taker.generate.submit()
+        later.set()
+        assert sync.result(PATIENCE_S).version == 1
+        assert after.result(PATIENCE_S) == [1]
 
     def test_weights_between_slots_of_a_group(self, spawn: Spawn) -> None:
         """Where both are in a slot nothing is sent; the others take it from there."""
