@@ -39,6 +39,7 @@ from colocate.testing.executors import (  # noqa: E402
     ExecutorCase,
     Failures,
     Residents,
+    Streams,
     TensorResidents,
     WeightSyncs,
     WeightSyncsBetween,
@@ -119,6 +120,16 @@ class TestChildren(ExecutorCase):
 
     device: ClassVar[str] = DEVICE
     test_weights_reach_it = Children.test_weights_reach_it
+
+    def connect(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+
+class TestRows(Streams):
+    """Rows whose tensors lie on a GPU, and that draw there."""
+
+    device: ClassVar[str] = DEVICE
+    test_ranks_that_work_on_the_same_rows = None  # NCCL has one rank on a GPU
 
     def connect(self, **more: Any) -> Runtime:
         return connect(**more)

@@ -85,9 +85,9 @@ class Playing(Role):
         """Two random numbers, with other rows between them."""
         import torch
 
-        first = torch.rand((), generator=self.ctx.generator).item()
+        first = torch.rand((), generator=self.ctx.generator, device=self.ctx.device).item()
         await asyncio.sleep(0.001 * (row % 3))
-        return first, torch.rand((), generator=self.ctx.generator).item()
+        return first, torch.rand((), generator=self.ctx.generator, device=self.ctx.device).item()
 
     @method(rows="row", concurrency=PLACES)
     async def begins(self, row: str) -> str:
@@ -107,6 +107,7 @@ class Playing(Role):
     @method(rows="row", concurrency=PLACES)
     async def add(self, row: dict[str, Any], values: list[int]) -> int:
         """Sums a row of a mapping, and what all rows have got."""
+        assert row["other"].device.type == self.ctx.device.type
         return int(row["number"]) + int(row["other"].sum()) + sum(values)
 
     def save(self, directory: Path) -> None:
