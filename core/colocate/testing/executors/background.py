@@ -14,6 +14,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.background import Beside
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.weights import Sharer
 from colocate.testing.waiting import PATIENCE_S
 
@@ -66,6 +67,28 @@ class Background(ExecutorCase):
                 assert not goes_on.done()
                 gate.open()
                 assert len(goes_on.result(PATIENCE_S)) == 2
+
+    @needs(OwnProcess)
+    def test_an_abort_leaves_process_groups(self, spawn: Spawn) -> None:
+        """A deadline, or a pause, that gives up a background call ends no collective of another role."""
+        pytest.importorskip("torch")
+        group = spawn({"train": colocate.role(Collective), "roll": BACKGROUND})
+        train, roll = group.role("train", Collective), group.role("roll", Beside)
+        assert train.sum(1.0) == [2.0, 2.0]
+        with Gate() as gate, Gate() as amid:
+            late = roll.generate.options(timeout=0.2).submit(gate.address)
+            gate.wait_for(2)
+            step = train.sum_at.submit([amid.address, None], 1.0, failing=-1)  # type: ignore[arg-type]
+            amid.wait_for()
+            with pytest.raises(CallTimeout, match=r"roll\.generate"):
+                late.result(PATIENCE_S)
+            assert roll.do("back")
+            roll.generate.submit(gate.address)
+            gate.wait_for(2)
+            group.pause("roll", how="abort", timeout=PATIENCE_S)
+            amid.open()
+            assert step.result(PATIENCE_S) == [2.0, 2.0]
+        assert train.sum(1.0) == [2.0, 2.0]
 
     def test_what_concerns_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
         """A sync, a sleep, a wake and a checkpoint come behind what was sent before, and before what was sent after."""
@@ -163,7 +186,7 @@ class Background(ExecutorCase):
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
             rows = roll.use_tool.submit([*range(4)], gate.address)
-            gate.wait_for(4)
+            gate.wait_for(2)
             two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
             assert colocate.sync_weights(train, roll, timeout=PATIENCE_S).version == 1
             gate.open()

@@ -145,7 +145,7 @@ class WorkerHost(WorkerContext):
                 self._named(hold.lane).hold(hold.number, hold.failed)
                 what = "a call" if hold.failed else "the constructor of a role on another rank"
                 self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed", hold.lane)
-                if hold.cut:  # an earlier call goes on
+                if hold.cut and not hold.lane:  # an earlier call goes on; background roles have no process groups
                     self.groups.cut(lambda: any(running >= hold.failed for running in list(self.lane.running)))
             case to_worker.Left() as left:
                 self.groups.left(left.number, left.slot, left.operations)
