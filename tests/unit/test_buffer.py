@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -110,6 +111,38 @@ def test_the_end() -> None:
     assert waiting.get() == []
 
 
+def test_an_error_is_told_often() -> None:
+    """Each time with the lines where it was raised first, and no more."""
+    buffer: Buffer[int] = Buffer(1)
+    try:
+        raise ValueError("the generator has failed")
+    except ValueError as error:
+        buffer.close(error)
+    told = []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="the generator has failed") as caught:
+            buffer.get()
+        told.append([line.name for line in traceback.extract_tb(caught.value.__traceback__)])
+    assert told[0][-1] == "test_an_error_is_told_often"
+    assert told[0] == told[1] == told[2]
+
+
+def test_putting_amid_getting() -> None:
+    """As a signal's handler does that comes while it is looked for what is too old: nothing is lost."""
+
+    class Interrupted(int):
+        def __lt__(self, other: int) -> bool:
+            if len(buffer) < 3:
+                buffer.put("by the handler", 2)
+            return int(self) < other
+
+    buffer: Buffer[str] = Buffer(3, max_staleness=0)
+    buffer.put("old", Interrupted(0))
+    buffer.put("new", Interrupted(2))
+    assert buffer.get(2, version=2) == ["new", "by the handler"]
+    assert (buffer.dropped, len(buffer)) == (1, 0)
+
+
 def test_bad_input() -> None:
     for wrong in ({"capacity": 0}, {"capacity": 2.5}, {"capacity": 1, "max_staleness": -1}):
         with pytest.raises(ConfigError, match="must be a whole number"):
@@ -121,3 +154,9 @@ def test_bad_input() -> None:
         buffer.get(0)
     with pytest.raises(ConfigError, match="timeout"):
         buffer.put(1, timeout=-1)
+    for wrong_version in ("v1", 0.5, None, True):
+        with pytest.raises(ConfigError, match=r"put\(version\) must be a whole number"):
+            buffer.put(1, wrong_version)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"get\(version\) must be a whole number"):
+        buffer.get(version=0.5)  # type: ignore[arg-type]
+    assert len(buffer) == 0

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import threading
 from collections import deque
 from collections.abc import Iterator
+from types import TracebackType
 from typing import ClassVar, Generic, TypeVar
+
+import attrs
 
 from colocate._role.call import OnDriver
 from colocate._system.deadline import Deadline
-from colocate._system.numbers import amount_problem, limit
+from colocate._system.numbers import amount_problem, limit, shown
 from colocate.errors import ClosedError, ConfigError
 
 T = TypeVar("T")
+
+
+@attrs.frozen(eq=False)  # found by identity: users' values are compared by their own code
+class _Item(Generic[T]):
+    value: T
+    version: int
 
 
 class Buffer(OnDriver, Generic[T]):
@@ -42,11 +53,12 @@ class Buffer(OnDriver, Generic[T]):
             if (problem := amount_problem(value, whole=True, least=least)) is not None:
                 raise ConfigError(f"Buffer({name}) {problem}")
         self.capacity, self.max_staleness = capacity, max_staleness
-        self._items: deque[tuple[T, int]] = deque()
+        self._items: deque[_Item[T]] = deque()
         self._news = threading.Condition()
         self._dropped = 0
         self._closed = False
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None  # of the error, when it came
 
     @property
     def dropped(self) -> int:
@@ -69,9 +81,11 @@ class Buffer(OnDriver, Generic[T]):
             timeout: Seconds to wait; None for as long as it takes.
 
         Raises:
+            ConfigError: `version` is no whole number.
             ClosedError: The buffer is closed.
             TimeoutError: It is full, and nobody takes anything.
         """
+        _check_version(version, "put")
         deadline = Deadline(limit(timeout, "put(timeout)"))
         with self._news:
             has_room = self._news.wait_for(lambda: self._closed or len(self._items) < self.capacity, deadline.left)
@@ -79,7 +93,7 @@ class Buffer(OnDriver, Generic[T]):
                 raise ClosedError("the buffer is closed, and takes no item any more")
             if not has_room:
                 raise TimeoutError(f"the buffer has been full for {timeout} s: {self.capacity} items wait for `get`")
-            self._items.append((item, version))
+            self._items.append(_Item(item, version))
             self._news.notify_all()
 
     def get(self, n: int = 1, *, version: int | None = None, timeout: float | None = None) -> list[T]:
@@ -95,7 +109,7 @@ class Buffer(OnDriver, Generic[T]):
             They; fewer than `n`, or none, only where the buffer is closed and has no more.
 
         Raises:
-            ConfigError: `n` is more than the buffer holds.
+            ConfigError: `n` is more than the buffer holds, or `version` no whole number.
             TimeoutError: There aren't as many in time; those that there are stay.
             BaseException: The buffer was closed with this error, and has no more.
         """
@@ -103,14 +117,16 @@ class Buffer(OnDriver, Generic[T]):
             raise ConfigError(f"get(n) {problem}")
         if n > self.capacity:
             raise ConfigError(f"get({n}): the buffer holds {self.capacity} items, so that there are never as many")
+        if version is not None:
+            _check_version(version, "get")
         deadline = Deadline(limit(timeout, "get(timeout)"))
         with self._news:
             if not self._news.wait_for(lambda: self._has(n, version) or self._closed, deadline.left):
                 raise TimeoutError(f"{len(self._items)} of {n} items are in the buffer after {timeout} s")
-            found = [self._items.popleft()[0] for _ in range(min(n, len(self._items)))]
+            found = [self._items.popleft().value for _ in range(min(n, len(self._items)))]
             self._news.notify_all()
             if not found and self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(self._trace)
             return found
 
     def close(self, error: BaseException | None = None) -> None:
@@ -120,7 +136,8 @@ class Buffer(OnDriver, Generic[T]):
             error: Why there are no more: what has ended whoever puts items in. `get` raises it when it has none left.
         """
         with self._news:
-            self._error = self._error if self._closed else error
+            if not self._closed and error is not None:
+                self._error, self._trace = error, error.__traceback__
             self._closed = True
             self._news.notify_all()
 
@@ -131,9 +148,18 @@ class Buffer(OnDriver, Generic[T]):
     def _has(self, n: int, version: int | None) -> bool:
         """Whether there are so many items, without those that are too old."""
         if version is not None:
-            fresh = [each for each in self._items if each[1] >= version - self.max_staleness]
-            if len(fresh) < len(self._items):
-                self._dropped += len(self._items) - len(fresh)
-                self._items = deque(fresh)
+            # One by one, each in one step: a signal's handler may put something between two of these lines.
+            for old in [each for each in [*self._items] if each.version < version - self.max_staleness]:
+                with contextlib.suppress(ValueError):  # the handler has taken it
+                    self._items.remove(old)
+                    self._dropped += 1
                 self._news.notify_all()  # there is room
         return len(self._items) >= n
+
+
+def _check_version(version: object, what: str) -> None:
+    if not isinstance(version, numbers.Integral) or isinstance(version, bool):
+        raise ConfigError(
+            f"{what}(version) must be a whole number, as ctx.weights_version and WeightSync.version are, not "
+            f"{shown(version)}"
+        )
