@@ -21,6 +21,7 @@ from typing import Any
 
 import attrs
 from tests.chaos import marks, model, mutants
+from tests.chaos.machine import CHILD
 from tests.chaos.player import CLOSE_S, Player
 from tests.chaos.programs import SLOTS, Program, program
 from tests.chaos.steps import HANG_S
@@ -133,6 +134,8 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
         if outcome.applied is not None and outcome.applied.kind == "envoy":
             wrong += stage.leave()
         left = _left(stage) if outcome.pool_closed or lost else []
+        if "child" in episode.rollout:
+            left += _children(stage)
         say(
             target=episode.fault.target,
             moment=episode.fault.moment,
@@ -191,6 +194,16 @@ def _left(stage: Stage) -> list[str]:
     if left:
         return [f"process {pid} is left: {line}" for pid, line in left.items()]
     return [f"the last process went {took:.1f} s after the close"] if took > GONE_S else []
+
+
+def _children(stage: Stage) -> list[str]:
+    """Processes that roles had started, of groups that have been closed."""
+    deadline = time.monotonic() + GONE_S
+    while left := [pid for pid, line in marks.marked(stage.mark).items() if line == " ".join(CHILD)]:
+        if time.monotonic() > deadline:
+            return [f"child {pid} of a role is left" for pid in left]
+        time.sleep(0.01)
+    return []
 
 
 def asked() -> Iterator[dict[str, Any]]:

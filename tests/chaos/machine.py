@@ -6,20 +6,29 @@ import asyncio
 import ctypes
 import functools
 import json
+import os
 import random
 import secrets
+import signal
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import attrs
 import numpy as np
 
-from colocate import Concat, Gather, Role, method
+from colocate import Concat, Gather, Role, Scatter, Weights, method
+
+if TYPE_CHECKING:
+    import torch
 
 Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
+
+Row: TypeAlias = tuple[int, int]
+"""What comes of a row, and the last call that its worker had begun then."""
 
 FOR_EVER_S = 3600
 _HOLDS = "holds the gil"
@@ -29,6 +38,10 @@ SIZES = {"c": 1 << 20, "d": 1 << 19}
 _SIZE = 1 << 18
 _APART = (1 << 16) + 1
 CHANGED = "memory that isn't what it was"
+_PARTS = 4  # in so many weights a role's memory is yielded
+_NOTED = 512  # calls that a role notes, at most
+PLACES = 2  # rows that run at once on a rank
+CHILD = ("sleep", "86399")
 
 
 def size_of(role: str) -> int:
@@ -38,26 +51,33 @@ def size_of(role: str) -> int:
 class Ballast:
     """Memory that sleeps and wakes, with something that wants it to be what it was.
 
-    It is an array, which stays awake, or a tensor, which doesn't.
+    It is an array, which stays awake, or a module's tensor, which doesn't: one of its weights.
     """
 
     def __init__(self, role: str, rank: int, tensor: bool = False) -> None:
         if tensor:
             import torch
 
-            self.memory: Any = torch.empty(size_of(role), dtype=torch.uint8)
+            self._module: Any = torch.nn.Module()
+            self._module.register_buffer("memory", torch.empty(size_of(role), dtype=torch.uint8))
         else:
-            self.memory = np.empty(size_of(role), dtype=np.uint8)
+            self._array = np.empty(size_of(role), dtype=np.uint8)
         self.array[:] = np.frombuffer(_first(role, rank), dtype=np.uint8)
         self.sum = self.digest()
 
     @property
+    def memory(self) -> torch.Tensor:
+        found: torch.Tensor = self._module.memory
+        return found
+
+    @property
     def array(self) -> np.ndarray:
         """The memory where it is now: a tensor of which there was an array would never sleep."""
-        if isinstance(self.memory, np.ndarray):
-            return self.memory
+        if hasattr(self, "_array"):
+            return self._array
         place = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.data_ptr())
-        return np.frombuffer(place, dtype=np.uint8)
+        found: np.ndarray = np.frombuffer(place, dtype=np.uint8)  # type: ignore[call-overload]
+        return found
 
     def use(self, ident: int) -> None:
         self.look(ident)
@@ -126,6 +146,7 @@ class Machine(Role):
         assert self.ctx.role is not None
         self.ballast = Ballast(self.ctx.role, self.ctx.rank, tensor=True)
         self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
+        self.rows = 0  # that run
 
     def save(self, directory: str) -> None:
         self.ballast.save(Path(directory, f"{self.ctx.rank}.memory"))
@@ -138,7 +159,18 @@ class Machine(Role):
         if self.main:
             self.notes[:] = json.loads(Path(directory, str(self.ctx.rank)).read_text())
 
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Its whole state: its memory in parts, and then the calls that it is of."""
+        import torch
+
+        for number, part in enumerate(self.ballast.memory.chunk(_PARTS)):
+            yield f"part {number}", part
+        told = [self.ctx.rank, len(self.notes), *self.notes]
+        yield "notes", torch.tensor(told + [0] * (2 + _NOTED - len(told)))
+
     def _note(self, ident: int, work_s: float = 0.0) -> None:
+        if self.rows:
+            raise AssertionError(f"call {ident} begins while rows of another one run")
         self.ballast.use(ident)
         self.notes.append(ident)
         if work_s:
@@ -155,14 +187,6 @@ class Machine(Role):
             return self._seen(mixed(*asked))
         self.child.connection.send(asked)
         return self._seen(self.child.connection.recv())
-
-    @method(rows="number", concurrency=2)
-    async def play(self, number: int, ident: int, work_s: float) -> Seen:
-        """The first row on a rank notes the call."""
-        if self.notes[-1:] != [ident]:
-            self._note(ident)
-        await asyncio.sleep(work_s * (number % 3))
-        return self._seen(mixed(ident, number, b""))
 
     @method(collect=Gather())
     def look(self, ident: int) -> Seen:
@@ -189,6 +213,31 @@ class Machine(Role):
             raise Deliberate(ident, self.ctx.rank)
         return self._seen(None)
 
+    @method(rows="index", concurrency=PLACES)
+    async def play(self, index: int, ident: int, work_s: float, failing: Sequence[int]) -> Row:
+        """One row; the first one of a call on a rank notes that."""
+        if self.notes[-1:] != [ident]:
+            self._note(ident)
+        self.rows += 1
+        try:
+            await asyncio.sleep(work_s)
+            if index in failing:
+                raise Deliberate(ident, index)
+            return self._row(ident, index)
+        finally:
+            self.rows -= 1
+
+    @method(dispatch=Scatter("indices"))
+    def each(self, indices: Sequence[int], ident: int, work_s: float) -> Iterator[tuple[int, Row]]:
+        """Rows, the last one first."""
+        self._note(ident)
+        for place, index in reversed([*enumerate(indices)]):
+            time.sleep(work_s)
+            yield place, self._row(ident, index)
+
+    def _row(self, ident: int, index: int) -> Row:
+        return mixed(ident, index, b"row"), self.notes[-1]
+
     @method(collect=Gather())
     def add(self, ident: int, failing: Sequence[int]) -> Seen:
         """The sum of what all ranks put in, unless this one is to raise before."""
@@ -210,6 +259,79 @@ class Machine(Role):
         with open("/proc/self/comm", "w") as file:
             file.write(_HOLDS)
         keep_the_gil()
+
+
+class Target(Machine):
+    """Its memory is what it has got of another role's by syncs of weights, all of which are of the same calls."""
+
+    def __init__(self, main: str) -> None:
+        super().__init__(main=main)
+        self.source, self.told = -1, tuple[int, ...]()  # of which rank, and the calls that this one had begun
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """A weight's name says where a rank is to raise."""
+        parts = iter(self.ballast.memory.chunk(_PARTS))
+        for name, tensor in weights:
+            if name == "notes":
+                self.source, count, *told = tensor.tolist()
+                self.told = tuple(told[:count])
+                continue
+            if (failing := Failing.of(name)) is not None and self.ctx.rank in failing.ranks:
+                raise Deliberate(failing.ident, self.ctx.rank)
+            next(parts).copy_(tensor)
+        self.ballast.sum = self.ballast.digest()
+
+    @method(collect=Gather())
+    def peek(self, ident: int) -> Seen:
+        """The version of what it has, the rank that this is of, that one's calls, and the digest of the memory."""
+        found = self.ballast.digest()
+        self.notes.append(ident)
+        return self._seen((self.ctx.weights_version, self.source, self.told, found))
+
+
+@attrs.frozen
+class Failing:
+    """On which ranks of a target a sync is to fail: the name that the target is given for a weight."""
+
+    ident: int  # that of the sync
+    ranks: tuple[int, ...]
+
+    def names(self) -> dict[str, str]:
+        return {"part 2": f"failing {self.ident} {' '.join(map(str, self.ranks))}"}
+
+    @classmethod
+    def of(cls, name: str) -> Failing | None:
+        word, *numbers = name.split()
+        return cls(int(numbers[0]), tuple(map(int, numbers[1:]))) if word == "failing" else None
+
+
+class Parent(Machine):
+    """It has a child on each rank."""
+
+    def __init__(self, main: str) -> None:
+        super().__init__(main=main)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.own = self.ctx.start(CHILD, name="child")
+
+    @method(collect=Gather())
+    def orphan(self, ident: int, ranks: Sequence[int]) -> Seen:
+        """Kill the child of some ranks, and do nothing more there."""
+        self._note(ident)
+        if self.ctx.rank in ranks:
+            assert self.own.pid is not None
+            os.kill(self.own.pid, signal.SIGKILL)
+            time.sleep(FOR_EVER_S)
+        return self._seen(None)
+
+    @method(collect=Gather(), revives=True)
+    def revive(self, ident: int) -> Seen:
+        """Have one that runs."""
+        self._note(ident)
+        if not self.own.alive:
+            self._begin()
+        return self._seen(self.own.alive)
 
 
 def holds_the_gil(pid: int) -> bool:

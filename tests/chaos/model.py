@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.chaos import training
-from tests.chaos.machine import CHANGED, digest_after, mixed, size_of
+from tests.chaos import rollouts, training
+from tests.chaos.machine import CHANGED, digest_after, size_of
 from tests.chaos.programs import PEERS
-from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
+from tests.chaos.records import Applied, Played, Sent, chain, history, leaves, short
 
 from colocate._calls.stacks import HAS_LEFT
 from colocate.errors import (
     CallTimeout,
+    ChildDied,
     ClosedError,
     ColocateError,
     EngineError,
@@ -20,6 +21,7 @@ from colocate.errors import (
     RenewalError,
     RoleError,
     RoleStartError,
+    StaleWeightsError,
     WorkerDied,
 )
 
@@ -37,9 +39,12 @@ def complaints(played: Sequence[Played], applied: Applied | None) -> list[str]:
         mine = applied if applied is not None and concerns(applied, group) else None
         for sent in group.sent:
             hit = mine if sent.generation == group.struck else None
+            if sent.giver is not None and applied is not None and concerns(applied, sent.giver):
+                hit = applied
             found += (f"{group.name}: {sent}: {words}" for words in _of_call(sent, group, hit))
         found += (f"{group.name}: {words}" for words in order(group))
         found += (f"{group.name}: {words}" for words in training.complaints(group))
+        found += (f"{group.name}: {words}" for words in rollouts.complaints(group))
         found += (f"{group.name}: {words}" for words in group.wrong)
         found += (f"{group.name}: {words}" for words in _of_spawn(group, mine))
         found += (f"{group.name}: {words}" for words in _of_close(group, mine))
@@ -82,12 +87,17 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
         return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine)
     if sent.fails and sent.is_told_by(error):
         return True
+    if isinstance(error, StaleWeightsError):
+        return rollouts.may_be_stale(sent, group)
+    if isinstance(error, ChildDied):
+        return rollouts.is_bereaved(sent, error.rank, group)
     if isinstance(error, RenewalError):
         return training.explains(error, sent, group)
     if sent.times_out and isinstance(error, CallTimeout):
         return set(error.stacks) <= set(sent.ranks)
     if isinstance(error, ClosedError) or _all_have_left(error):
-        return group.closing is not None and sent.settled is not None and sent.settled >= group.closing
+        closings = [each.closing for each in (group, sent.giver) if each is not None and each.closing is not None]
+        return sent.settled is not None and any(sent.settled >= closing for closing in closings)
     over = mine is not None and mine.went_on is not None and sent.submitted > mine.went_on
     if mine is not None and not over and may_follow(error, mine):
         return True
@@ -101,7 +111,8 @@ def _all_have_left(error: BaseException) -> bool:
 
 def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
     """Whether it waited on one rank for others when an earlier call failed there: it is withdrawn, and says why."""
-    if sent.what not in ("take", "add", "train", "sleep", "wake", "play") or not isinstance(error, RoleError):
+    waits = ("take", "add", "train", "sleep", "wake", "weights", "play", "each")
+    if sent.what not in waits or not isinstance(error, RoleError):
         return False
     earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
     return any(cause == each for cause in chain(error)[1:] for each in earlier)  # each who waits has a copy
@@ -161,20 +172,13 @@ def order(group: Played) -> Iterator[str]:
         if not sent.fine or not isinstance(sent.value, list):
             continue
         for nonce, rank, notes, _ in (seen for seen in sent.value if isinstance(seen, tuple) and len(seen) == 4):
-            known = [each for each in _history(group, sent.generation) if each.noted == sent.noted]
+            known = [each for each in history(group, sent.generation) if each.noted == sent.noted]
             by_ident = {each.ident: each for each in known}
             yield from (f"{sent} on rank {rank}: {words}" for words in _of_notes(sent, rank, notes, by_ident, known))
             before = last.get(nonce, ())
             if notes[: len(before)] != before:
                 yield f"{sent} on rank {rank}: the calls begun before it were {before}, now they are {notes}"
             last[nonce] = notes
-
-
-def _history(group: Played, generation: int) -> list[Sent]:
-    """The calls that a generation may have begun, and those that the checkpoint has which it was restored from."""
-    tag = group.restored.get(generation)
-    before = [] if tag is None else [sent for sent in _history(group, group.saved[tag]) if sent.ident < tag]
-    return before + [sent for sent in group.sent if sent.generation == generation]
 
 
 def _of_notes(
@@ -263,17 +267,6 @@ def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:
         except (TypeError, ValueError):
             return f"{value!r:.200} is no list of what ranks have seen"
         return None if told == list(expected) else f"{told!r:.200} instead of {list(expected)!r:.200}"
-
-    return look
-
-
-def each_row(ident: int, numbers: Sequence[int]) -> Any:
-    """Compares what rows that ran on any ranks have given, in their order."""
-
-    def look(value: Any) -> str | None:
-        told = [own for _, _, _, own in value]
-        expected = [mixed(ident, number, b"") for number in numbers]
-        return None if told == expected else f"{told!r:.200} instead of {expected!r:.200}"
 
     return look
 

@@ -106,6 +106,34 @@ def unkept_budget() -> None:
     _replace(Residency, "check", lambda self, role, what, more=None: None)
 
 
+def half_synced() -> None:
+    """A target that has got a part of its weights isn't stale."""
+    from colocate._role.weights import Received
+
+    _replace(Received, "fail", lambda self, why: None)
+
+
+def doubled_rows() -> None:
+    """A stream gives each row twice."""
+    from colocate._views.rows import _Stream
+
+    step = _Stream.__next__
+
+    def twice(self: Any) -> Any:
+        if (found := self.__dict__.pop("again", None)) is None:
+            found = self.__dict__["again"] = step(self)
+        return found
+
+    _replace(_Stream, "__next__", twice)
+
+
+def unmissed_child() -> None:
+    """A role goes on without a child that has died."""
+    from colocate.worker.children import Children
+
+    _replace(Children, "check", lambda self, role, since=0.0: None)
+
+
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: the mutant breaks nothing"
     setattr(owner, name, patch)

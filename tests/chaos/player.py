@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.chaos import model
 from tests.chaos.faults import Injector
-from tests.chaos.machine import Machine, holds_the_gil
+from tests.chaos.machine import Machine, Parent, Target, holds_the_gil
 from tests.chaos.programs import PEERS, TURNERS, Episode, Step
 from tests.chaos.records import Applied, Outcome, Played, Sent, leaves
 from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
@@ -204,6 +204,11 @@ class Player:
             self._steps.do(Step("train", group=group, count=3), timeout)
         elif moment == "renewal":
             self._steps.do(Step("train_failing", group=group, ranks=(0,), where="backward"), timeout)
+        elif moment == "weights":
+            target, giver = self._fault.others
+            self._steps.do(Step("weights", "b", target, 0.02, size=1 << 16, count=3, giver=giver), timeout)
+        elif moment == "rows":
+            self._steps.do(Step("rows", group=group, work_s=0.02, where=self._fault.where), timeout)
         elif moment not in ("idle", "spawn", "close"):
             what = {"call": "submit", "collective": "add"}.get(moment, moment)
             self._steps.do(Step(what, group=group, work_s=0.12), timeout)
@@ -359,6 +364,10 @@ def declared(episode: Episode, takes_s: float, hangs: int | None) -> dict[str, c
     if episode.second:
         second = colocate.role(Machine, 0.0, None, "a")
         roles["b"] = second.on(slots=[0]) if episode.second == "first" else second
+    if "weights" in episode.rollout:
+        roles["s"] = colocate.role(Target, "a")
+    if "child" in episode.rollout:
+        roles["k"] = colocate.role(Parent, "a")
     if episode.trains:
         roles["t"] = colocate.role(Trainer, "a")
     if episode.budget:

@@ -29,7 +29,13 @@ TURNS = 0.3  # the share of episodes in which they do
 CHILDREN = 0.2  # the share of the others in which role "a" has a child
 BUDGETS = (1088 << 10, 1664 << 10)
 """With the one, role "c" has room for nobody, with the other for one more; all have 1.75 MiB at least."""
-ROWS = 0.3  # the share of episodes with calls whose rows end one by one
+ROLLOUTS = 0.5  # the share of episodes that have some of these
+ROLLOUT = ("weights", "rows", "child")
+"""Syncs of weights to a role "s", calls whose rows end one by one, and a role "k" with a child on each rank."""
+CHILD_BYTES = 128 << 10  # what a child has for itself, at most
+WAYS = ("stream", "stream", "return", "early", "all", "batch")
+"""In which rows are read: as they end, with errors raised or returned, until the stream is closed, all at once, as a
+batched method yields them."""
 SLOTS = 3
 FREED = ("before", "backward")  # where a step of training raises when the other ranks are to wait for it
 
@@ -43,7 +49,8 @@ class Step:
     ranks: tuple[int, ...] = ()  # ranks that it concerns: those called, or those that raise
     size: int = 0  # bytes of what is passed on
     count: int = 1  # how many calls
-    where: str = ""  # in a step of training, where the ranks raise
+    where: str = ""  # in a step of training, where the ranks raise; of rows, how they are read
+    giver: int | None = None  # of a sync, the group whose weights it brings, if that is another one
     roles: tuple[str, ...] = ()  # the order in which roles are called, again and again
 
 
@@ -58,6 +65,8 @@ class Fault:
     # how what hangs is ended: by the group's close, the pool's, the group's own grace, or (of a stop) by going on
     ending: str = "close"
     grace: float = 0.2  # that of the close
+    where: str = ""  # amid rows, how they are read
+    others: tuple[int, int] = (0, 0)  # amid a sync, the group that gets weights, and the one that gives them
 
 
 @attrs.frozen
@@ -75,6 +84,7 @@ class Episode:
     budget: int = 0  # the bytes that roles may have on each slot, so that they take turns; 0 where they don't
     declared: tuple[str, ...] = ()  # the order of calls of which the groups are told
     child: bool = False  # whether role "a" has a process of its own, which does a part of its steps
+    rollout: tuple[str, ...] = ()  # which of `ROLLOUT` there are
 
 
 @attrs.frozen
@@ -103,8 +113,8 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     episodes = tuple(_taking_turns(turns, each) if turns.random() < TURNS else each for each in episodes)
     children = random.Random(f"children {seed}")  # likewise
     episodes = tuple(attrs.evolve(each, child=children.random() < CHILDREN and not each.budget) for each in episodes)
-    rows = random.Random(f"rows {seed}")  # likewise
-    episodes = tuple(_with_rows(rows, each) if rows.random() < ROWS else each for each in episodes)
+    rolls = random.Random(f"rollouts {seed}")  # as well
+    episodes = tuple(_rolling_out(rolls, each) if rolls.random() < ROLLOUTS else each for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 
@@ -152,19 +162,42 @@ def _taking_turns(draw: random.Random, episode: Episode) -> Episode:
     )
 
 
-def _with_rows(draw: random.Random, episode: Episode) -> Episode:
-    """An episode with calls whose rows end one by one."""
+def _rolling_out(draw: random.Random, episode: Episode) -> Episode:
+    """An episode with steps of some of these, and perhaps a fault amid one of them."""
+    rollout = tuple(draw.sample(ROLLOUT, draw.randint(1, len(ROLLOUT))))
 
-    def more(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        role = "b" if episode.second and draw.random() < 0.4 else "a"
-        step = Step("rows", role, draw.randrange(len(episode.groups)), draw.choice((0.0, 0.005, 0.02)))
-        at = draw.randint(0, len(steps))
-        return (*steps[:at], step, *steps[at:])
+    def more(steps: tuple[Step, ...], share: float) -> tuple[Step, ...]:
+        for what in rollout:
+            group = draw.randrange(len(episode.groups))
+            step = Step(
+                what,
+                draw.choice(("a", "a", "b")),
+                group,
+                work_s=draw.choice((0.0, 0.005, 0.02)),
+                ranks=(draw.randrange(episode.groups[group]),) if what == "child" or draw.random() < 0.5 else (),
+                size=draw.choice((1 << 16, 1 << 28)),
+                count=draw.randint(1, 3),
+                where=draw.choice(WAYS),
+                giver=draw.choice((None, 1 - group)) if len(episode.groups) > 1 else None,
+            )
+            if draw.random() < share:
+                at = draw.randint(0, len(steps))
+                steps = (*steps[:at], step, *steps[at:])
+        return steps
 
     fault = episode.fault
-    if fault.moment in ("idle", "call", "queue", "sleep", "wake") and draw.random() < 0.5:
-        fault = attrs.evolve(fault, moment="rows")
-    return attrs.evolve(episode, before=more(episode.before), fault=fault, after=more(episode.after))
+    if fault.moment in ("idle", "call", "queue", "sleep", "wake", "turns") and draw.random() < 0.6:
+        other = draw.randrange(len(episode.groups))
+        pair = (fault.group, other) if draw.random() < 0.5 else (other, fault.group)
+        fault = attrs.evolve(fault, moment=draw.choice(rollout), where=draw.choice(WAYS), others=pair)
+    return attrs.evolve(
+        episode,
+        before=more(episode.before, 0.8),
+        fault=fault,
+        after=more(episode.after, 0.6),
+        budget=episode.budget + CHILD_BYTES if episode.budget and "child" in rollout else episode.budget,
+        rollout=rollout,
+    )
 
 
 def _fails_alone(fault: Fault) -> bool:

@@ -24,6 +24,9 @@ class Sent:
     expected: Callable[[Any], str | None]  # looks at its value; a complaint, or None
     fails: tuple[int, ...] = ()  # the slots on which the method is told to raise
     times_out: bool = False  # whether it has been made to outlive its timeout
+    giver: Played | None = None  # of a sync, the group whose weights it brings, and the role
+    given: str = ""
+    giving: int = 0  # that group's generation
     call: Call[Any] | None = None  # what was submitted; None when that failed
     value: Any = None  # its value
     error: BaseException | None = None  # what it ended with
@@ -32,6 +35,11 @@ class Sent:
     settled: float | None = None  # when it was known how it ended
     where: str = ""  # in a step of training, where it is told to raise
     role: str = "a"  # the role that it was made on
+    count: int | None = None  # how many rows it has, where these end one by one
+    rows: list[tuple[int, Any]] = attrs.field(factory=list)  # those that have come, in the order in which they did
+    closed: bool = False  # whether its stream was closed before its end
+    failing: tuple[int, ...] = ()  # the rows that raise, and whose errors are returned
+    bereaved: tuple[int, ...] = ()  # the slots on which a child of the role was killed, by this call or before it
 
     @property
     def noted(self) -> str:
@@ -57,15 +65,16 @@ class Sent:
         cause = error.__cause__
         return (
             isinstance(error, RoleError)
-            and error.rank in self.fails
+            and (place := error.rank if self.count is None else error.row) in (*self.fails, *self.failing)
             and isinstance(cause, Deliberate)
-            and (cause.ident, cause.rank) == (self.ident, error.rank)
+            and (cause.ident, cause.rank) == (self.ident, place)
             and error.remote_traceback is not None
         )
 
     def __str__(self) -> str:
         on = ",".join(map(str, self.ranks))
-        return f"call {self.ident} ({self.what} on {on})"
+        here = f" from {self.giver.name}.{self.given}" if self.giver is not None else ""
+        return f"call {self.ident} ({self.what}{here} on {on})"
 
 
 @attrs.define(eq=False)
@@ -92,6 +101,13 @@ class Played:
     hurried: bool = False
     budget: int = 0  # what its roles may have of each slot's memory, where they take turns
     spawn_error: BaseException | None = None
+
+
+def history(group: Played, generation: int) -> list[Sent]:
+    """The calls that a generation may have begun, and those that the checkpoint has which it was restored from."""
+    tag = group.restored.get(generation)
+    before = [] if tag is None else [sent for sent in history(group, group.saved[tag]) if sent.ident < tag]
+    return before + [sent for sent in group.sent if sent.generation == generation]
 
 
 @attrs.define(eq=False)

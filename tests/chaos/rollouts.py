@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.chaos.machine import digest_after, mixed
-from tests.chaos.records import Played, Sent, short
+from tests.chaos.records import Played, Sent, history, short
 
 
 def complaints(group: Played) -> Iterator[str]:
@@ -58,6 +58,8 @@ def _of_weights(sent: Sent, group: Played) -> Iterator[str]:
         if source < 0:
             if last is not None:
                 yield f"rank {rank} has no weights after {syncs[last]}"
+            elif digest != digest_after("s", rank, ()):
+                yield f"rank {rank} has weights, of version {version}, that are a part of some"
             continue
         whole = [each for each in since if digest == _digest(each, source, told)]
         if not since:
@@ -84,7 +86,7 @@ def _before(sync: Sent, rank: int) -> list[int]:
     assert giver is not None
     return [
         each.ident
-        for each in giver.sent
+        for each in history(giver, sync.giving)
         if each.fine and each.ident < sync.ident and each.noted == "a" and rank in each.ranks
     ]
 

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
-from tests.chaos.machine import mixed, put_in, row
-from tests.chaos.model import as_written, each_row, seen_by, within
+from tests.chaos import rollouts
+from tests.chaos.machine import Failing, mixed, put_in, row
+from tests.chaos.model import as_written, seen_by, within
 from tests.chaos.programs import FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
+from colocate._role.rows import RowStream
 from colocate._signals.off_main import off_main
 from colocate._views.sleeping import start_sleep, start_wake
 
@@ -102,7 +104,10 @@ class Steps:
         except Exception as error:
             sent.error, sent.settled = error, time.monotonic()
             return None
-        sent.call = made if isinstance(made, colocate.Call) else colocate.Call(made._kept.call)
+        if isinstance(made, colocate.Call):
+            sent.call = made
+        else:
+            sent.call = colocate.Call(getattr(made, "_call", None) or made._kept.call)
         return made
 
     def new(self, what: str, ranks: Sequence[int], timeout: float | None, **more: Any) -> Sent:
@@ -171,31 +176,6 @@ class Steps:
             for place, role in enumerate(step.roles):
                 one = self._look if (number + place) % 2 else self._plain
                 sent = one(attrs.evolve(step, role=role), played, timeout)
-        return sent
-
-    def _rows(self, step: Step, played: Played, timeout: float | None) -> Sent:
-        """Rows that end one by one: of one call all together, of another one the first is read, and no others."""
-        role, slots = self._role(played, step)
-        numbers = list(range(4 * len(slots)))
-        sent, half = self.new("play", slots, timeout), self.new("play", (), timeout)  # nobody knows where it has begun
-        sent.expected = each_row(sent.ident, numbers)
-        self.submit(
-            played,
-            sent,
-            lambda view, ident: view.play.options(timeout=timeout).submit(numbers, ident, step.work_s),
-            role,
-        )
-
-        def read_one(view: Any, ident: int) -> colocate.Call[Any]:
-            at_most = (LONG_S if timeout is None else timeout) + STACKS_S
-            with (
-                self.bound("a row", at_most),
-                view.play.options(timeout=timeout).stream(numbers * 10, ident, step.work_s) as rows,
-            ):
-                next(rows)
-            return colocate.Call(rows._call)
-
-        self.submit(played, half, read_one, role)
         return sent
 
     def _memory(self, step: Step, played: Played, timeout: float | None) -> Sent:
@@ -336,3 +316,90 @@ class Steps:
         fails = tuple(rank for rank in fails if rank in slots)
         # The model knows what all steps before it have come to.
         return self.call(played, "train", slots, timeout, fails, where, role="t", fails=fails, where=where)
+
+    # -- what a rollout does
+
+    def _weights(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Syncs of weights, some of which fail on a rank, each with a call of the target behind it."""
+        giver = played if step.giver is None else self._played[step.giver]
+        for number in range(step.count):
+            if giver.group is not None:
+                self._plain(attrs.evolve(step, role="b", size=0), giver, timeout)
+                self._one_weights(step, played, giver, timeout, step.ranks if number % 2 == 0 else ())
+            sent = self.call(played, "peek", range(played.slots), timeout, role="s")
+        return sent
+
+    def _one_weights(
+        self, step: Step, played: Played, giver: Played, timeout: float | None, fails: tuple[int, ...]
+    ) -> Sent:
+        source = "b" if giver.second else "a"
+        fails = tuple(rank for rank in fails if rank < played.slots)
+        sent = self.new("weights", (), timeout, giver=giver, given=source, fails=fails)
+        sent.giving = giver.generation
+        sent.expected = rollouts.synced(sent, played)
+
+        def later(view: Any, ident: int) -> Any:
+            assert giver.group is not None
+            names = Failing(ident, fails).names() if fails else None
+            return colocate.sync_weights.submit(
+                giver.group.role(source), view, names=names, bucket=step.size, timeout=timeout
+            )
+
+        self.submit(played, sent, later, "s")
+        return sent
+
+    def _rows(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """A call whose rows end one by one, some of which raise, with calls behind it."""
+        role, slots = self._role(played, step)
+        count = 4 * len(slots) + 1
+        fails = tuple(3 * rank for rank in step.ranks) if step.where not in ("early", "batch") else ()
+        returned = step.where in ("return", "all")
+        sent = self.new("each" if step.where == "batch" else "play", (), timeout, count=count)
+        sent.fails, sent.failing = ((), fails) if returned else (fails, ())
+        options: dict[str, Any] = {"timeout": timeout}
+        if returned:
+            options["on_error"] = "return"
+
+        def begin(view: Any, ident: int) -> Any:
+            call = getattr(view, sent.what).options(**options)
+            more = () if step.where == "batch" else (fails,)
+            return (call.submit if step.where == "all" else call.stream)([*range(count)], ident, step.work_s, *more)
+
+        stream = self.submit(played, sent, begin, role)
+        for _ in range(step.count):
+            self._plain(step, played, timeout)
+        if step.where == "all":
+            self.wait(sent)
+            sent.rows += enumerate(sent.value or ())
+        elif stream is not None:
+            self._read(stream, sent, 3 if step.where == "early" else count + 1)
+        rollouts.look_at_errors(sent)
+        return sent
+
+    def _read(self, stream: RowStream[Any], sent: Sent, most: int) -> None:
+        with self.bound(str(sent), (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S), stream:
+            try:
+                for found in stream:
+                    sent.rows.append(found)
+                    if len(sent.rows) == most:
+                        sent.closed = True
+                        break
+            except Exception as error:
+                sent.error = error
+        sent.settled = time.monotonic()
+
+    def _child(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """The child of a role is killed on some ranks: its calls fail, and no others, until it has another one."""
+        slots, ranks = tuple(range(played.slots)), tuple(rank for rank in step.ranks if rank < played.slots) or (0,)
+        self._plain(attrs.evolve(step, size=0), played, timeout)
+        self.call(played, "orphan", slots, timeout, ranks, role="k", bereaved=ranks)
+        self._plain(step, played, timeout)
+        self._own(played, timeout)
+        self.call(played, "revive", slots, timeout, role="k").expected = seen_by([(rank, True) for rank in slots])
+        return self._own(played, timeout)
+
+    def _own(self, played: Played, timeout: float | None) -> Sent:
+        """A call of the role with children."""
+        sent = self.call(played, "step", range(played.slots), timeout, 0.0, b"", role="k")
+        sent.expected = seen_by([(rank, mixed(sent.ident, rank, b"")) for rank in range(played.slots)])
+        return sent

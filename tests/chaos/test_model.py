@@ -11,11 +11,12 @@ import attrs
 import pytest
 from tests.chaos import model
 from tests.chaos.ledger import ROOT, Ledger
-from tests.chaos.machine import Deliberate
+from tests.chaos.machine import Deliberate, digest_after, mixed
 from tests.chaos.records import Applied, Played, Sent
 
+from colocate import WeightSync
 from colocate._calls.stacks import HAS_LEFT
-from colocate.errors import CallTimeout, ClosedError, RoleError, WorkerDied
+from colocate.errors import CallTimeout, ChildDied, ClosedError, RoleError, StaleWeightsError, WorkerDied
 
 KILLED = Applied("kill", 0, 1, 42, 5.0, 5.1, "call")
 STOPPED = Applied("stop", 0, 1, 42, 5.0, 5.1, "call")
@@ -99,6 +100,64 @@ def test_deliberate() -> None:
     assert wrong(sent(1, error=error, fails=(1,)))
     error.__cause__ = Deliberate(2, 0)
     assert wrong(sent(1, error=error, fails=(0,)))
+
+
+def test_weights() -> None:
+    """A target has a whole state of its source, no older than the last sync, unless that has failed."""
+
+    def seen(told: list[int], digest: int | None = None, failed: bool = False) -> str:
+        group = Played(0, "g", 1)
+        right = digest_after("a", 0, told)
+        group.sent = [
+            sent(1, [1], ranks=(0,)),
+            sent(2, what="weights", ranks=(), giver=group, given="a", value=WeightSync(1, 0, 0.0, ())),
+        ]
+        peek = sent(3, what="peek", role="s", ranks=(0,))
+        peek.value = [("n0", 0, (1, 3), (1, 0, tuple(told), right if digest is None else digest))]
+        group.sent.append(peek)
+        if failed:
+            group.sent[1].error, peek.error = RoleError("it raised", rank=0), StaleWeightsError("stale", rank=0)
+            group.sent[1].error.remote_traceback = "..."
+            group.sent[1].error.__cause__ = Deliberate(2, 0)
+            group.sent[1].fails = (0,)
+        return "\n".join(model.complaints([group], None))
+
+    assert seen([1]) == ""
+    assert seen([1], failed=True) == ""
+    assert "none of rank 0" in seen([1], digest=7)
+    assert "older than" in seen([])
+    stale = StaleWeightsError("stale", rank=0)
+    assert "ended with StaleWeightsError" in wrong(sent(3, what="peek", role="s", error=stale))
+
+
+def test_rows() -> None:
+    """Each row comes once, is right, and fails if it was told to; where a fault ends a call its rows have one error."""
+    first, second = (0, (mixed(1, 0, b"row"), 1)), (1, (mixed(1, 1, b"row"), 1))
+
+    def seen(*rows: Any, **more: Any) -> str:
+        return wrong(sent(1, what="play", ranks=(), count=2, rows=[*rows], **more))
+
+    assert seen(first, second) == seen(second, first) == seen(first, closed=True) == ""
+    assert "only these have come: [0]" in seen(first)
+    assert "these have come: [0, 0, 1]" in seen(first, first, second)
+    assert "row 1 gave" in seen(first, (1, (mixed(1, 1, b"row"), 2)))
+    assert "should have raised" in seen(first, second, failing=(1,))
+    told = RoleError("it raised", rank=0, row=1, remote_traceback="...")
+    told.__cause__ = Deliberate(1, 1)
+    assert seen(first, (1, told), failing=(1,)) == ""
+    assert "row 1 ended with RoleError" in seen(first, (1, told))
+
+
+def test_children() -> None:
+    """The death of a child fails the calls of its role, and no others, until there is another one."""
+    died = ChildDied("gone", rank=0)
+    killed = sent(1, what="orphan", role="k", bereaved=(0,), error=died)
+    assert wrong(killed, sent(2, role="k", error=died), sent(3, [3], what="revive", role="k"), sent(4, [3, 4])) == ""
+    assert "has lost its child" in wrong(killed, sent(2, [2], role="k"))
+    assert "has lost its child" in wrong(sent(1, [1], what="orphan", role="k", bereaved=(0,)))
+    assert "ended with ChildDied" in wrong(killed, sent(2, error=died))
+    revived = sent(2, [2], what="revive", role="k")
+    assert "ended with ChildDied" in wrong(killed, revived, sent(3, role="k", error=died))
 
 
 def test_ledger(tmp_path: Any) -> None:

@@ -64,6 +64,19 @@ def with_roles_that_take_turns(episode: Episode) -> bool:
     return bool(episode.budget) and episode.settled and amid(episode)
 
 
+def with_a_sync_that_fails(episode: Episode) -> bool:
+    steps = [step for step in episode.before if step.what == "weights"]
+    return any(step.ranks and step.giver is None for step in steps) and episode.settled and amid(episode)
+
+
+def with_a_stream(episode: Episode) -> bool:
+    return any(step.what == "rows" and step.where == "stream" for step in episode.before) and amid(episode)
+
+
+def with_a_child(episode: Episode) -> bool:
+    return any(step.what == "child" for step in episode.before) and episode.settled and amid(episode)
+
+
 def anything(episode: Episode) -> bool:
     return True
 
@@ -102,6 +115,9 @@ CASES = [
     (mutants.uncounted_updates, "kill", with_weights_of_two_steps, "without a common state"),
     (mutants.lost_byte, "kill", with_roles_that_take_turns, "memory that isn't what it was"),
     (mutants.unkept_budget, "kill", with_roles_that_take_turns, "bytes may be"),
+    (mutants.half_synced, "kill", with_a_sync_that_fails, "has weights, of version"),
+    (mutants.doubled_rows, "kill", with_a_stream, "rows these have come"),
+    (mutants.unmissed_child, "kill", with_a_child, "has lost its child"),
 ]
 
 
