@@ -94,6 +94,7 @@ class VllmEngine:
         self._folder = tempfile.mkdtemp(prefix="vllm-")
         self._has_weights = isinstance(model, str)
         self._engine: Any = None
+        self._runner: Any = None
         self._awake = True
         self._version = 0
         self._missing: str | None = None  # why its weights can't be used
