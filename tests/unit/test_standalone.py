@@ -129,7 +129,12 @@ def test_rows_that_end_one_by_one() -> None:
     assert asyncio.run(main()) == [(1, 4), (0, 2)]
     with playing.play.stream([1, 2]) as stream:
         next(stream)
+    with pytest.raises(colocate.ClosedError, match=r"the stream of Playing.play was closed, and is read"):
+        next(stream)
+    with playing.play.stream([1, 2]) as stream:
+        assert len(list(stream)) == 2
     assert list(stream) == []
+    assert playing.play(range(3)) == playing.play([0, 1, 2])
 
 
 def test_rows_with_errors() -> None:

@@ -106,7 +106,8 @@ class StandaloneRows(StandaloneCall):
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
         """Run it; the rows come in the order in which they ended."""
-        return _LocalRows(iter(self._ended(args, kwargs)))
+        label = f"{type(self._instance).__name__}.{self._spec.name}"
+        return _LocalRows(iter(self._ended(args, kwargs)), label)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Run it at once, if its rows come as a batch; otherwise refuse it."""
@@ -181,20 +182,28 @@ async def _taken(items: AsyncIterator[Any], yielded: Yielded) -> list[tuple[int,
 class _LocalRows(RowStream[Any]):
     """Rows that have ended."""
 
-    def __init__(self, rows: Iterator[tuple[int, Any]]) -> None:
+    def __init__(self, rows: Iterator[tuple[int, Any]], label: str) -> None:
         self._rows = rows
+        self._label = label
+        self._is_over = self._is_closed = False
 
     def __next__(self) -> tuple[int, Any]:
-        return next(self._rows)
-
-    async def __anext__(self) -> tuple[int, Any]:
+        if self._is_closed:
+            raise ClosedError(f"the stream of {self._label} was closed, and is read")
         for row in self._rows:
             return row
-        raise StopAsyncIteration
+        self._is_over = True
+        raise StopIteration
+
+    async def __anext__(self) -> tuple[int, Any]:
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
 
     def close(self) -> None:
         """Read no more."""
-        self._rows = iter(())
+        self._is_closed = not self._is_over
 
 
 class LocalResident(Resident[T_co]):

@@ -214,8 +214,10 @@ def _length(leaf: Any, path: str) -> int:
 def each_row(value: Any, path: str) -> list[Any]:
     """Take the rows one by one, as their items: of a list the item itself, of a tensor one with an axis less.
 
-    Of a type that was registered (`register_batch`) each is a batch of one row.
+    Of a type that was registered (`register_batch`) each is a batch of one row. Other sequences, as `range`, are lists.
     """
+    if isinstance(value, Sequence) and not isinstance(value, (tuple, str, bytes)) and kind_of(type(value)) is None:
+        value = list(value)
     count, memo = rows(value, path), Memo()
 
     def items(leaf: Any) -> Sequence[Any]:

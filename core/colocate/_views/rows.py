@@ -31,7 +31,7 @@ from colocate._values.dispatch import chosen_ranks, plan
 from colocate._values.nesting import no_end
 from colocate._views.sending import Messages, ready, recording, refuse_inside, send_rows, with_references
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ClosedError, ColocateError, GroupRestarted
+from colocate.errors import ClosedError, ColocateError, ConfigError, GroupRestarted
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,11 +67,22 @@ class RowsViewCall(OnDriver):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run all rows, wait, and return their values in order."""
-        ended = dict(_Stream(self._asked(args, kwargs), is_ahead=False))
+        with _Stream(self._asked(args, kwargs), is_ahead=False) as rows:  # one that is interrupted is read no more
+            ended = dict(rows)
         return [ended[row] for row in range(len(ended))]
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[list[Any]]:
-        """Send it and return at once."""
+        """Send it and return at once. A failure of the call is its error, and the group's restart ends it."""
+        refused = None
+        if self._options.retry and self._worker_group.restarts.limit:
+            refused = "retry=... in a group that restarts", "is given to its new workers"
+        elif self._options.on_error == "return" and self._options.timeout is not None:
+            refused = "timeout=... with on_error='return'", "has that error"
+        if refused is not None:
+            raise ConfigError(
+                f"{self._label}.submit(...) with options({refused[0]}): a row that has not ended {refused[1]} only "
+                "where rows are read as they end: call it, on a thread of your own perhaps, or read its .stream(...)"
+            )
         asked = self._asked(args, kwargs)
         return Call(asked.begin(range(asked.count), is_ahead=False))
 

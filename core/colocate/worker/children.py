@@ -5,7 +5,8 @@ has started ends with it, and it with the thread that has started it, that of an
 
 The end of a child fails the calls of its role that run, and those of roles that use that one. In a worker process the
 lane is the main thread: a signal breaks what it waits for, and its handler raises in role code. What an async method
-awaits is cancelled. On `local` threads nothing breaks a wait: such a call fails when it ends, or by what it waits for.
+awaits is cancelled. Of a call with `rows=` the rows that run here fail, each by itself. On `local` threads nothing
+breaks a wait: such a call fails when it ends, or by what it waits for.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -166,6 +168,21 @@ class Streams(ExecutorCase):
                         gate.wait_for(2)
                         gate.open()
                     assert [closed for _, closed in yielding.state()] == ["told"] * 2, (method, at)
+
+    def test_interrupted(self, playing: Playing) -> None:
+        """Rows of a call that Ctrl-C ends go on no longer, though its traceback is kept."""
+        with Gate() as gate:
+
+            def interrupt() -> None:
+                gate.wait_for(2 * PLACES)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt) as kept:
+                playing.wait([True] * 100, gate.address)
+            logs = playing.logged.submit().result(PATIENCE_S)
+            assert Counter(event for log in logs for event, _ in log) == {"begun": 4, "cancelled": 4}
+            del kept
 
     def test_dropped(self, playing: Playing) -> None:
         """A stream that is left half read, and that nobody has any more, is closed."""
@@ -425,6 +442,8 @@ class Streams(ExecutorCase):
             playing.die(rows)
         group.wait_ready(PATIENCE_S)
         rows[1] = tmp_path / "b"
+        with pytest.raises(ConfigError, match=r"submit\(...\) with options\(retry=... in a group that restarts\)"):
+            playing.die.options(retry=1).submit(rows)
         found = playing.die.options(retry=1)(rows)
         assert found[1][0] == 2
         with pytest.raises(GroupRestarted):
@@ -531,6 +550,7 @@ class Streams(ExecutorCase):
         kept = playing.count.options(ranks=[0]).keep()
         rows = {"number": [1, 2, 3], "other": torch.arange(6).reshape(3, 2)}
         assert playing.add(rows, [10]) == [12, 17, 22]
+        assert [value for value, _ in playing.play(range(5, 8))] == [5, 6, 7]
         assert playing.add({**rows, "number": torch.tensor([1, 2, 3])}, [10]) == [12, 17, 22]
         counted = playing.count.keep()
         assert playing.play(counted.ref)[0] == ([0, 1], 0)
@@ -557,6 +577,8 @@ class Streams(ExecutorCase):
             yielding.all.options(retry=1)
         with pytest.raises(DispatchError, match=r"row \(int\) has no rows"):
             playing.play(1)
+        with pytest.raises(ConfigError, match=r"playing.play.submit\(...\) with options\(timeout=... with on_error="):
+            playing.play.options(timeout=1, on_error="return").submit([1])
         with pytest.raises(TypeError, match="missing a required argument"):
             playing.play()  # type: ignore[call-arg]
         with playing.play.stream([1, 2]) as stream:
