@@ -169,7 +169,7 @@ class Streams(ExecutorCase):
                         gate.open()
                     assert [closed for _, closed in yielding.state()] == ["told"] * 2, (method, at)
 
-    def test_interrupted(self, playing: Playing) -> None:
+    def test_rows_of_a_call_that_is_interrupted(self, playing: Playing) -> None:
         """Rows of a call that Ctrl-C ends go on no longer, though its traceback is kept."""
         with Gate() as gate:
 
