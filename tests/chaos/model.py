@@ -139,12 +139,12 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
         # It may have ended its own share before, and others wait for a part of a value that lies with it.
         waits = [AT_A_PEER in stack for stack in error.stacks.values()]
         return fault.rank in error.stacks or (bool(waits) and all(waits))
-    # The group has failed, for a rank that is not back after a call that has failed; it is named, and so is the cause.
+    # The group has failed, for a rank that isn't back from a call that timed out; it is named, and so is the cause.
     return (
         isinstance(error, RoleError)
         and error.rank == fault.rank
         and "did not come back" in str(error)
-        and any(isinstance(cause, CallTimeout | ChildDied) for cause in chain(error)[1:])
+        and any(isinstance(cause, CallTimeout) for cause in chain(error)[1:])
     )
 
 

@@ -189,7 +189,10 @@ def _rolling_out(draw: random.Random, episode: Episode) -> Episode:
     if fault.moment in ("idle", "call", "queue", "sleep", "wake", "turns") and draw.random() < 0.6:
         other = draw.randrange(len(episode.groups))
         pair = (fault.group, other) if draw.random() < 0.5 else (other, fault.group)
-        fault = attrs.evolve(fault, moment=draw.choice(rollout), where=draw.choice(WAYS), others=pair)
+        moment = draw.choice(rollout)
+        if moment == "child" and fault.ending == "grace":  # too short a one for the calls beside that which fails
+            moment = fault.moment
+        fault = attrs.evolve(fault, moment=moment, where=draw.choice(WAYS), others=pair)
     return attrs.evolve(
         episode,
         before=more(episode.before, 0.8),

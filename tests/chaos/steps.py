@@ -352,8 +352,8 @@ class Steps:
         """A call whose rows end one by one, some of which raise, with calls behind it."""
         role, slots = self._role(played, step)
         count = 4 * len(slots) + 1
-        fails = tuple(3 * rank for rank in step.ranks) if step.where not in ("early", "batch") else ()
-        returned = step.where in ("return", "all")
+        fails = tuple(3 * rank for rank in step.ranks) if step.where in ("stream", "return") else ()
+        returned = step.where == "return"
         sent = self.new("each" if step.where == "batch" else "play", (), timeout, count=count)
         sent.fails, sent.failing = ((), fails) if returned else (fails, ())
         options: dict[str, Any] = {"timeout": timeout}
