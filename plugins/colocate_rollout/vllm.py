@@ -196,7 +196,7 @@ class VllmEngine:
                 raise ConfigError(f"engine 'vllm': vLLM refuses the model or an option: {said}") from error
             # It would end the process groups of everybody at the end of the process.
             self._engine.engine_core._finalizer.detach()
-        self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
+        self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._longest = config.model_config.max_model_len
         self._most = 2 * config.scheduler_config.max_num_seqs  # requests that it is worth while to have waiting
         self._engine.set_weight_version(str(self._version))
