@@ -171,8 +171,8 @@ class Lane:
         if (back := order.back(runs)) is not None:
             self.rank.is_back(self, *back)
             return True
-        if order.rests(runs):
-            self.rank.outbox.append(from_worker.Paused(self.rank.pausing))
+        if (pause := order.rests(runs)) is not None:
+            pause.on_rest()
             return True
         if self.queue:
             item = self.queue.popleft()
@@ -246,7 +246,6 @@ class Rank:
         self.world, self.slot = world, slot
         self.scope = Scope(self._lane_of)
         self.lanes = {name: Lane(self, name) for name in ("", BESIDE)}
-        self.pausing = 0  # the number of the question that asks for it
         self.missing: dict[int, int] = {}  # lanes that don't stand still yet for a call that has its place in all
         self.over: set[int] = set()  # such calls for which none has to any more
         self.received_definitions: deque[Any] = deque()
@@ -298,8 +297,8 @@ class Rank:
         elif isinstance(message, to_worker.Pause):
             self.outbox.append(from_worker.Pausing(message.token, lane.order.pause(message.token)))
         elif isinstance(message, to_worker.PauseAfter):
-            self.pausing = message.token
-            lane.queue.append(lane_order.Pause(message.number, message.last, message.keeps))
+            rests = partial(self.outbox.append, from_worker.Paused(message.token))
+            lane.queue.append(lane_order.Pause(message.number, message.last, message.keeps, rests))
         elif isinstance(message, to_worker.GoOn):
             lane.queue.append(lane_order.GoOn(message.number))
         elif isinstance(message, to_worker.AskStack):

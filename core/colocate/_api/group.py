@@ -311,7 +311,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         """Have a background role begin no further call until `resume`, and wait until it does nothing.
 
         Meanwhile `sync_weights`, `sleep`, `wake`, `checkpoint` and `restore` come before its calls that wait. Without a
-        pause they wait for all calls of the role that were made before them. Deadlines of calls go on.
+        pause they wait for all calls of the role that were made before them. Deadlines of calls go on. What calls of
+        other roles use is made before the role pauses.
 
         Args:
             role: The role's name.
@@ -322,7 +323,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
 
         Raises:
             ConfigError: There is no such background role.
-            TimeoutError: A call still runs; the role isn't paused, and goes on.
+            TimeoutError: A call still runs; the role goes on, or stays paused as it was before.
+            ColocateError: Another thread has resumed the role, or paused it anew, before it did nothing.
         """
         limited = limit(timeout, "pause(timeout)", positive=True)
         pausing.pause(self._node, role, how, limited)

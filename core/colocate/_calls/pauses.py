@@ -6,12 +6,37 @@ all of them begin: others may wait for their parts of it. The other half is in `
 
 from __future__ import annotations
 
+import attrs
+
 from colocate._calls.order import CallOrder
+from colocate._calls.pending import PendingCall
 from colocate._protocol.from_worker import Paused, Pausing
-from colocate._protocol.requests import Requests
+from colocate._protocol.requests import Request, Requests
 from colocate._protocol.to_worker import GoOn, Pause, PauseAfter
 from colocate._system.deadline import Deadline
 from colocate.errors import ColocateError, RoleError
+
+
+@attrs.define(eq=False)
+class _Pause:
+    """The pause of a role that counts; `former` was at rest before, and counts again where this one fails."""
+
+    number: int
+    keeps: bool
+    request: Request[int, int]  # what its thread waits for
+    former: _Pause | None
+    last: int | None = None  # the last call that ranks begin, once they have agreed
+    error: ColocateError | None = None  # it has been ended by another thread
+
+    @property
+    def rests(self) -> bool:
+        """Whether all ranks have said so."""
+        return self.last is not None and not self.request.owing
+
+    def check(self) -> None:
+        """Raise unless it still counts. The order's lock is held."""
+        if self.error is not None:
+            raise self.error
 
 
 class Pauses:
@@ -20,51 +45,73 @@ class Pauses:
     def __init__(self, order: CallOrder) -> None:
         self._order = order
         self._requests: Requests[int, int] = Requests(order.link.base)
-        self._last: dict[str, int] = {}  # the number of the last pause of each role that is paused
+        self._paused: dict[str, _Pause] = {}  # by role
 
     def pause(self, role: str, how: str, timeout: float | None) -> None:
         """Have a role begin no further call, and wait until it does nothing; see `ColocatedGroup.pause`."""
         order, link, deadline = self._order, self._order.link, Deadline(timeout)
-        was_paused = role in self._last
-        request = self._requests.open(())
+        with order.lock:
+            request = self._requests.open(live := link.live())
+            former = self._overtake(role, "paused anew")
+            pause = self._paused[role] = _Pause(request.token, how == "keep", request, former)
         try:
             # With the lock, as calls are sent: all ranks get both in one order.
             with order.lock:
-                request = self._requests.open(live := link.live())
-                number = self._last[role] = request.token
-                link.send(live, Pause(number, role))
-            last = max(request.result(deadline), default=0)
+                pause.check()
+                link.send(live, Pause(pause.number, role))
+            begun = max(pause.request.result(deadline), default=0)
             with order.lock:
-                request = self._requests.open(live)
-                link.send(live, PauseAfter(request.token, role, number, last, how == "keep"))
-                runs = [call for call in list(order.pending.values()) if call.lane == role and call.seq <= last]
-            for call in runs if how == "abort" else ():
-                why = f"{call.label} was aborted: group.pause({role!r}, how='abort') of group {link.name!r}"
-                where = {"group": link.name, "role": role, "method": call.method, "called_at": call.called_at}
-                order.break_off(call, RoleError(why, **where))
-            request.result(deadline)
+                pause.check()
+                calls = list(order.pending.values())
+                pause.request = self._requests.open(live)
+                pause.last = self._last(role, begun, calls) if former is None else former.last
+                self._send(role, pause, pause.request.token)
+            for call in calls if how == "abort" else ():
+                if call.lane == role and call.seq <= begun:
+                    why = f"{call.label} was aborted: group.pause({role!r}, how='abort') of group {link.name!r}"
+                    where = {"group": link.name, "role": role, "method": call.method, "called_at": call.called_at}
+                    order.break_off(call, RoleError(why, **where))
+            pause.request.result(deadline)
         except BaseException as error:
-            if not was_paused:
-                self.resume(role)
+            self._put_back(role, pause)
             if not isinstance(error, TimeoutError):
                 raise
-            owing, on = ", ".join(map(str, request.owing)), "is as it was" if was_paused else "goes on"
+            owing, on = ", ".join(map(str, pause.request.owing)), "goes on" if former is None else "is as it was"
             raise TimeoutError(
                 f"role {role!r} of group {link.name!r} isn't paused after {timeout} s, and {on}: a call still runs on "
                 f"slot {owing}. With how='keep' it stops where its method calls ctx.pause_point(); 'abort' gives it up"
             ) from None
         finally:
-            self._requests.drop(request)
+            self._requests.drop(pause.request)
 
     def is_paused(self, role: str) -> bool:
         """Whether a role is, or is about to be."""
-        return role in self._last
+        return role in self._paused
+
+    def refuse(self, call: PendingCall) -> None:
+        """Raise where a call for all roles, which comes before what pauses hold up, waits for that. The lock is held.
+
+        Raises:
+            ColocateError: A call that comes before it uses what one makes that is held up.
+        """
+        for role, pause in self._paused.items():
+            for user, maker in self._uses(role, list(self._order.pending.values())):
+                if pause.last is not None and maker.seq > pause.last:
+                    raise ColocateError(
+                        f"{call.label} would wait for {user.label}, which was called at {user.called_at} and uses what "
+                        f"{maker.label} makes, and that waits as role {role!r} is paused: nothing would go on. Call "
+                        f"group.resume({role!r}) first, and pause it again where that is needed",
+                        group=self._order.link.name,
+                        role=call.role or None,
+                        method=call.method,
+                    )
 
     def resume(self, role: str) -> None:
         """Have a role go on."""
         with self._order.lock:
-            if (number := self._last.pop(role, None)) is not None:
-                self._order.link.send(self._order.link.live(), GoOn(role, number))
+            self._overtake(role, "resumed")
+            if (pause := self._paused.pop(role, None)) is not None:
+                self._order.link.send(self._order.link.live(), GoOn(role, pause.number))
 
     def answered(self, slot: int, answer: Pausing | Paused) -> None:
         """A rank has said which call it began last, or that it rests."""
@@ -72,4 +119,48 @@ class Pauses:
 
     def fail(self, error: ColocateError) -> None:
         """No rank will answer any more."""
+        self._paused.clear()
         self._requests.fail_all(error)
+
+    def _overtake(self, role: str, how: str) -> _Pause | None:
+        """End the wait of another thread for a role's pause; what was at rest. The lock is held."""
+        if (pause := self._paused.get(role)) is None or pause.rests:
+            return pause
+        pause.error = ColocateError(
+            f"role {role!r} of group {self._order.link.name!r} was {how} by another thread before it was at rest: this "
+            "pause is over, and the other thread's word counts",
+            group=self._order.link.name,
+            role=role,
+        )
+        self._requests.fail(pause.request, pause.error)
+        return pause.former
+
+    def _put_back(self, role: str, pause: _Pause) -> None:
+        """A pause has failed: all is as it was before, unless another thread has changed that."""
+        with self._order.lock:
+            if self._paused.get(role) is not pause:
+                return
+            if (former := pause.former) is None:
+                self.resume(role)
+                return
+            former.number = pause.number  # by which the ranks know it now
+            self._paused[role] = former
+            self._send(role, former, self._requests.open(()).token)
+
+    def _send(self, role: str, pause: _Pause, token: int) -> None:
+        assert pause.last is not None
+        self._order.link.send(self._order.link.live(), PauseAfter(token, role, pause.number, pause.last, pause.keeps))
+
+    def _last(self, role: str, begun: int, calls: list[PendingCall]) -> int:
+        """The last call that ranks begin: what other lanes use is made before, as calls for all roles wait for them."""
+        return max([begun, *(maker.seq for _, maker in self._uses(role, calls))])
+
+    def _uses(self, role: str, calls: list[PendingCall]) -> list[tuple[PendingCall, PendingCall]]:
+        """Calls of other lanes, and those of a role that make what they use, and haven't yet."""
+        link = self._order.link
+        return [
+            (call, maker)
+            for call in calls
+            for maker in [use._kept.call for use in call.uses]
+            if call.lane != role == maker.lane and maker.link is link and not maker.done()
+        ]

@@ -356,6 +356,7 @@ class Messages:
             self._puts += puts
             for draft, _ in lot:
                 self._calls.append(draft.call)
+                self._needs = self._needs or draft.call.is_for_all
 
     def post(self) -> bool:
         """Send the calls at once, on the caller's thread; False where there is something to be seen to first."""
@@ -412,6 +413,8 @@ class Messages:
             slots = [slot for _, slots in self._frames for slot in slots]
             worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:
+                if draft.call.is_for_all:
+                    worker_group.pauses.refuse(draft.call)
                 order.enter(draft.call)
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)

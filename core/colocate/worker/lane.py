@@ -128,7 +128,6 @@ class Lane:
         self._order: LaneOrder[Work] = LaneOrder(scope)
         self.running = self._order.running
         self.tasks: Tasks | None = None  # of async methods, once there was one
-        self._on_rest: Callable[[], object] = lambda: None
         self._over = threading.Event()
         self.thread = threading.main_thread()
         if own_thread:
@@ -212,8 +211,7 @@ class Lane:
             keeps: Whether calls that run may stop at their pause points.
             on_rest: Called on the lane once nothing goes on here.
         """
-        self._on_rest = on_rest
-        self.put(lane_order.Pause(number, last, keeps))
+        self.put(lane_order.Pause(number, last, keeps, on_rest))
 
     def go_on(self, number: int) -> None:
         """Go on after a pause."""
@@ -327,8 +325,8 @@ class Lane:
         """Tell what is to be told of a lane on which so many calls run, and nothing can begin."""
         if (back := self._order.back(runs)) is not None:
             self._on_held(*back)
-        if self._order.rests(runs):
-            self._on_rest()
+        if (pause := self._order.rests(runs)) is not None:
+            pause.on_rest()
 
     def _is_plain(self) -> bool:
         """Whether nothing runs, waits or is held, and something has come."""

@@ -73,11 +73,13 @@ class Pause:
     """Begin no call after this one until `GoOn`; what has come for which the lane stands still comes before those.
 
     `keeps`: calls that run may stop at their next pause point, once that last one has begun.
+    `on_rest`: Called on the lane once nothing goes on here.
     """
 
     number: int
     last: int
     keeps: bool
+    on_rest: Callable[[], object]
 
 
 @attrs.frozen
@@ -217,12 +219,12 @@ class LaneOrder(Generic[C]):
         """Whether calls that run are to stop at their pause points."""
         return self._paused is not None and self._paused.keeps and self._has_begun_all
 
-    def rests(self, overlapping: int) -> bool:
-        """Whether it is to be told now that a pause has come to rest: nothing goes on; once for each pause."""
+    def rests(self, overlapping: int) -> Pause | None:
+        """A pause, if it is to be told now that it has come to rest: nothing goes on; once for each pause."""
         if self._told_rest or self._paused is None or overlapping > self._at_rest or not self._has_begun_all:
-            return False
+            return None
         self._told_rest = True
-        return True
+        return self._paused
 
     def note(self, item: C | Item) -> None:
         """Come to a call, or to another item."""

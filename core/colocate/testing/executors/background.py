@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.background import Beside
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.weights import Sharer
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 BACKGROUND = colocate.role(Beside).on(background=True)
 
@@ -233,6 +234,54 @@ class Background(ExecutorCase):
                 running.result(PATIENCE_S)
             two_lanes.resume("roll")
             assert len(roll.do("after")) == 2
+
+    def test_pauses_of_several_threads(self, two_lanes: ColocatedGroup) -> None:
+        """The last word counts, and who waits for another one is told; what fails leaves the pause that there was."""
+        pytest.importorskip("torch")
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        with Gate() as gate, ThreadPoolExecutor() as pool:
+            running = roll.generate.submit(gate.address)
+            gate.wait_for(2)
+            waits = pool.submit(two_lanes.pause, "roll")
+            wait_until(lambda: two_lanes._node.is_paused("roll"), "it waits")
+            two_lanes.resume("roll")
+            with pytest.raises(ColocateError, match=r"role 'roll' .* was resumed by another thread"):
+                waits.result(PATIENCE_S)
+            waits = pool.submit(two_lanes.pause, "roll")
+            wait_until(lambda: two_lanes._node.is_paused("roll"), "it waits")
+            two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
+            with pytest.raises(ColocateError, match=r"role 'roll' .* was paused anew by another thread"):
+                waits.result(PATIENCE_S)
+            with pytest.raises(TimeoutError, match=r"isn't paused after 0\.1 s, and is as it was"):
+                two_lanes.pause("roll", timeout=0.1)
+            assert colocate.sync_weights(train, roll, timeout=PATIENCE_S).version == 1
+            assert not running.done()
+            two_lanes.resume("roll")
+        assert len(running.result(PATIENCE_S)) == 2
+
+    @pytest.mark.parametrize("before", [True, False])
+    def test_pauses_and_residents(self, two_lanes: ColocatedGroup, before: bool) -> None:
+        """What other lanes use is made before a pause; a sync that would wait for what one holds up is refused."""
+        pytest.importorskip("torch")
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        with Gate() as gate:
+            roll.generate.submit(gate.address)
+            gate.wait_for(2)
+            used = train.give.submit(roll.give.keep("early").ref)
+            held = roll.do.submit("held")
+            sync = colocate.sync_weights.submit(train, roll) if before else None
+            two_lanes.pause("roll", how="abort", timeout=PATIENCE_S)
+        assert used.result(PATIENCE_S) == [["early"] * 2] * 2
+        assert (sync or colocate.sync_weights.submit(train, roll)).result(PATIENCE_S).version == 1
+        assert not held.done()
+        used = train.give.submit(roll.give.keep("late").ref)
+        refusal = r"the sync of train to roll would wait for train\.give, .* what roll\.give makes.*resume\('roll'\)"
+        for send in (colocate.sync_weights, colocate.sync_weights.submit):
+            with pytest.raises(ColocateError, match=refusal):
+                send(train, roll)
+        two_lanes.resume("roll")
+        assert used.result(PATIENCE_S) == [["late"] * 2] * 2
+        assert colocate.sync_weights(train, roll).version == 2
 
     def test_residents(self, two_lanes: ColocatedGroup) -> None:
         """They are given and taken across lanes: who is first waits, also for another rank's, and a failure is told."""
