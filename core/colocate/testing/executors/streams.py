@@ -316,6 +316,7 @@ class Streams(ExecutorCase):
             assert [value[0] for value in found if isinstance(value, tuple)] == ["a", "b"]
             assert [value.row for value in found if isinstance(value, RoleError)] == [1, 3]
 
+    @needs(OwnProcess)  # on threads they are handed over as they are
     def test_values_that_cannot_be_rebuilt(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """That is the row's error, which is raised, or returned; what has come of it counts as read."""
         odd = [row for row in range(4 * OUT) if row % 2]

@@ -119,7 +119,6 @@ class Tasks:
                 self._loop.run_until_complete(task)
 
     async def _until_news(self) -> None:
-        self._woken.clear()
         if not self._running or self._has_news():
             return
         woken = asyncio.ensure_future(self._woken.wait())
@@ -128,6 +127,7 @@ class Tasks:
         finally:
             woken.cancel()
         await asyncio.wait([woken])
+        self._woken.clear()  # not before: tasks that ran ahead of this one may have had the lane look around
 
 
 def _current() -> asyncio.AbstractEventLoop | None:
