@@ -368,7 +368,7 @@ class Runner:
             ]
             # As if they were here, since of several ranks one has the very value: which is heard of first makes no
             # difference.
-            written += [(source.key, source.label, label) for source in resolver.written()]
+            written += [(source.key, source.label, self._suspects(work)) for source in resolver.written()]
         for key, maker, by in written:
             raise _written(by, maker, key)
         for name, watch in work.watches.items():
@@ -381,7 +381,20 @@ class Runner:
         # A role may write into what it got now, or into what it returned before and still refers to.
         everything = store.strict or role is None  # a function may have asked any role for anything
         keys = None if everything else dict.fromkeys((*work.used, *store.made_by(role or "")))
-        return [(key, maker, by or work.label) for key, maker, by in store.written(keys, work.label)]
+        by = self._suspects(work)
+        return [(key, maker, by) for key, maker, _ in store.written(keys, by)]
+
+    def _suspects(self, work: Work) -> str:
+        """Who may have written into what a call could: it, or one that runs beside it on another lane."""
+        context = self._worker_context
+        if not context.background:
+            return work.label
+        others = [each for lane in context.lanes if lane is not self._lane for each in lane.started()]
+        can = [each.label for each in others if context.store.strict or each.used or self._has_made(each)]
+        return " or ".join([*can, work.label])
+
+    def _has_made(self, work: Work) -> bool:
+        return isinstance(work.message, to_worker.Call) and bool(self._worker_context.store.made_by(work.message.role))
 
     def _failed(
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None

@@ -303,6 +303,27 @@ class Background(ExecutorCase):
             both = train.give.submit(roll.give.keep(3).ref)
         assert both.result(PATIENCE_S) == [[3, 3]] * 2
 
+    def test_who_has_written(self, spawn: Spawn) -> None:
+        """Of calls that run beside each other it isn't known which one has written into a resident: both are named."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, slots=1)
+        train, roll = group.role("train", Beside), group.role("roll", Beside)
+        with Gate() as gate, Gate() as late:
+            made = roll.give.keep(torch.ones(2))
+            used = train.give.submit(made.ref, gate.address)
+            gate.wait_for()
+            written = roll.scribble.submit(made.ref, late.address)
+            late.wait_for()
+            gate.open()
+            with pytest.raises(RoleError, match=r"roll\.scribble or train\.give changed in place .* roll\.give had"):
+                used.result(PATIENCE_S)
+        assert written.result(PATIENCE_S) == [None]
+        made = roll.give.keep(torch.ones(2))
+        with Gate() as gate:
+            gate.open()
+            with pytest.raises(RoleError, match=r"^roll\.scribble changed in place"):
+                roll.scribble(made.ref, gate.address)
+
     def test_cancelling(self, two_lanes: ColocatedGroup) -> None:
         """A call that waits is withdrawn from its lane; one that runs is told."""
         roll = two_lanes.role("roll", Beside)

@@ -54,6 +54,12 @@ class Beside(Role):
         return value
 
     @method
+    def scribble(self, values: list[torch.Tensor], gate: Address) -> None:
+        """Write into an argument, which no method may, and wait at a gate."""
+        values[0].add_(1)
+        pass_gate(gate)
+
+    @method
     def generate(self, gate: Address) -> list[tuple[int, bool]]:
         """Do steps until there are other weights; of each the version, and whether it was another one than before.
 
