@@ -33,6 +33,8 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("memory.md", "trains for about a minute; the test test_with_a_budget does it with few steps"): 1,
     ("memory.md", "needs a GPU"): 1,
     ("observers.md", "a module of a distribution's"): 1,
+    ("engines.md", "a module of a distribution's"): 1,
+    ("engines.md", "needs an engine that generates by a model"): 1,
     ("gpu.md", "needs minutes"): 1,
     ("gpu.md", "needs a GPU"): 2,
 }

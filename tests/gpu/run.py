@@ -34,7 +34,16 @@ SOURCES = ("core", "executors", "plugins")
 _ENDS_WITHIN_S = 15.0
 _NO_TESTS = 5  # pytest's exit code, where a part has tests of one kind only
 PARTS = {
-    "a": ("TestCore", "TestWeights", "TestDevices", "TestChoice", "TestTrainers", "TestErrors"),
+    "a": (
+        "TestCore",
+        "TestChildren",
+        "TestRows",
+        "TestWeights",
+        "TestDevices",
+        "TestChoice",
+        "TestTrainers",
+        "TestErrors",
+    ),
     "b": ("TestWork", "TestLending", "TestPinning", "TestContexts", "TestGroups", "TestSpinning", "TestPpo"),
     "c": ("TestSleep", "TestTurns", "TestAddresses", "TestOverhead", "TestLlama"),
 }

@@ -14,7 +14,7 @@ from colocate._protocol.taken import Taken
 from colocate._role.call import Underway
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.off_main import off_main
+from colocate._signals.off_main import off_main, settle
 from colocate._system.jobs import JobThread, Timer, error_text
 from colocate._system.lines import at, shown
 from colocate._system.tracebacks import NotRebuilt, rebuilding
@@ -184,7 +184,9 @@ class PendingCall(Underway):
                 and not set(call.targets).isdisjoint(self.targets)
                 and (call.lane == self.lane or (self.is_for_all and not link.is_paused(call.lane)))
             ):
-                gc.collect()  # perhaps nobody has it any more but an exception and its own frames
+                # Perhaps nobody has it any more but an exception and its own frames, and who is told of what was read.
+                settle(_SETTLES_WITHIN_S)
+                gc.collect()
                 if call not in half_read:
                     continue
                 who = "task" if awaits else "thread"
@@ -268,6 +270,7 @@ class Reader(Protocol):
         ...
 
 
+_SETTLES_WITHIN_S = 0.1
 half_read: dict[PendingCall, Reader] = {}
 """Calls whose rows are read one by one, and haven't all been."""
 

@@ -290,5 +290,5 @@ def hand_over(work: Callable[[], object]) -> Flag | None:
 
 
 def settle(timeout: float) -> bool:
-    """At the interpreter's exit: wait for work that nobody waits for any more; whether all of it has ended."""
+    """Wait for work that nobody waits for, as at the interpreter's exit; whether all of it has ended."""
     return _couriers.settle(timeout)
