@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-# Who needs most has ten at once. Three of the suite's tests end one, which no other replaces.
+# Groups that tests share have eight, who needs most has six beside them, and three tests end one that nobody replaces.
 _DASK_WORKERS = 18
 
 
