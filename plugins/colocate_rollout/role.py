@@ -43,7 +43,8 @@ class EngineRole(Role):
     """
 
     def __init__(self, engine: str | type[Any], sampling: Sampling | None = None, **options: Any) -> None:
-        self.sampling = sampling or Sampling()
+        self.sampling = Sampling()
+        self.sampling = self._wanted(sampling)  # a mapping, where the role is declared in Python with one
         self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
         self.engine = engine_class(engine, options)(self.ctx, **options)
 
@@ -101,7 +102,7 @@ class EngineRole(Role):
             return sampling or self.sampling
         known = [field.name for field in attrs.fields(Sampling)]
         if unknown := [name for name in sampling if name not in known]:
-            raise ConfigError(f"generate(sampling=...) has {unknown[0]!r}; there are {', '.join(known)}")
+            raise ConfigError(f"sampling= has {unknown[0]!r}; there are {', '.join(known)}")
         return attrs.evolve(self.sampling, **sampling)
 
     def _base(self, sampling: Sampling) -> int:

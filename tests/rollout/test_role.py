@@ -23,7 +23,9 @@ def group() -> Iterator[colocate.ColocatedGroup]:
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
         "shares": colocate.role("rollout.engine", role="trainer", **OPTIONS),
-        "gets": colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(weights="from sync"),
+        "gets": colocate.role("rollout.engine", model=LLAMA, sampling={"max_tokens": 5}, **OPTIONS).on(
+            weights="from sync"
+        ),
     }
     with colocate.spawn(roles, slots=2) as group:
         yield group
@@ -50,6 +52,7 @@ def test_trainer_and_engines(group: colocate.ColocatedGroup) -> None:
             assert [len(rows) for rows in found] == [3] * len(PROMPTS)
             check(trainer, found)
         assert {row.versions[0][0] for rows in found for row in rows} == {version}
+    assert max(len(row.token_ids) for rows in gets.generate(PROMPTS, 8) for row in rows) == 5  # as it was declared
 
 
 def test_seeds(group: colocate.ColocatedGroup) -> None:
@@ -61,7 +64,7 @@ def test_seeds(group: colocate.ColocatedGroup) -> None:
     found = view.generate(PROMPTS, 2, sampling=seeded)
     assert found == view.generate(PROMPTS, 2, sampling=seeded)
     assert found == view.generate(PROMPTS, 2, sampling={"max_tokens": 12, "seed": 7})
-    with pytest.raises(RoleError, match=r"generate\(sampling=\.\.\.\) has 'tokens'; there are max_tokens, "):
+    with pytest.raises(RoleError, match="sampling= has 'tokens'; there are max_tokens, "):
         view.generate(PROMPTS, sampling={"tokens": 12})
 
 
