@@ -6,6 +6,7 @@ what a batched method yields comes while there is credit. `worker/rows.py` has t
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 from collections import Counter, deque
@@ -119,7 +120,7 @@ class Flow:
             own.clear()
 
 
-class RowsCall(PendingCall):
+class RowsCall(PendingCall, abc.ABC):
     """A call whose rows end one by one.
 
     Attributes:
@@ -164,12 +165,13 @@ class RowsCall(PendingCall):
         else:
             self._begin()
 
+    @abc.abstractmethod
     def _begin(self) -> None:
-        raise NotImplementedError
+        """Give its ranks the rows that they may have at first."""
 
+    @abc.abstractmethod
     def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
         """A row has ended on a rank."""
-        raise NotImplementedError
 
     def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self.ends[row] = slot, body, error
@@ -210,16 +212,18 @@ class RowsCall(PendingCall):
             if self._wants_read():
                 hand_over(self._note_read)
 
+    @abc.abstractmethod
     def _wants_read(self) -> bool:
-        raise NotImplementedError
+        """Whether its ranks are to be told of rows that were read."""
 
     def _note_read(self) -> None:
         with self._lock:
             if not self.done():
                 self._take_read()
 
+    @abc.abstractmethod
     def _take_read(self) -> None:
-        raise NotImplementedError
+        """Tell its ranks of those."""
 
     def value_of(self, row: int) -> Any:
         """The value of a row that has ended; an error that is returned is one.

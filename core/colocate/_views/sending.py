@@ -177,7 +177,8 @@ def _place(worker_group: WorkerGroup, call: PendingCall) -> None:
     """Say in which orders a call has its place."""
     if call.role in worker_group.background:
         call.lane = call.role
-    call.is_for_all = not call.role and call.method in OF_WORKERS
+    if not call.role:
+        call.is_for_all = call.method in OF_WORKERS
 
 
 def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
