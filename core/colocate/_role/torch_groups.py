@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import inspect
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -242,6 +244,66 @@ def unshare_default(owner: object) -> list[Any]:
     with _alone_lock:
         _sharers.discard(id(owner))
         return [] if _sharers else forget(_SHARED)
+
+
+def take_up() -> None:
+    """From now on, who makes torch's default group where colocate's is there takes up that one, and leaves it there.
+
+    So scripts that call `init_process_group()` without asking, and `destroy_process_group()` at their end, run as they
+    are.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    make, destroy = c10d.init_process_group, c10d.destroy_process_group
+    if getattr(make, "takes_up", False):
+        return
+    parameters = inspect.signature(make)
+
+    @functools.wraps(make)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if _colocate_has_made_it(c10d):
+            _check_wanted(dist, **parameters.bind(*args, **kwargs).arguments)
+        else:
+            make(*args, **kwargs)
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: ProcessGroup | None = None) -> None:
+        if group not in (None, c10d.GroupMember.WORLD) or not _colocate_has_made_it(c10d):
+            destroy(group)
+
+    init_process_group.takes_up = True  # type: ignore[attr-defined]
+    for module in (dist, c10d):
+        module.init_process_group, module.destroy_process_group = init_process_group, destroy_process_group
+
+
+def _colocate_has_made_it(c10d: Any) -> bool:
+    default = c10d.GroupMember.WORLD
+    return default is not None and str(default.group_name).endswith("/default")
+
+
+def _check_wanted(
+    dist: Any, backend: Any = None, world_size: int = -1, rank: int = -1, pg_options: Any = None, **_: object
+) -> None:
+    """Raise a `ConfigError` unless the default group that is there is what somebody wants to make."""
+    there = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    problems = [
+        f"{name}={wanted} (there it is {there[name]})"
+        for name, wanted in (("rank", rank), ("world_size", world_size))
+        if wanted not in (-1, None, there[name])
+    ]
+    wanted = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map() if backend else {}
+    backends = {"gloo", *dist.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map().values()}
+    if not backends.issuperset(wanted.values()):
+        problems.append(f"backend={str(backend)!r} (there: {' and '.join(sorted(backends))})")
+    if pg_options is not None:
+        problems.append("pg_options")
+    if problems:
+        raise ConfigError(
+            "init_process_group() takes up torch's default process group that colocate has made over the slots of the "
+            f"group, and that isn't what was asked for: {', '.join(problems)}. Leave that out; who needs another group "
+            "makes it inside that one, by torch.distributed.new_group()"
+        )
 
 
 def hint_for(error: BaseException) -> str | None:

@@ -15,6 +15,7 @@ from colocate.errors import (
     ConfigError,
     RenewalError,
     RoleError,
+    RoleStartError,
     WorkerDied,
 )
 from colocate.executor import OwnProcess
@@ -90,13 +91,23 @@ class ProcessGroups(ExecutorCase):
 
     @needs(OwnProcess)
     def test_torchrun(self, spawn: Spawn) -> None:
-        """Where a role wants torchrun's environment, its constructor finds that, and torch's default group."""
+        """Where a role wants torchrun's environment, its constructor finds that, and torch's default group.
+
+        A script that makes and ends the group by itself takes up that one, unless it wants another.
+        """
         pytest.importorskip("torch")
         launched = spawn({"launched": colocate.role(Launched).on(env="torchrun")}).role("launched", Launched)
         for rank, (found, by_torch, named) in enumerate(launched.facts()):
             assert (found["RANK"], found["WORLD_SIZE"]) == by_torch == (rank, 2)
             assert 0 <= found["LOCAL_RANK"] < found["LOCAL_WORLD_SIZE"] <= 2
             assert named
+        for wanted, problem in (
+            ({"rank": 5}, r"rank=5 \(there it is [01]\)"),
+            ({"world_size": 3}, r"world_size=3 \(there it is 2\)"),
+            ({"backend": "mpi"}, r"backend='mpi' \(there: gloo"),
+        ):
+            with pytest.raises(RoleStartError, match=f"that isn't what was asked for: {problem}"):
+                spawn({"launched": colocate.role(Launched, **wanted).on(env="torchrun")})
         with pytest.raises(ConfigError, match=r"of all 2 slots of the group \(WORLD_SIZE\), and the role is on 1 of"):
             spawn({"launched": colocate.role(Launched).on(slots=[1], env="torchrun")})
 

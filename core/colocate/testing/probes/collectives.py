@@ -179,16 +179,17 @@ class Own(Role):
 
 
 class Launched(Role):
-    """What a library finds in its constructor that was written for torchrun."""
+    """What a script finds in its constructor that was written for torchrun, and makes the default group by itself."""
 
-    def __init__(self, fails: int | None = None) -> None:
+    def __init__(self, **wanted: Any) -> None:
         import torch.distributed as dist
 
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         self.found = {name: int(os.environ[name]) for name in names}
+        dist.init_process_group("gloo", rank=self.found["RANK"], world_size=self.found["WORLD_SIZE"])
+        dist.init_process_group(**wanted)
         self.by_torch = dist.get_rank(), dist.get_world_size()
-        if fails == self.ctx.rank:
-            dist.init_process_group("gloo")
+        dist.destroy_process_group()
 
     @method
     def facts(self) -> tuple[dict[str, int], tuple[int, int], bool]:

@@ -77,6 +77,7 @@ class ProcessGroups:
         """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
         torch_books.record()
         torch_works.record()
+        torch_groups.take_up()
         if backend_for(self._device) is None:
             guard(self._hopeless)
 
