@@ -207,7 +207,10 @@ class Startup(ExecutorCase):
 
     @smoke
     def test_environment(self, runtime: Runtime) -> None:
-        """`env=` reaches workers before any role is imported; it is refused where they share the driver's process."""
+        """`env=` reaches workers before any role is imported; it is refused where they share the driver's process.
+
+        A library that asks Ray where it runs doesn't start one in a worker, unless its environment says which.
+        """
         env = {"COLOCATE_PROBE": "set"}
         if not isinstance(runtime._node.services.executor, OwnProcess):
             with pytest.raises(CapabilityError, match="lacks OwnProcess") as caught:
@@ -219,7 +222,9 @@ class Startup(ExecutorCase):
         with runtime.reserve(1, cpus=0, env=env) as pool, runtime.reserve(1, cpus=0) as other:
             roles = {"early": colocate.role(Early)}
             assert pool.spawn(roles).role("early", Early).at_import() == ["set"]
-            assert other.spawn(roles).role("early", Early).at_import() == [None]
+            echo = other.spawn({**roles, "echo": colocate.role(Echo)})
+            assert echo.role("early", Early).at_import() == [None]
+            assert echo.role("echo", Echo).env("RAY_ENABLE_AUTO_CONNECT") == ["0"]
 
 
 BORN = {"born": colocate.role(Born)}
