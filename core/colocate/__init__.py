@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from colocate._role.role import Role, RoleSpec, role
     from colocate._role.rows import RowStream
     from colocate._role.weights import Weights, WeightSync
+    from colocate._system.lines import library
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
     from colocate._values.leaves import register_batch
@@ -86,6 +87,7 @@ _HOMES = {
     "_role.role": "Role RoleSpec role",
     "_api.runtime": "Runtime",
     "_role.rows": "RowStream",
+    "_system.lines": "library",
     "_role.weights": "WeightSync Weights",
     "_views.view": "Inspection RoleView inspect",
     "_views.weights": "sync_weights",
@@ -185,6 +187,7 @@ __all__ = [
     "hookimpl",
     "inspect",
     "launch",
+    "library",
     "load_config",
     "method",
     "needs",

@@ -1,9 +1,11 @@
 """Tracebacks as users read them: their own frames, and the framework's as a number."""
 
 import contextlib
+import importlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,28 @@ def test_an_error_of_a_role() -> None:
     )
     assert "direct cause" not in text  # the traceback of the worker tells the cause
     assert text.startswith(f"Traceback (most recent call last):\n{frames_of_users(error)}")
+
+
+def test_lines_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built on colocate is passed by like colocate, once it says so: its users' lines are told, not its own."""
+    (tmp_path / "built_on_it").mkdir()
+    (tmp_path / "built_on_it" / "__init__.py").write_text("")
+    (tmp_path / "built_on_it" / "groups.py").write_text("def call(method, *args):\n    return method(*args)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    call = importlib.import_module("built_on_it.groups").call
+
+    def line() -> str:
+        with pytest.raises(colocate.RoleError) as caught:
+            call(nested.outer, [0])
+        return str(caught.value.called_at)
+
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        nested = pool.spawn({"nested": colocate.role(Nested)})["nested"]
+        assert line() == f"{tmp_path / 'built_on_it' / 'groups.py'}:2"
+        colocate.library("built_on_it")
+        assert line().startswith(f"{__file__}:")
+    with pytest.raises(colocate.ConfigError, match=r"no module of that name.*says colocate\.library\(__name__\)"):
+        colocate.library("built_on_nothing")
 
 
 def test_what_stands_between_them_belongs_to_them() -> None:

@@ -13,10 +13,36 @@ from contextvars import ContextVar
 from types import CodeType
 
 from colocate._signals.off_main import frames
+from colocate.errors import ConfigError
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(os.path.dirname(_CORE), name, "") for name in ("colocate", "colocate_run", "colocate_report"))
 _TESTING = os.path.join(_CORE, "testing", "")  # its suites are users of colocate
+_libraries: dict[str, tuple[str, ...]] = {}  # by name, the files and folders of modules that are built on colocate
+
+
+def library(name: str) -> None:
+    """Have the lines of a library that is built on colocate be passed by, as colocate's own are.
+
+    Errors and the graph then name the line of the library's user that made a call or a group, and not the library's.
+
+    Args:
+        name: The library's package, or one module: usually `__name__`, in the package's `__init__.py`. With a package
+            go all modules below it.
+
+    Raises:
+        ConfigError: No such module is imported, or it has no file.
+    """
+    module = sys.modules.get(name)
+    folders = [os.path.join(os.path.abspath(folder), "") for folder in getattr(module, "__path__", ())]
+    found = (*folders, *filter(None, [getattr(module, "__file__", None)]))
+    if not found:
+        raise ConfigError(
+            f"library({name!r}): no module of that name is imported from a file; a library says "
+            "colocate.library(__name__) in its __init__.py"
+        )
+    _libraries[name] = found
+    _is_passed_by.cache_clear()
 
 
 def caller() -> tuple[str, int]:
@@ -97,8 +123,8 @@ def made_for(line: tuple[str, int] | None) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_passed_by(file: str) -> bool:
-    """Return whether code in a file is none of the user's: colocate's, or what enters a block for it."""
-    return "contextlib" in file or is_own_code(file)
+    """Return whether code in a file is none of the user's: colocate's, a library's, or what enters a block for it."""
+    return "contextlib" in file or is_own_code(file) or any(map(file.startswith, _libraries.values()))
 
 
 def is_own_code(file: str) -> bool:
