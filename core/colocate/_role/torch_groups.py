@@ -273,7 +273,8 @@ def take_up() -> None:
             destroy(group)
 
     init_process_group.takes_up = True  # type: ignore[attr-defined]
-    for module in (dist, c10d):
+    modules: tuple[Any, ...] = dist, c10d
+    for module in modules:
         module.init_process_group, module.destroy_process_group = init_process_group, destroy_process_group
 
 
