@@ -138,6 +138,8 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | N
             held = next((each for each in found.roles if each.role == name), None)
             role |= {"bytes": 0 if held is None else held.total}
             role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
+        if worker_group.is_paused(name):
+            role["paused"] = True
         if name in worker_group.synced:
             role["weights"] = weights_age(*worker_group.synced[name])
         sizes = {} if found is None else found.children.get(name, {})
@@ -171,6 +173,8 @@ def _known(data: Mapping[str, Any]) -> list[str]:
         found.append(size_text(data["bytes"]))
     if data.get("asleep"):
         found.append(f"{size_text(data['asleep'])} asleep")
+    if data.get("paused"):
+        found.append("paused")
     if data.get("weights"):
         found.append(data["weights"])
     if "unmeasured" in data:

@@ -137,9 +137,10 @@ def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping
     """The error of a call that outlived its timeout."""
     late = list(stacks)
     by_rank = {call.rank_of(slot): stack for slot, stack in stacks.items()}
+    paused = f"; role {call.lane!r} is paused until group.resume({call.lane!r})" if link.is_paused(call.lane) else ""
     return CallTimeout(
         f"{call.label} of group {link.name!r} isn't done after {timeout} s: rank "
-        f"{', '.join(str(rank) for rank in by_rank)} of {len(call.targets)} late",
+        f"{', '.join(str(rank) for rank in by_rank)} of {len(call.targets)} late{paused}",
         group=link.name,
         role=call.role,
         method=call.method,

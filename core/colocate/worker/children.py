@@ -130,6 +130,8 @@ class Children:
         try:
             if cwd is not None and not Path(cwd).is_dir():
                 raise ConfigError(f"{what}: cwd={str(cwd)!r} is no folder on node {ctx.node}")
+            if wrong := [each for each in (env or {}).items() if not all(isinstance(word, str) for word in each)]:
+                raise ConfigError(f"{what}: env={dict(wrong)!r}; names and values of variables are text")
             environ = self._environ(env or {})
             _check_program(what, words[0] if words else sys.executable, environ, cwd, ctx)
             if callable(program):
@@ -424,14 +426,17 @@ def _check_program(what: str, program: str, env: Mapping[str, str], cwd: str | N
 
 def _bound(what: str, port: int) -> socket.socket:
     """Return a socket that has a port of the loopback interface; 0 for any."""
+    if not isinstance(port, int) or not 0 <= port < 1 << 16:
+        raise ConfigError(f"{what}: port={port!r}; ports are whole numbers up to 65535, and 0 takes a free one")
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who isn't given it binds the port while it is held
     try:
         made.bind((LOOPBACK, port))
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         made.close()
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{what}: port {port} of {LOOPBACK} is taken ({why}): port=0 takes a free one") from None
+        raise ConfigError(
+            f"{what}: port {port} of {LOOPBACK} is taken ({error.strerror}): port=0 takes a free one"
+        ) from None
     return made
 
 

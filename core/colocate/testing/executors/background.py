@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,11 @@ class Background(ExecutorCase):
             assert queued.result(PATIENCE_S)
         two_lanes.pause("roll")
         waits, late = roll.do.submit("waits"), roll.do.options(timeout=0.1).submit("late")
-        with pytest.raises(CallTimeout):
+        with pytest.raises(CallTimeout, match=r"role 'roll' is paused until group.resume\('roll'\)"):
             late.result(PATIENCE_S)
+        shown = two_lanes.owner.owner.graph.render()
+        assert re.search(r"role roll rank 0/2 \(.*paused", shown), shown
+        assert not re.search(r"role train rank 0/2 \(.*paused", shown), shown
         assert colocate.sync_weights(train, roll, timeout=PATIENCE_S).version == 1
         assert not waits.done()
         two_lanes.pause("roll", how="abort")
@@ -352,6 +356,12 @@ class Background(ExecutorCase):
         pytest.importorskip("torch")
         with pytest.raises(CapabilityError, match=r"'roll' .* is a background role, and has no process groups"):
             two_lanes.role("roll", Beside).ask("group")
+
+    @needs(OwnProcess)
+    def test_it_has_no_timers(self, two_lanes: ColocatedGroup) -> None:
+        """What comes of one would come in a call of another role, and end the worker where nobody handles it."""
+        with pytest.raises(RoleError, match=r"signal only works in main thread(.|\n)*background role has a thread"):
+            two_lanes.role("roll", Beside).ask("timer")
 
     def test_what_is_refused(self, spawn: Spawn, two_lanes: ColocatedGroup) -> None:
         """Turns, shared weights, and pauses of what isn't in the background: before anything has begun."""

@@ -260,6 +260,7 @@ class Children(Scripted):
             ([], {}, "a command is a list of words"),
             (["sleep", "{port}"], {}, "port=0 gives it one"),
             (["sleep", "5"], {"cwd": "/nothing/there"}, "is no folder"),
+            (["sleep", "5"], {"env": {"A": 1}}, "env={'A': 1}; names and values of variables are text"),
             (["sleep", "5"], {"fails": "all"}, "it is 'call', 'group' or None"),
             (print, {"port": 0}, "port= is for commands"),
             (print, {"python": sys.executable}, "python= is for commands"),
@@ -279,6 +280,8 @@ class Children(Scripted):
             port = taken.getsockname()[1]
             with pytest.raises(RoleError, match=f"port {port} of 127.0.0.1 is taken"):
                 starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=port)
+        with pytest.raises(RoleError, match="port=99999; ports are whole numbers up to 65535"):
+            starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=99999)
 
     def test_a_name_that_runs_is_taken(self, spawn: Spawn) -> None:
         """One name is one child of a role; without one each has its own."""

@@ -115,6 +115,10 @@ class Beside(Role):
             import signal
 
             return signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        if what == "timer":
+            import signal
+
+            return signal.setitimer(signal.ITIMER_REAL, 0)
         if what == "group":
             return self.ctx.process_group()
         return self.ctx.sibling(what)

@@ -13,11 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import wraps
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
 
+from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
 from colocate._signals.off_main import work_on_main
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 Handler: TypeAlias = Callable[[int, FrameType | None], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
+NEEDS_MAIN = "signal only works in main thread of the main interpreter"  # Python's words
 _AGAIN_S = 0.001
 _set, _get = signal.signal, signal.getsignal
 _calls_role_code: set[CodeType] = {MethodSpec.call.__code__, awaited.__code__}
@@ -60,6 +63,7 @@ def guard(lane: Lane) -> None:
     _lane = lane
     _set(INTERRUPT, _interrupted)
     signal.signal, signal.getsignal = _signal, _getsignal
+    signal.alarm, signal.setitimer = _of_the_lane(signal.alarm), _of_the_lane(signal.setitimer)
     work_on_main()
 
 
@@ -147,6 +151,18 @@ def _signal(signalnum: Any, handler: Any) -> Any:
 def _getsignal(signalnum: Any) -> Any:
     """See `signal.getsignal`."""
     return _bare(_get(signalnum))
+
+
+def _of_the_lane(function: F) -> F:
+    """Return a function that a background role can't call: what comes of that would come in the other roles' calls."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if (ctx := current()) is not None and ctx.role in ctx._background:
+            raise ValueError(NEEDS_MAIN)
+        return function(*args, **kwargs)
+
+    return cast(F, called)
 
 
 def _bare(handler: Any) -> Any:
