@@ -48,6 +48,8 @@ class Request:
             the engine holds for it should carry this, in the engine's own listings too.
         detachable: Whether the pool may be given to the cluster later; only to an executor that is `Detachable`.
         ports: The first and the last TCP port that may be listened on for it (`Keeper(ports=...)`); None for any.
+        groups: How many groups may have a worker on each slot at a time; more than one only to an executor that has
+            `SharedSlots`. They share what the slot holds: nothing is reserved for each.
     """
 
     slots: int
@@ -61,6 +63,7 @@ class Request:
     id: str = ""
     detachable: bool = False
     ports: tuple[int, int] | None = None
+    groups: int = 1
 
 
 @attrs.frozen
@@ -100,7 +103,7 @@ class Boot:
         slot: Index of the slot in its group.
         node: Name of the machine.
         device: What torch calls the slot's device in the worker.
-        cpus: CPUs of the slot, from which torch's thread count is set; None leaves torch alone.
+        cpus: The worker's part of the slot's CPUs, from which torch's thread count is set; None leaves torch alone.
         env: Environment variables, set before torch or a role is imported.
         secret: The runtime's key, which authenticates worker-to-worker channels.
         path: Entries of the driver's `sys.path` that the worker lacks are appended.
@@ -299,6 +302,8 @@ class Executor(abc.ABC):
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start `colocate.worker` in a slot and return at once; its first message is `hello`.
 
+        Others run there already only where the executor has `SharedSlots`.
+
         What goes wrong later is said by `events.exited`.
         """
 
@@ -366,6 +371,13 @@ class OwnProcess:
 
 class MultiNode:
     """Capability: slots may lie on several machines."""
+
+
+class SharedSlots:
+    """Capability: several groups may have a worker each on a slot, which sees the slot's devices (`Request.groups`).
+
+    `launch` is called for a place on which others run, and the end of one of these ends no other.
+    """
 
 
 @attrs.frozen

@@ -31,6 +31,7 @@ from colocate.executor import (
     Request,
     Reservation,
     Running,
+    SharedSlots,
     Watchable,
     Window,
 )
@@ -68,7 +69,7 @@ class Lot:
     keepers: PoolKeepers | None = None
 
 
-class DaskExecutor(Executor, OwnProcess, MultiNode):
+class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     """Slots are Dask workers that are held; roles run in processes beside them."""
 
     name = "dask"

@@ -21,7 +21,10 @@ def colocate_about() -> About:
     """What is said of it as long as nobody uses it."""
     joined = "dask with address=…"
     return About(
-        capabilities={"Detachable": joined, "Watchable": joined, "OwnProcess": "dask", "MultiNode": "dask"},
+        capabilities={
+            **dict.fromkeys(("Detachable", "Watchable"), joined),
+            **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots"), "dask"),
+        },
         distributions=("distributed",),
         joins="address",
         packages=("colocate_dask",),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-from colocate.executor import Executor, Node, Request, Reservation, Running
+from colocate.executor import Executor, Node, Request, Reservation, Running, SharedSlots
 from colocate.gpus import names, torch_device
 from colocate.placement import Ledger
 
 
-class Machine(Executor):
+class Machine(Executor, SharedSlots):
     """This machine, and the slots on it."""
 
     name = "local"

@@ -17,4 +17,6 @@ def colocate_executor() -> type[Executor]:
 @hookimpl
 def colocate_about() -> About:
     """What is said of it as long as nobody uses it."""
-    return About(capabilities={"OwnProcess": "local with processes=True"}, packages=("colocate_local",))
+    return About(
+        capabilities={"OwnProcess": "local with processes=True", "SharedSlots": "local"}, packages=("colocate_local",)
+    )

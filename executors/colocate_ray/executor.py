@@ -30,6 +30,7 @@ from colocate.executor import (
     Request,
     Reservation,
     Running,
+    SharedSlots,
     Watchable,
     Window,
 )
@@ -57,7 +58,7 @@ LISTED_WITHIN_S = 10.0
 _Key = tuple[int, int]  # a slot: number of its reservation, index of its bundle
 
 
-class RayExecutor(Executor, OwnProcess, MultiNode):
+class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     """Workers on the machines of a Ray cluster, or of a private Ray on this one."""
 
     name = "ray"

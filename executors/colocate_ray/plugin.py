@@ -21,7 +21,10 @@ def colocate_about() -> About:
     """What is said of it as long as nobody uses it."""
     joined = "ray with address=…"
     return About(
-        capabilities={"Detachable": joined, "Watchable": joined, "OwnProcess": "ray", "MultiNode": "ray"},
+        capabilities={
+            **dict.fromkeys(("Detachable", "Watchable"), joined),
+            **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots"), "ray"),
+        },
         distributions=("ray",),
         joins="address",
         packages=("colocate_ray",),

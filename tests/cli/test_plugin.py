@@ -41,17 +41,17 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
 
 def test_executors(colocate: CommandLine) -> None:
     local = shown(colocate, "local")
-    assert local["capabilities"] == {"OwnProcess": "local with processes=True"}
+    assert local["capabilities"] == {"OwnProcess": "local with processes=True", "SharedSlots": "local"}
     assert list(local["options"]) == ["processes", "cpus", "gpus", "strict"]
     assert local["options"]["cpus"]["about"] == "CPUs to hand out; None doesn't count them."
     dask = shown(colocate, "dask")
     assert dask["capabilities"] == {
         **dict.fromkeys(("Detachable", "Watchable"), "dask with address=…"),
-        **dict.fromkeys(("OwnProcess", "MultiNode"), "dask"),
+        **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots"), "dask"),
     }
     assert (
-        "capabilities: Detachable (dask with address=…), Watchable (dask with address=…), OwnProcess, MultiNode"
-        in colocate("plugins", "dask").stdout
+        "capabilities: Detachable (dask with address=…), Watchable (dask with address=…), OwnProcess, MultiNode, "
+        "SharedSlots" in colocate("plugins", "dask").stdout
     )
 
 

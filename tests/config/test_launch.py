@@ -73,6 +73,13 @@ def test_everything_is_open_in_the_block_and_closed_after_it(load: Callable[...,
     assert not job.runtime._node.children
 
 
+def test_groups_share_a_pool(load: Callable[..., Config]) -> None:
+    beside = "  beside: {pool: main, roles: {worker: launch_module:Worker}}\njob"
+    text = CONFIG.replace("slots: 3", "slots: 3, groups: 2").replace("job", beside, 1)
+    with colocate.launch(load(text)) as job:
+        assert [job.groups[name]["worker"].place()[0] for name in ("group", "beside")] == [(0, 3)] * 2
+
+
 def test_the_graph_names_the_lines_of_the_config(load: Callable[..., Config]) -> None:
     with colocate.launch(load()) as job:
         runtime, pool, group = job.runtime.graph.render("tree").splitlines()[:3]

@@ -277,8 +277,23 @@ class TestWhole:
     def test_a_pool_takes_one_group(self, write: Write) -> None:
         text = GROUP + "        with: {hidden: 1}\n  second: {pool: main, roles: {a: 'config_roles:Open'}}\n"
         assert only(write(text)) == (
-            "line 9: groups.second.pool: pool 'main' has group 'policy' already: a slot takes one group at a time"
+            "line 9: groups.second.pool: pool 'main' has group 'policy' already: a slot takes one group at a time; "
+            "pools.main.groups says how many"
         )
+
+    def test_a_pool_that_groups_share(self, write: Write) -> None:
+        two = GROUP.replace("slots: 2", "slots: 2, groups: 2") + "        with: {hidden: 1}\n"
+        two += "  second: {pool: main, roles: {a: 'config_roles:Open'}}\n"
+        assert set(load_config(write(two)).groups) == {"policy", "second"}
+        assert only(write(two + "  third: {pool: main, roles: {a: 'config_roles:Open'}}\n")) == (
+            "line 10: groups.third.pool: pool 'main' has groups 'policy' and 'second' already: a slot takes 2 groups "
+            "at a time; pools.main.groups says how many"
+        )
+        assert only(write(two.replace("groups: 2", "groups: 0"))).endswith(
+            "pools.main.groups: must be a whole number from 1 to 1,000,000, not 0"
+        )
+        text = only(write(two.replace("groups: 2", "groups: 2, device_memory: 1GiB")))
+        assert "pools.main.groups: slots of 'local' are threads of this process, whose memory groups share" in text
 
     def test_roles_names(self, write: Write) -> None:
         roles = (

@@ -6,8 +6,8 @@ import json
 import sys
 from typing import Any
 
-# Groups that tests share have eight, who needs most has six beside them, and three tests end one that nobody replaces.
-_DASK_WORKERS = 18
+# Groups that tests share have eight, who needs most has six beside them, and four tests end one that nobody replaces.
+_DASK_WORKERS = 19
 
 
 def ray() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -87,6 +88,19 @@ def test_a_worker_comes_and_goes(kept: Kept, keepers: Keepers) -> None:
     assert heard.exits.get(timeout=WAIT_S) == Exit(signal="SIGKILL")
     assert keepers.running() == []
     host.kill()  # harmless
+
+
+def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepers) -> None:
+    """That is an end like any other, and no mistake of the keeper's."""
+    kept = Kept(keepers, env={}, detachable=True)
+    _host, heard = kept.launch()
+    pid = heard.hello()["pid"]
+    (worker,) = kept.keeper._workers.values()
+    os.kill(pid, signal.SIGSTOP)
+    worker.cut()
+    os.kill(pid, signal.SIGKILL)
+    assert heard.exits.get(timeout=WAIT_S).signal == "SIGKILL"
+    kept.keeper.close()
 
 
 def test_the_driver_lets_go(kept: Kept) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -26,6 +28,7 @@ from colocate._system.numbers import amount_problem, limit, name_problem
 from colocate._system.tracebacks import without_own_frames
 from colocate._worker_group.spawn import Declared, declare
 from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
+from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Place, Request, Reservation
 
@@ -39,7 +42,7 @@ class Slots(Home):
         budget: How much memory the roles of each may have.
         reservation: What the executor has given; None before, and while lost slots are reserved anew.
         places: Where its slots lie.
-        taken: The worker group on each that isn't free; replaced by another mapping when one goes.
+        taken: The worker groups on each that isn't free; replaced by another mapping when one goes.
         epoch: How many drivers have commanded it.
         attachment: How this driver has it, if it was detached once.
         lock: Held while any of these changes.
@@ -54,14 +57,16 @@ class Slots(Home):
         self.epoch = 1
         self.attachment: Attachment | None = None
         self.places: tuple[Place, ...] = ()
-        self.taken: dict[int, WorkerGroup] = {}
+        self.taken: dict[int, tuple[WorkerGroup, ...]] = {}
         self.lock = Section()
+        self._renewing = threading.Lock()  # held while lost slots are reserved anew, for all groups on them
+        self.telling = threading.Lock()
         self.join()
 
     @property
     def worker_groups(self) -> list[WorkerGroup]:
         """Those on it."""
-        return list(dict.fromkeys(list(self.taken.values())))
+        return list(dict.fromkeys(chain.from_iterable(list(self.taken.values()))))
 
     def hold(self, reservation: Reservation) -> None:
         """Take the slots, or give them back at once when it has been closed meanwhile."""
@@ -74,24 +79,28 @@ class Slots(Home):
         self.check()
 
     def occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> WorkerGroup:
-        """Put a group on slots that have to be free; nothing is started."""
+        """Put a group on slots that have to have room for it; nothing is started."""
         with self.lock:
             self.check()
             if self.reservation is None:
                 raise self.unreserved()
-            busy = {index: self.taken[index].name for index in indices if index in self.taken}
-            if busy:
-                index, holder = next(iter(busy.items()))
+            room = self.request.groups
+            full = next((index for index in indices if len(self.taken.get(index, ())) >= room), None)
+            if full is not None:
+                holders = [repr(each.name) for each in self.taken[full]]
+                whom = f"group {holders[0]}" if room == 1 else f"groups {' and '.join(holders)}"
+                rule = "one group at a time" if room == 1 else f"{room} groups at a time (groups={room})"
                 raise ColocateError(
-                    f"slot {index} of pool {self.name!r} is taken by group {holder!r}: a slot takes one group at a "
-                    "time. Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
+                    f"slot {full} of pool {self.name!r} is taken by {whom}: it takes {rule}. Put the roles into one "
+                    f"group, close {'the other one' if room == 1 else 'one of these'}, spawn on a part "
+                    f"(pool[a:b].spawn(...)), or reserve for more: reserve(..., groups={room + 1})"
                 )
             return self.place(indices, declared, name, restarts)
 
     def place(
         self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
     ) -> WorkerGroup:
-        """Put a group on free slots; nothing is started."""
+        """Put a group on slots that have room for it; nothing is started."""
         with self.lock:
             self.check()  # another driver may have taken it: whoever closes it has all groups that were put here
             with self.connection.naming:
@@ -103,15 +112,27 @@ class Slots(Home):
                 )
                 self.connection.worker_groups[name] = worker_group
             for index in indices:
-                self.taken[index] = worker_group
+                self.taken[index] = (*self.taken.get(index, ()), worker_group)
             return worker_group
 
     def places_for(self, worker_group: WorkerGroup) -> list[Place]:
-        """Return where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew."""
+        """Return where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew.
+
+        Of groups that have lost the same slots the first does that, and the others find them.
+        """
+        with self._renewing:
+            self._renew(worker_group)
+        return [self.places[index] for index in worker_group.indices]
+
+    def _renew(self, worker_group: WorkerGroup) -> None:
+        """Reserve all slots anew, if the engine has lost some of a group's."""
         executor = self.connection.services.executor
         given_back = self.reservation is None  # by an attempt before this one
         lost = [index for index in worker_group.indices if given_back or executor.lost(self.places[index])]
         if lost:
+            for each in self.worker_groups:
+                if each is not worker_group and not set(lost).isdisjoint(each.indices):
+                    each.workforce.wait_lost()
             with self.lock:
                 self.check()
                 gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
@@ -120,7 +141,7 @@ class Slots(Home):
                         f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
                         "such a pool isn't reserved anew"
                     )
-                others = {other.name for other in self.taken.values() if other is not worker_group}
+                others = {each.name for each in self.worker_groups if each is not worker_group and each.live()}
                 if others:
                     raise PlacementError(
                         f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
@@ -139,7 +160,6 @@ class Slots(Home):
                     if within < REPLACED_EVERY_S:
                         error.add_note(f"that was tried for {self.request.timeout:g} s, since slot {gone} was lost")
                         raise
-        return [self.places[index] for index in worker_group.indices]
 
     def unreserved(self, what: str = "") -> ColocateError:
         """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
@@ -152,11 +172,20 @@ class Slots(Home):
         )
 
     def vacate(self, worker_group: WorkerGroup) -> None:
-        """A group has gone: its slots are free."""
+        """A group has gone: its place on its slots is free."""
         with self.lock:
-            self.taken = {index: other for index, other in self.taken.items() if other is not worker_group}
+            left = {
+                index: tuple(each for each in there if each is not worker_group) for index, there in self.taken.items()
+            }
+            self.taken = {index: there for index, there in left.items() if there}
             self.forget(worker_group)
         self.changed()
+
+    def beside(self, worker_group: WorkerGroup, slot: int) -> list[Worker]:
+        """Return the workers of other groups that share a slot of a group."""
+        index = worker_group.indices[slot]
+        there = [each for each in self.taken.get(index, ()) if each is not worker_group]
+        return [each.workforce.workers[each.indices.index(index)] for each in there]
 
     def others(self) -> Mapping[str, WorkerGroup]:
         """The worker groups of its runtime, by name."""
@@ -221,7 +250,7 @@ class Slot:
         index: Its index in the pool.
         node: Name of the machine.
         devices: Indices of its GPUs there.
-        state: "free", or the name of the group that has it.
+        state: "free", or the names of the groups that have it: "policy", "policy, judge".
     """
 
     index: int
@@ -267,10 +296,10 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
     @property
     def slots(self) -> list[Slot]:
-        """Its slots: node, devices, and the group on each."""
+        """Its slots: node, devices, and the groups on each."""
         taken = self._node.taken
         return [
-            Slot(index, place.node, place.devices, taken[index].name if index in taken else "free")
+            Slot(index, place.node, place.devices, ", ".join(each.name for each in taken.get(index, ())) or "free")
             for index, place in enumerate(self._node.places)
         ]
 
@@ -360,7 +389,9 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             raise ConfigError(f"spawn(restarts) {problem}; a group that isn't restarted has on_failure='fail'")
         timeout = limit(timeout, "spawn(timeout)")
         declared = declare(roles, len(indices), mesh)
-        declared = attrs.evolve(declared, budgets=budgets(node.budget, budget, declared.specs, residency, step))
+        is_shared = node.request.groups > 1
+        limits = budgets(node.budget, budget, declared.specs, residency, step, is_shared)
+        declared = attrs.evolve(declared, budgets=limits)
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
             check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)

@@ -16,7 +16,7 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.pool import Pool, Slots
 from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
-from colocate._role.budget import Budget
+from colocate._role.budget import NO_BUDGET, Budget
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._signatures import options_of, path_text
@@ -35,7 +35,7 @@ from colocate._system.numbers import (
 from colocate._system.printer import told_when_slow
 from colocate._system.room import spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
-from colocate.executor import Detachable, Executor, OwnProcess, Request
+from colocate.executor import Detachable, Executor, OwnProcess, Request, SharedSlots
 
 if TYPE_CHECKING:
     from colocate_report.trace import Trace
@@ -160,6 +160,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         env: Mapping[str, str] | None = None,
         detachable: bool = False,
         name: str | None = None,
+        groups: int = 1,
     ) -> Pool:
         """Reserve slots together, all or none.
 
@@ -178,6 +179,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
                 its own.
             detachable: Whether the pool may be given to the cluster later.
             name: Name of the pool.
+            groups: How many groups may share each slot at a time: each has a worker there, on the same devices.
 
         Raises:
             PlacementError: It can never fit; has a table of the nodes.
@@ -186,17 +188,24 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         connection = self._node
         connection.check()
-        _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name)
+        _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups)
         timeout = seconds(timeout, "reserve(timeout)")
         if env:
             connection.require(OwnProcess, "set the environment of a worker (env=)")
         if detachable:
             connection.require(Detachable, "give a pool to its cluster (detachable=)")
         budget = Budget.of(device_memory, host_memory)
+        if groups > 1:
+            connection.require(SharedSlots, f"let groups share slots (groups={groups})")
+            if budget != NO_BUDGET:
+                connection.require(
+                    OwnProcess, "keep a budget (device_memory=, host_memory=) of slots that groups share"
+                )
         chosen, id = connection.pool_name(name)
         variables = {key: str(value) for key, value in (env or {}).items()}
         ports = connection.services.ports
-        request = Request(slots, gpus, cpus, budget.host, strategy, timeout, chosen, variables, id, detachable, ports)
+        what = slots, gpus, cpus, budget.host, strategy, timeout
+        request = Request(*what, chosen, variables, id, detachable, ports, groups)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
@@ -284,7 +293,7 @@ def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
 
 
 def _check_request(
-    slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Any, detachable: Any, name: Any
+    slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Any, detachable: Any, name: Any, groups: Any
 ) -> None:
     found = {
         "slots": amount_problem(slots, whole=True, least=1),
@@ -294,6 +303,7 @@ def _check_request(
         "env": None if isinstance(env, Mapping) else f"must be a mapping from variables to values, not {shown(env)}",
         "detachable": None if isinstance(detachable, bool) else f"must be True or False, not {shown(detachable)}",
         "name": name_problem(name),
+        "groups": amount_problem(groups, whole=True, least=1),
     }
     mistakes = [Mistake(name, None, problem) for name, problem in found.items() if problem is not None]
     if strategy not in ("pack", "spread"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from colocate._protocol.ledger import Ledger
+from colocate._protocol.ledger import Ledger, Sizes
 from colocate._protocol.message import Head, Message, message, read, values
 from colocate._protocol.taken import Taken
 from colocate._protocol.to_worker import Operations
@@ -197,6 +197,13 @@ class LedgerTold(Message):
         """As `Message.of`."""
         token, ledger, role, trace = values
         return cls(token, None if ledger is None else Ledger(*ledger), role, trace)
+
+
+@message
+class Holds(Message):
+    """What its roles hold has changed, which workers of other groups on its slot are to know."""
+
+    roles: Sizes
 
 
 @message

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from typing import TypeAlias
 
 import attrs
 
@@ -49,6 +50,10 @@ def counts_as(role: str, told: object, by: str) -> dict[Purpose, int]:
     ):
         raise ConfigError(f"{by} of role {role!r} returns {told!r}: it returns bytes by tag, of {', '.join(TAGS)}")
     return {Purpose.TENSORS if tag == "cache" else TAGS[tag][0]: size for tag, size in told.items()}
+
+
+Sizes: TypeAlias = "Mapping[str, Sequence[Mapping[str, int]]]"
+"""What roles hold by name: the bytes on the slot's device, and those of the host, each by kind."""
 
 
 @attrs.frozen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Head, Message, message
 from colocate._role.budget import Budgets
 
@@ -268,6 +269,14 @@ class AskLedger(Message):
     """Say what the worker's memory is used for; answered by `LedgerTold`."""
 
     token: int  # the question's number
+
+
+@message
+class Beside(Message):
+    """What the roles of another group hold that has a worker on this slot, too."""
+
+    group: str  # the group's name
+    roles: Sizes  # nothing when its worker has ended
 
 
 @message

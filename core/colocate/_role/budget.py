@@ -21,12 +21,14 @@ class Limit:
         role: The role; None for all roles of the slot together.
         device: Whether it is memory of the slot's device; otherwise the host's, with what sleeps.
         nbytes: How many bytes.
+        is_shared: Whether it is of roles of other groups on the slot, too.
     """
 
     owner: str
     role: str | None
     device: bool
     nbytes: int
+    is_shared: bool = False
 
     @property
     def word(self) -> str:
@@ -94,10 +96,10 @@ class Budget:
         device = None if device_memory is None else parse_bytes(device_memory, f"{what}device_memory")
         return cls(device, None if host_memory is None else parse_bytes(host_memory, f"{what}host_memory"))
 
-    def limits(self, owner: str, role: str | None = None) -> list[Limit]:
+    def limits(self, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
         """What it says, as workers are told."""
         sizes = ((True, self.device), (False, self.host))
-        return [Limit(owner, role, device, nbytes) for device, nbytes in sizes if nbytes is not None]
+        return [Limit(owner, role, device, nbytes, is_shared) for device, nbytes in sizes if nbytes is not None]
 
 
 NO_BUDGET = Budget()
@@ -109,6 +111,7 @@ def budgets(
     roles: Mapping[str, Any],
     residency: Literal["swap"] | None = None,
     step: Sequence[str] | None = None,
+    is_shared: bool = False,
 ) -> Budgets:
     """Those of a group.
 
@@ -118,11 +121,12 @@ def budgets(
         roles: Its roles, as they were declared (`RoleSpec`).
         residency: Whether they take turns.
         step: The order in which they are called, again and again.
+        is_shared: Whether other groups may have workers on the slots, too.
 
     Raises:
         ConfigError: They contradict each other.
     """
-    of_slots, of_group = slot.limits("the pool's slots"), group.limits("the group")
+    of_slots, of_group = slot.limits("the pool's slots", is_shared=is_shared), group.limits("the group")
     for limit in of_group:
         for above in of_slots:
             if above.device is limit.device and above.nbytes < limit.nbytes:

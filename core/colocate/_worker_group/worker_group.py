@@ -22,7 +22,7 @@ from colocate._calls.services import Services
 from colocate._kept import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
-from colocate._protocol.ledger import Ledger
+from colocate._protocol.ledger import Ledger, Sizes
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Origin, Source
@@ -131,10 +131,15 @@ class Home(Owned, abc.ABC):
 
     request: Request
     attachment: Attachment | None
+    telling: threading.Lock  # held while workers on a slot are told of one another, which is in order then
 
     @abc.abstractmethod
     def others(self) -> Mapping[str, WorkerGroup]:
         """Return the worker groups of its runtime, by name."""
+
+    @abc.abstractmethod
+    def beside(self, worker_group: WorkerGroup, slot: int) -> Sequence[Worker]:
+        """Return the workers of other groups that share a slot of a group."""
 
     @abc.abstractmethod
     def places_for(self, worker_group: WorkerGroup) -> Sequence[Place]:
@@ -370,7 +375,8 @@ class WorkerGroup(Link):
     def _begin(self, places: Sequence[Place]) -> None:
         """Make the records of a generation of workers."""
         self.questions = Questions(self.order, self.published, self._locate)
-        self.workforce = Workforce(self, self.order, self.cancellations, self.home.request, places, self._heard)
+        parts = self.order, self.cancellations, self.home.request, places
+        self.workforce = Workforce(self, *parts, self._heard, self._greet)
         self.ledgers = Ledgers(self)
         self.pauses = Pauses(self.order)
 
@@ -474,6 +480,8 @@ class WorkerGroup(Link):
                 order.stacks.answered(slot, message)
             case from_worker.LedgerTold():
                 self.ledgers.answered(worker, message)
+            case from_worker.Holds():
+                self._share(worker, message.roles)
             case from_worker.Moved():
                 rank = self.roles[message.role].slots.index(slot)
                 kind = "sleep" if message.asleep else "wake"
@@ -495,6 +503,20 @@ class WorkerGroup(Link):
                 self.published.lost(worker, message)
             case _:
                 raise TypeError(f"worker {slot} of group {self.name!r} says what no driver hears: {message!r}")
+
+    def _share(self, worker: Worker, holds: Sizes) -> None:
+        """Tell the workers that share a worker's slot what its roles hold from now on."""
+        with self.home.telling:
+            worker.holds = holds
+            for other in self.home.beside(self, worker.slot) if self.home.closed_by is None else ():  # else it goes on
+                other.send(to_worker.Beside(self.name, holds))
+
+    def _greet(self, worker: Worker) -> None:
+        """Tell a new worker what the roles of those hold that share its slot."""
+        with self.home.telling:
+            for other in self.home.beside(self, worker.slot):
+                if other.holds or other.exit is not None:  # of others an earlier driver may have told it
+                    worker.send(to_worker.Beside(other.boot.group, other.holds))
 
     def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
         """Tell where a worker of some group is reached."""

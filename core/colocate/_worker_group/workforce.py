@@ -20,6 +20,7 @@ from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
 from colocate._protocol import from_worker, to_worker, versions
+from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request as Question
 from colocate._protocol.requests import Requests
@@ -114,6 +115,7 @@ class Worker:
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
     # The processes that its roles have started: role, name, process id, port, and what it does
     children: Sequence[tuple[str, str, int, int | None, str]] = ()
+    holds: Sizes = attrs.field(factory=dict)  # what its roles hold, where other groups share its slot
     _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
     _where: Question[int, str | None] | None = None
@@ -219,10 +221,12 @@ class Workforce:
         request: Request,
         places: Sequence[Place],
         heard: Callable[[Worker, Message, Any], None],
+        greet: Callable[[Worker], None],
     ) -> None:
         self.link = link
         self.order = order
         self.heard = heard  # is told what a worker says that isn't about itself
+        self._greet = greet  # tells a worker, before anything else, who shares its slot
         self.stages = Stages(len(places))
         self._cancellations = cancellations
         self._lock = threading.Lock()  # the innermost one
@@ -247,7 +251,7 @@ class Workforce:
                     slot=slot,
                     node=place.node,
                     device=place.device,
-                    cpus=request.cpus,
+                    cpus=request.cpus / request.groups,
                     env=request.env,
                     secret=services.secret,
                     path=services.path,
@@ -295,6 +299,7 @@ class Workforce:
                 failed = worker_error(link, worker.slot, None, words)
                 failed.__cause__ = why
                 raise start_error(link.name, {worker.slot: failed}) from why
+            self._greet(worker)
             if link.closed_by is not None:  # by another thread, which has no longer waited for this one
                 worker.host.kill()
                 link.check()
@@ -358,6 +363,7 @@ class Workforce:
         for worker, place, token in zip(self.workers, self._places, tokens, strict=True):
             self._built[worker.slot] = None
             worker.host = executor.take(place, worker.boot, worker, token)
+            self._greet(worker)
 
     def wait_hello(self, grace: float) -> list[int]:
         """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
@@ -416,6 +422,7 @@ class Workforce:
         """Note that a worker is gone, which the group may have failed of."""
         assert worker.exit is not None
         link, slot = self.link, worker.slot
+        self.heard(worker, from_worker.Holds({}), None)
         self._cancellations.gone(slot)
         self.order.gone(slot)
         if link.life.is_starting:
@@ -443,6 +450,10 @@ class Workforce:
         """Wait until all of them are gone, after `kill`; whether they are."""
         self._note_unlaunched()
         return self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
+
+    def wait_lost(self) -> None:
+        """Wait until all of them are gone, as one of them is: the slot that it had is lost."""
+        self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
 
     def _note_unlaunched(self) -> None:
         """Note the workers whose start was given up: nothing will come of them."""

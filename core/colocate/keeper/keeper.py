@@ -543,6 +543,8 @@ class _StartedWorker:
             answer = self._door.recv(GIVEN_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
+        except ConnectionResetError:  # it has ended with something unread
+            answer = b""
         if answer:
             number, _, what = answer.partition(b" ")
             self._keeper._seen(self, int(number), what)

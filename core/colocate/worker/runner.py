@@ -321,6 +321,7 @@ class Runner:
             is_of_worker = call.method in OF_WORKERS
             if is_of_worker:  # what changes there is no resident, and they have looked whether there is room
                 worker_context.accounts.changed(None)
+                worker_context.accounts.tell()
             else:
                 if worker_context.store.entries or resolver is not None or work.watches:
                     self._check_writes(work, role, resolver)

@@ -10,7 +10,7 @@ import attrs
 
 from colocate import RoleSpec
 from colocate.errors import ConfigError, PluginError
-from colocate.executor import Executor, OwnProcess
+from colocate.executor import Executor, OwnProcess, SharedSlots
 from colocate.plugins import find_executor, find_job, find_observer, find_role, lacks_processes, lacks_vmm
 from colocate.signatures import (
     NO_BUDGET,
@@ -138,6 +138,17 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
     _sizes(pool, ("host_memory", "device_memory"), place, document)
     if (problem := amount_problem(pool.slots, whole=True, least=1)) is not None:
         document.wrong((*place, "slots"), problem)
+    if (problem := amount_problem(pool.groups, whole=True, least=1)) is not None:
+        document.wrong((*place, "groups"), problem)
+    elif pool.groups > 1 and executor is not None:
+        if not issubclass(executor, SharedSlots):
+            document.wrong((*place, "groups"), f"executor {executor.name!r} can't let groups share slots")
+        elif (pool.device_memory or pool.host_memory) and not issubclass(executor, OwnProcess):
+            text = (
+                f"slots of {executor.name!r} are threads of this process, whose memory groups share: leave out "
+                "device_memory and host_memory of this pool, or use executor.with.processes=true"
+            )
+            document.wrong((*place, "groups"), text)
 
 
 def _sizes(entry: attrs.AttrsInstance, names: Sequence[str], place: Place, document: Document) -> bool:
@@ -189,10 +200,12 @@ def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
 
 
 def _groups(config: Config, executor: type[Executor] | None, trust: Trust, document: Document) -> None:
-    taken: dict[str, str] = {}
+    taken: dict[str, list[str]] = {}
     for name, group in config.groups.items():
         place: Place = ("groups", name)
-        _pool_of(group.pool, taken.setdefault(group.pool, name), place, document)
+        others = taken.setdefault(group.pool, [])
+        _pool_of(group.pool, config.pools.get(group.pool), others, place, document)
+        others.append(name)
         if not document.data["groups"][name]["roles"]:
             document.wrong((*place, "roles"), "a group needs at least one role")
         pool = config.pools.get(group.pool)
@@ -215,8 +228,8 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
                 document.wrong((*below, "sleep"), why)
 
 
-def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:
-    """Whether the pool of a group exists and is its own."""
+def _pool_of(pool: str, found: PoolConfig | None, others: Sequence[str], place: Place, document: Document) -> None:
+    """Whether the pool of a group exists and has room for it beside the others."""
     declared = document.data.get("pools", {})
     if not isinstance(declared, dict):
         return  # said already, and what it should have been can't be known
@@ -224,8 +237,11 @@ def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:
         there = f"there are {', '.join(declared)}" if declared else "there is none"
         near = nearest(pool, declared)
         document.wrong((*place, "pool"), f"no pool is called {pool!r}; {there}", near)
-    elif first != place[-1]:
-        text = f"pool {pool!r} has group {first!r} already: a slot takes one group at a time"
+    elif found is not None and len(others) >= found.groups >= 1:
+        names = " and ".join(map(repr, others[: found.groups]))
+        whose = f"group {names}" if found.groups == 1 else f"groups {names}"
+        rule = "one group" if found.groups == 1 else f"{found.groups} groups"
+        text = f"pool {pool!r} has {whose} already: a slot takes {rule} at a time; pools.{pool}.groups says how many"
         document.wrong((*place, "pool"), text)
 
 

@@ -45,6 +45,7 @@ class PoolConfig:
         timeout: Seconds to wait for slots that could fit but don't now.
         env: Environment variables, set in the worker before torch or a role is imported. With one that is read before
             that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
+        groups: How many groups may share it; each has workers of its own on the same slots.
     """
 
     slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
@@ -55,6 +56,7 @@ class PoolConfig:
     strategy: Literal["pack", "spread"] = "pack"
     timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
+    groups: int = 1
 
 
 @attrs.frozen

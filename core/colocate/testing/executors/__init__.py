@@ -37,6 +37,7 @@ from colocate.testing.executors.process_groups import CutProcessGroups, ProcessG
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Checkpoints, Restarting
+from colocate.testing.executors.sharing import Sharing, SharingDetached
 from colocate.testing.executors.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
 from colocate.testing.executors.startup import Printing, Startup, Templates
 from colocate.testing.executors.streams import Streams
@@ -93,6 +94,8 @@ class ExecutorSuite(
     Closing,
     Converging,
     Placement,
+    Sharing,
+    SharingDetached,
     ProcessGroups,
     CutProcessGroups,
     Renewals,
@@ -172,6 +175,8 @@ __all__ = [
     "Residents",
     "Restarting",
     "Serialization",
+    "Sharing",
+    "SharingDetached",
     "Signals",
     "Sleeping",
     "SleepingAmidSteps",

@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 
 from colocate._devices.cuda_driver import beside_captures
-from colocate._protocol.ledger import Ledger, Purpose
+from colocate._protocol import from_worker
+from colocate._protocol.ledger import Ledger, Purpose, Sizes
 from colocate._role import torch_books
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.numbers import size_text
@@ -79,6 +80,7 @@ class Accounts:
     Attributes:
         budgets: What they may have.
         gradients: What is known of their gradients beside the lane.
+        beside: What roles of other groups hold that have workers on the slot, by group, as these told it last.
     """
 
     def __init__(self, worker_context: Worker, sleeper: Sleeper) -> None:
@@ -89,6 +91,8 @@ class Accounts:
         self._held: dict[str, Holdings] = {}
         self._changed: set[str] = set()
         self.budgets: Budgets = NO_BUDGETS
+        self.beside: dict[str, Sizes] = {}
+        self._last_told: Sizes = {}
 
     def ledger(self) -> Ledger:
         """Look at everything that the worker holds, beside the lane."""
@@ -134,8 +138,24 @@ class Accounts:
         self.changed(role)
         self.gradients.moved(role)
 
+    @property
+    def count_others(self) -> bool:
+        """Whether a budget counts what roles of other groups hold on this slot."""
+        return any(limit.is_shared for limit in self.budgets.limits)
+
+    def tell(self, anew: bool = False) -> None:
+        """Have other groups on this slot know what the roles have now, where a budget counts that."""
+        if self.count_others:
+            if anew:
+                self._last_told = {}
+            with contextlib.suppress(RoleError):  # the next call meets it, too, and raises it
+                self.shares()
+
     def shares(self, more: Mapping[str, Any] | None = None) -> Shares:
-        """Return what all roles have; who may have come to hold something else is looked at anew."""
+        """Return what all roles have; who may have come to hold something else is looked at anew.
+
+        Other groups on this slot are told.
+        """
         try:
             for name, role in named(self._worker_context).items():
                 if name in self._changed or name not in self._held:
@@ -144,9 +164,16 @@ class Accounts:
                             role.instance, role.declared(), beside(self._worker_context, name)
                         )
                     self._changed.discard(name)
-            return self._counted(self._held, more or {})
+            found = self._counted(self._held, more or {})
         except LookError as error:
             raise RoleError(str(error)) from error
+        if self.count_others:
+            roles = found.owned.keys() | found.asleep.keys()
+            own = {role: [self._parts(found, role, device) for device in (True, False)] for role in roles}
+            if (told := {role: parts for role, parts in own.items() if any(parts)}) != self._last_told:
+                self._last_told = told
+                self._worker_context.say(from_worker.Holds(told))
+        return found
 
     def judge(self, role: str | None, what: str, shares: Shares) -> None:
         """Raise when the roles have more than they may."""
@@ -182,23 +209,32 @@ class Accounts:
         if sum(self._parts(shares, role, limit.device).values()) + nbytes <= limit.nbytes:
             return False
         for other in shares.owned.keys() - {role}:
-            parts = self._parts(shares, other, limit.device)
-            could_go = sum(parts.values()) - parts.get(Purpose.RESIDENTS.word, 0) - parts.get(_CHILDREN, 0)
-            if could_go > sum(self._sleeper.asleep.kept_awake(other).values()):
+            if _could_go(self._parts(shares, other, limit.device)) > sum(
+                self._sleeper.asleep.kept_awake(other).values()
+            ):
                 return False
-        return True
+        return not any(_could_go(parts) for _, _, parts in self._others(limit))
 
     def used(self, shares: Shares, limit: Limit) -> int:
         """Return the bytes that count towards a limit."""
         roles = shares.owned.keys() | shares.asleep.keys() if limit.role is None else {limit.role}
-        return sum(sum(self._parts(shares, role, limit.device).values()) for role in roles)
+        own = sum(sum(self._parts(shares, role, limit.device).values()) for role in roles)
+        return own + sum(sum(parts.values()) for _, _, parts in self._others(limit))
+
+    def _others(self, limit: Limit) -> Iterator[tuple[str, str, Mapping[str, int]]]:
+        """Yield group, name and memory by kind of roles of other groups that count towards a limit."""
+        for group, roles in sorted(self.beside.items()) if limit.is_shared else ():
+            for role, (on_device, on_host) in sorted(roles.items()):
+                yield group, role, on_device if limit.device else on_host
 
     def exceeded(self, shares: Shares, limit: Limit, what: str, more: int) -> MemoryBudgetError:
         """Return the error that a limit is exceeded, or would be."""
         place = self._worker_context.boot.device if limit.device else "the host"
         used = self.used(shares, limit)
         roles = shares.owned.keys() | shares.asleep.keys()
-        told = "; ".join(filter(None, [self._told(shares, role, limit.device) for role in sorted(roles)]))
+        holders = [self._told(shares, role, limit.device) for role in sorted(roles)]
+        holders += [f"of group {group!r}: {_words(role, parts)}" for group, role, parts in self._others(limit) if parts]
+        told = "; ".join(filter(None, holders))
         if not limit.device:
             cure = "What sleeps counts, too: let go of something, or allow more"
         elif limit.role is not None or self.budgets.swap:
@@ -223,12 +259,10 @@ class Accounts:
         parts = self._parts(shares, role, device)
         if not parts:
             return ""
-        order = [*(purpose.word for purpose in Purpose), "asleep", _CHILDREN]
-        kinds = ", ".join(f"{kind} {size_text(parts[kind])}" for kind in order if kind in parts)
         stays = self._sleeper.asleep.kept_awake(role) if device else {}
         but = ", ".join(f"{size_text(size)} {why}" for why, size in stays.items())
         why = f", asleep but for {but}" if but else ""
-        return f"{role or 'functions'} {size_text(sum(parts.values()))} ({kinds}){why}"
+        return f"{_words(role, parts)}{why}"
 
     def _parts(self, shares: Shares, role: str, device: bool) -> dict[str, int]:
         """What a role has, by kind. What sleeps somewhere counts with the host's memory."""
@@ -265,6 +299,18 @@ class Accounts:
         for name, (size, as_zeros) in self._sleeper.asleep.by_role().items():
             asleep[name], emptied[name] = size, as_zeros
         return Shares(owned, shared, asleep, emptied, self._worker_context.children.nbytes())
+
+
+def _words(role: str, parts: Mapping[str, int]) -> str:
+    """Return what a role has, by kind, as errors say it."""
+    order = [*(purpose.word for purpose in Purpose), "asleep", _CHILDREN]
+    kinds = ", ".join(f"{kind} {size_text(parts[kind])}" for kind in order if kind in parts)
+    return f"{role or 'functions'} {size_text(sum(parts.values()))} ({kinds})"
+
+
+def _could_go(parts: Mapping[str, int]) -> int:
+    """Return the bytes of what a role has that a sleep could move."""
+    return sum(parts.values()) - parts.get(Purpose.RESIDENTS.word, 0) - parts.get(_CHILDREN, 0)
 
 
 def _shares(

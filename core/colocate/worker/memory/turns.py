@@ -174,7 +174,7 @@ class Residency:
         takes_turns: Whether they take turns.
     """
 
-    _limit: Limit  # what all may have together, where they do
+    _limits: Sequence[Limit]  # what all may have together, where they do
 
     def __init__(self, worker_context: Worker, sleeper: Sleeper, accounts: Accounts) -> None:
         self._worker_context = worker_context
@@ -196,7 +196,8 @@ class Residency:
         self.takes_turns, self._declared = budgets.swap, budgets.step
         if budgets.swap:
             limits = [each for each in budgets.limits if each.role is None and each.device]
-            self._limit = min(limits, key=lambda each: each.nbytes)
+            own = sorted((each for each in limits if not each.is_shared), key=lambda each: each.nbytes)
+            self._limits = [*own[:1], *(each for each in limits if each.is_shared)]
 
     # -- around calls
 
@@ -465,11 +466,12 @@ class Residency:
         if not coming or self._over(shares, name) + coming <= 0:
             return
         needed = coming + self._accounts.budgets.activations.get(name, 0)
-        if not self._accounts.has_outgrown(shares, name, self._limit, needed):
+        limit = self._tightest(shares)
+        if not self._accounts.has_outgrown(shares, name, limit, needed):
             what = f"waking role {name!r} needs {size_text(coming)}"
             if stay := sorted(self._in_use() - {name}):
                 what += f" beside {', '.join(stay)}, in use with it or asked for by ctx.sibling"
-            raise self._accounts.exceeded(shares, self._limit, what, needed)
+            raise self._accounts.exceeded(shares, limit, what, needed)
 
     def _have_others_go(
         self,
@@ -557,7 +559,14 @@ class Residency:
     def _over(self, shares: Shares, name: str | None) -> int:
         """The bytes that are too many, while a role runs."""
         activations = self._accounts.budgets.activations.get(name or "", 0)
-        return self._accounts.used(shares, self._limit) + activations - self._limit.nbytes
+        limit = self._tightest(shares)
+        return self._accounts.used(shares, limit) + activations - limit.nbytes
+
+    def _tightest(self, shares: Shares) -> Limit:
+        """Return the limit of which least is left: what other groups on the slot hold counts towards some."""
+        if len(self._limits) == 1:
+            return self._limits[0]
+        return min(self._limits, key=lambda each: each.nbytes - self._accounts.used(shares, each))
 
     def _wake(self, name: str, asleep: Sequence[str], why: str) -> None:
         start = time.time()

@@ -121,6 +121,11 @@ class WorkerHost(WorkerContext):
                     inlet.lane.do(inlet.wake)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
+                if self.accounts.count_others:
+                    self.lane.do(self.accounts.tell)
+            case to_worker.Beside() as message:
+                # Made anew, as the lane may be reading what was there.
+                self.accounts.beside = {**self.accounts.beside, message.group: message.roles}
             case to_worker.Define() as message:
                 self.definitions.arrived(message, body)
             case to_worker.Build() as message:
@@ -316,6 +321,7 @@ class WorkerHost(WorkerContext):
         former, self.peers = self.peers, self._make_peers(self)
         self._transfer.soon(former.close)
         self.children.tell_again()
+        self.lane.do(partial(self.accounts.tell, anew=True))
 
     def _thread_failed(self, what: str, error: BaseException) -> None:
         """A thread of the worker has met an exception that nothing of a user's can cause, but a mistake here can."""

@@ -10,7 +10,19 @@ from collections.abc import Sequence
 import attrs
 
 from colocate.errors import PlacementError
-from colocate.executor import Boot, Executor, Host, HostEvents, Node, OwnProcess, Place, Request, Reservation, Running
+from colocate.executor import (
+    Boot,
+    Executor,
+    Host,
+    HostEvents,
+    Node,
+    OwnProcess,
+    Place,
+    Request,
+    Reservation,
+    Running,
+    SharedSlots,
+)
 from colocate.gpus import names, shown
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger
@@ -18,7 +30,7 @@ from colocate.placement import Ledger
 _LEAVES_WITHIN_S = 5.0
 
 
-class Outposts(Executor, OwnProcess):
+class Outposts(Executor, OwnProcess, SharedSlots):
     """Slots are kept by processes of this machine."""
 
     name = "outpost"
