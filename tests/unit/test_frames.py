@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.wire import Packed, encode, framing
+from colocate.wire import InArea, Packed, encode, framing
 from colocate.wire.framing import FILE_BYTES, Reader, Sending
 
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
@@ -92,6 +92,36 @@ def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.Monk
         file = framing.memory_file([b"sealed"])
         assert bytes(framing.map_private(file, 6)) == b"sealed"
         os.close(file)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def _mapped() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("memfd:colocate" in line for line in file)
+
+
+def test_memory_that_is_written_again_is_mapped_once() -> None:
+    """For as long as somebody has any of it: what was written last is there, and no descriptor is left."""
+    before = set(os.listdir("/proc/self/fd"))
+    one, other = socket.socketpair()
+    area, reader, scratch = framing.Area(), Reader(passes_files=True), memoryview(bytearray(1000))
+    bodies: list[Packed] = []
+    size = 1 << 20
+    with one, other:
+        for text in (b"a", b"b", b"c"):
+            body = area.write(Packed(b"N.", (memoryview(bytearray(text * size)), memoryview(text * size))))
+            with encode(("area",), body) as frame:
+                sending = frame.sending(passes_files=True)
+                assert sending.write(one)
+                sending.close()
+            bodies += [body for _, body in reader.read(other, scratch) if body is not None]
+            assert all(isinstance(body, InArea) and [*map(bytes, body.buffers)] == [text * size] * 2 for body in bodies)
+        assert _mapped() == 2  # the sender's, too
+        for above, left in ((3 * size, 2), (size, 1)):
+            area.close(above)
+            assert _mapped() == left
+        bodies.clear()
+        assert _mapped() == 0
     assert set(os.listdir("/proc/self/fd")) == before
 
 

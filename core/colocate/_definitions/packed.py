@@ -52,6 +52,12 @@ class Packed(NamedTuple):
         return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers), self.needs)
 
 
+class InArea(Packed):
+    """A value in memory that its sender has, too, and writes over when it knows that it is over (`wire.Area`)."""
+
+    __slots__ = ()
+
+
 class Lost(Packed):
     """A value whose memory hasn't arrived, for want of a descriptor or of room: to unpack it raises that OSError."""
 

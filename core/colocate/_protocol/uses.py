@@ -10,6 +10,7 @@ import abc
 import functools
 import pickle
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -189,6 +190,19 @@ Over: TypeAlias = tuple[int, bool]
 """The key of what was offered, and whether it is kept where it was taken, so that it mustn't be written over."""
 
 
+@attrs.define(eq=False)
+class Taking:
+    """How a worker takes what another one offers, one part after the other.
+
+    Attributes:
+        areas: What came last in memory that is written again: as long as it is here this isn't mapped anew.
+        over: What was taken before, as it is told with the next question; None where nothing is.
+    """
+
+    areas: deque[Any]
+    over: Over | None = None
+
+
 class Peers(abc.ABC):
     """How a worker reads parts, its own and others'. Every method blocks until the part exists."""
 
@@ -198,10 +212,10 @@ class Peers(abc.ABC):
         """Where other workers reach this one; None when they needn't ask."""
 
     @abc.abstractmethod
-    def part(self, source: Source, rank: int, taken: list[Taken] | None, over: Over | None = None) -> Any:
+    def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
         """The whole part of a rank. It is noted in `taken`, unless that is None or it is handed over between slots.
 
-        `over`: what was taken of this rank before, as it is told.
+        `taking`: for one of several that are offered.
         """
 
     @abc.abstractmethod

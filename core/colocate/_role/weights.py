@@ -138,6 +138,7 @@ class Received:
         version: How often it has got them; 0 for those that its constructor has made.
         stale: Why they can't be used; None where they can.
         since: When that was known, in seconds of time.time().
+        whole: Whether stale ones are whole all the same, as they were once: another role may get them.
         written: Whether the source has written into them, where both roles have the very tensors.
         shared: These, by name.
     """
@@ -145,19 +146,25 @@ class Received:
     version: int = 0
     stale: str | None = None
     since: float = 0.0
+    whole: bool = False
     written: Callable[[], bool] | None = None
     shared: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
 
-    def fail(self, why: str) -> None:
-        """They can't be used from now on."""
+    @property
+    def torn(self) -> str | None:
+        """Why no other role may get them; None where it may, as far as is known by now."""
+        return None if self.whole else self.stale
+
+    def fail(self, why: str, whole: bool = False) -> None:
+        """They can't be used from now on; `whole`: see there."""
         if self.stale is None:
             self.since = time.time()
-        self.stale, self.written, self.shared = why, None, {}
+        self.stale, self.whole, self.written, self.shared = why, whole, None, {}
 
     def came(self, shared: Mapping[str, torch.Tensor], written: Callable[[], bool] | None) -> None:
         """All of them have come, on all ranks."""
         self.version += 1
-        self.stale, self.since, self.written, self.shared = None, time.time(), written, shared
+        self.stale, self.since, self.whole, self.written, self.shared = None, time.time(), False, written, shared
 
     def check(self, role: str, label: str) -> None:
         """Refuse a call that would use stale weights.

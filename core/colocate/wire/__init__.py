@@ -1,7 +1,7 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
 from colocate._definitions.codec import explain, pack, unpack
-from colocate._definitions.packed import Packed
+from colocate._definitions.packed import InArea, Packed
 from colocate.wire._forks import track, track_socket
 from colocate.wire.event_loop import LOOPBACK, EventLoop, Listener, listen, listen_widely, listening_within
 from colocate.wire.framing import HOLE, Area, Frame, Head, InFile, Message, encode, numbered
@@ -20,6 +20,7 @@ __all__ = [
     "EventLoop",
     "Frame",
     "Head",
+    "InArea",
     "InFile",
     "Listener",
     "Message",

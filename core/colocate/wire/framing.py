@@ -3,7 +3,7 @@
 On the wire: a fixed prefix, the pickled head, the sizes of the body's segments (the pickle, then each buffer), the
 payload: the segments, each at a multiple of 64 bytes. A large payload lies in one sealed memory file. A Unix socket
 passes the file itself, so that a frame sent to many costs one copy and every receiver maps private memory; any other
-socket gets its bytes.
+socket gets its bytes. A file that is written again and again (`Area`) is mapped once, and shared.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import attrs
 
-from colocate._definitions.packed import Buffer, Lost, Packed
+from colocate._definitions.packed import Buffer, InArea, Lost, Packed
 from colocate.wire.tls import send_file
 
 Head: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[Head, Packed | None]
 
 _VERSION = 1
-_BARE, _INLINE, _FILE = range(3)  # without a body; its payload follows; its payload is in the file passed along
+# Without a body; its payload follows; its payload is in the file passed along, or in one that is written again.
+_BARE, _INLINE, _FILE, _AREA = range(4)
 _PREFIX = struct.Struct("<BBxxIIQ")  # version, kind, length of the head, number of segments, length of the payload
 _ALIGN = 64
 _ZEROS = bytes(_ALIGN)
@@ -180,14 +182,14 @@ class InFile:
 
     def frame(self, header: bytes) -> Frame:
         """Return a frame with it."""
-        by_file, by_bytes = _heads(header, self.sizes, self.length)
+        by_file, by_bytes = _heads(header, self.sizes, self.length, _AREA)
         return _OpenFrame(by_file, by_bytes, os.dup(self.file), self.length, ())
 
 
 class Area:
     """A file to write one body after the other into, each over the one before, when nobody reads that any more.
 
-    New memory costs several times what a copy into memory that is there does.
+    New memory, and memory that is mapped anew, cost more than a copy into memory that is there does.
     """
 
     def __init__(self) -> None:
@@ -211,15 +213,20 @@ class Area:
             os.ftruncate(self._file, length)
             fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # whoever has it mapped mustn't lose a page
             self._memory = mmap.mmap(self._file, length)
-        at = 0
-        with memoryview(self._memory) as memory:
-            for piece in pieces:
-                memory[at : at + len(piece)] = piece
-                at += len(piece)
+        at, start = 0, ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        for piece in pieces:
+            with memoryview(piece) as memory:
+                if memory.readonly:
+                    self._memory[at : at + memory.nbytes] = memory
+                elif memory.nbytes:  # without the interpreter's lock: those who read the one before ask meanwhile
+                    ctypes.memmove(start + at, ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
+                at += memory.nbytes
         return InFile(self._file, sizes, length)
 
-    def close(self) -> None:
-        """Let go of the file: whoever has it mapped still has its memory."""
+    def close(self, above: int = -1) -> None:
+        """Let go of the file, if it has more bytes than `above`: whoever has it mapped still has its memory."""
+        if len(self._memory or b"") <= above:
+            return
         if self._memory is not None:
             self._memory.close()
         if self._file >= 0:
@@ -263,10 +270,10 @@ def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
     return _OpenFrame(by_file, by_bytes, memory_file(pieces), length, places)
 
 
-def _heads(header: bytes, sizes: Sequence[int], length: int) -> tuple[bytearray, bytearray]:
-    """Return what comes before a payload that lies in a file, and before one that follows."""
+def _heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) -> tuple[bytearray, bytearray]:
+    """Return what comes before a payload that lies in a file, of this kind, and before one that follows."""
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
-    passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
+    passed = _PREFIX.pack(_VERSION, kind, len(header), len(sizes), length)
     inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
     return bytearray().join((passed, header, table)), bytearray().join((inline, header, table))
 
@@ -398,9 +405,14 @@ class Sending:
 
 
 class Reader:
-    """The receiving end of one socket: turns what arrives into messages whose memory is the receiver's own."""
+    """The receiving end of one socket: turns what arrives into messages.
+
+    Their memory is the receiver's own, but for what lies in an `Area`, which the sender may write over when it knows
+    that it is over. That is mapped once, for as long as somebody has any of it.
+    """
 
     def __init__(self, passes_files: bool) -> None:
+        self._areas: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the number of the file
         self._passes_files = passes_files
         self._files: deque[int] = deque()  # -1: one for which no descriptor was free
         self._rest = bytearray()  # the beginning of a frame that hasn't arrived completely
@@ -481,7 +493,7 @@ class Reader:
         at, end = 0, len(view)
         while end - at >= _PREFIX.size:
             version, kind, head_bytes, count, length = _PREFIX.unpack_from(view, at)
-            if version != _VERSION or kind > _FILE:
+            if version != _VERSION or kind > _AREA:
                 raise ValueError(f"no message of version {_VERSION}: do both sides run the same colocate?")
             table = at + _PREFIX.size + head_bytes
             start = table + 8 * count
@@ -493,8 +505,8 @@ class Reader:
                 messages.append((head, None))
                 continue
             sizes = struct.unpack_from(f"<{count}Q", view, table)
-            if kind == _FILE:
-                messages.append((head, self._from_file(length, sizes)))
+            if kind != _INLINE:
+                messages.append((head, self._from_file(kind, length, sizes)))
                 continue
             at = min(start + length, end)
             payload = memoryview(bytearray(view[start:at])) if start + length == at else None
@@ -504,7 +516,7 @@ class Reader:
                 messages.append((head, _split(payload, sizes)))
         return messages, at
 
-    def _from_file(self, length: int, sizes: tuple[int, ...]) -> Packed:
+    def _from_file(self, kind: int, length: int, sizes: tuple[int, ...]) -> Packed:
         """Return the body in the file which has come along; who unpacks it is told when there is no room for it."""
         if not self._files:
             raise ValueError("a message came without its memory")
@@ -512,11 +524,20 @@ class Reader:
         if file < 0:
             return Lost.of(OSError(errno.EMFILE, NONE_FREE))
         try:
-            return _split(map_private(file, length), sizes)
+            if kind == _FILE:
+                return _split(map_private(file, length), sizes)
+            return InArea(*_split(memoryview(self._area(file, length)), sizes))
         except OSError as error:
             return Lost.of(OSError(error.errno, f"no memory is free for a message of {length} bytes"))
         finally:
             os.close(file)
+
+    def _area(self, file: int, length: int) -> mmap.mmap:
+        found = os.fstat(file)
+        memory = self._areas.get(found.st_ino)
+        if memory is None or len(memory) < length:
+            memory = self._areas[found.st_ino] = _mapped(file, max(found.st_size, length), mmap.MAP_SHARED)
+        return memory
 
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
         """Have the payload come next; return the message at once when there is no room for that."""
@@ -604,7 +625,7 @@ def map_private(file: int, length: int) -> memoryview:
     """Map a sealed file as private writable memory, which is freed with the last reference to it.
 
     Args:
-        file: What `memory_file` or an `Area` made; may be closed afterwards.
+        file: What `memory_file` made; may be closed afterwards.
         length: How many bytes of it.
 
     Returns:
@@ -613,6 +634,10 @@ def map_private(file: int, length: int) -> memoryview:
     Raises:
         ValueError: The file could become shorter or is too short (using the memory could then be fatal).
     """
+    return memoryview(_mapped(file, length, mmap.MAP_PRIVATE))
+
+
+def _mapped(file: int, length: int, how: int) -> mmap.mmap:
     if os.fstat(file).st_size < length or not fcntl.fcntl(file, _F_GET_SEALS) & _SEAL_SHRINK:
         raise ValueError("a message's memory isn't sealed or is too short")
     # mmap.mmap(file) would keep a descriptor open as long as the memory lives. An anonymous mapping has none; the
@@ -620,7 +645,7 @@ def map_private(file: int, length: int) -> memoryview:
     memory = mmap.mmap(-1, length)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _libc_mmap(address, length, protection, mmap.MAP_PRIVATE | _MAP_FIXED, file, 0) != address:
+    if _libc_mmap(address, length, protection, how | _MAP_FIXED, file, 0) != address:
         number = ctypes.get_errno()
         raise OSError(number, f"can't map a message's memory: {os.strerror(number)}")
-    return memoryview(memory)
+    return memory

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from colocate._protocol import questions
 from colocate._protocol.consequence import Consequence, Poisoned
-from colocate._protocol.uses import Over, Peers, Source
+from colocate._protocol.uses import Peers, Source, Taking
 from colocate._protocol.weights import BUCKETS, Synced, SyncPlan
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method import RoleMethod
@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 
 _TAGS = ("weights",)
 _IN_CACHE = 16 << 20
-"""What goes by the host's memory goes in so large parts at most: what one process writes the other reads from the
-processor's cache."""
+"""What goes by the host's memory goes in so large parts, or weight by weight: what one process writes the other reads
+from the processor's cache."""
 _AT_ONCE = 2
 """So many buckets are offered at once; the next one is made meanwhile."""
+_AREAS = _AT_ONCE + 1
 
 
 class _Worker(Worker, Protocol):
@@ -74,7 +75,7 @@ class WeightSyncs:
         self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield that don't say it, by role, once known
         self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
         self._told: ColocateError | None = None  # what is wrong with a source
-        self._areas = [Area() for _ in range(_AT_ONCE + 1)]  # of what is offered: new memory costs more than a copy
+        self._areas = [Area() for _ in range(_AREAS)]  # of what is offered: new memory costs more than a copy
         self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # what was taken and isn't told to be over
 
     def run(self, plan: SyncPlan) -> Synced | None:
@@ -102,7 +103,7 @@ class WeightSyncs:
         self._told = None
         for role in filter(None, (source, target)):
             residency.have_awake(str(role.name), _TAGS)
-        if source is not None and source.received is not None:
+        if source is not None and source.received is not None and not source.received.whole:
             source.received.check(str(source.name), f"the sync of {plan.giver} to {plan.taker}")
         if source is not None and slot not in plan.takes:
             by = "shared" if plan.shares else "reference"
@@ -261,13 +262,15 @@ class WeightSyncs:
             raise
         finally:
             given.close()
+            for area in areas:
+                area.close(above=2 * _IN_CACHE)
 
-    def _take(self, plan: SyncPlan, key: int, over: Over | None = None) -> Any:
+    def _take(self, plan: SyncPlan, key: int, taking: Taking | None = None) -> Any:
         """What another worker offers by a key, which is told of what is over."""
         peers, rank = self._worker_context.peers, plan.takes[self._worker_context.boot.slot]
         assert plan.offers is not None
         try:
-            return peers.part(Source(key, plan.offers.origin), rank, None, over)
+            return peers.part(Source(key, plan.offers.origin), rank, None, taking)
         except ColocateError as error:  # its cause is told by the group of the source, whose end ends this call
             self._worker_context.lane.waits()
             self._worker_context.store.wait_for(lambda: self._worker_context.why_not() is not None, CAUSE_WITHIN_S)
@@ -276,15 +279,16 @@ class WeightSyncs:
     def _taken(self, plan: SyncPlan) -> Generator[tuple[str, torch.Tensor]]:
         """Yield weights that another worker offers.
 
-        That a bucket is over is told two later: until the target has got something else it has the last tensor.
+        That a bucket is over is told two later: until the target has got something else it has the last tensor. What
+        they lie in is mapped once, and until the end.
         """
-        keys, over = _keys(plan), self._over
+        keys, over, taking = _keys(plan), self._over, Taking(deque(maxlen=_AREAS))
         over.clear()
         over.append((next(keys), []))
         for key in keys:
             first = over.popleft() if len(over) > 1 else None
-            told = None if first is None else (first[0], _is_kept(first[1]))
-            bucket: dict[str, torch.Tensor] | None = self._take(plan, key, told)
+            taking.over = None if first is None else (first[0], _is_kept(first[1]))
+            bucket: dict[str, torch.Tensor] | None = self._take(plan, key, taking)
             over.append((key, [WeakStorage(each.untyped_storage()) for each in (bucket or {}).values()]))
             if bucket is None:
                 return
@@ -323,11 +327,9 @@ class WeightSyncs:
         looks = by_reference and names not in self._copies
         before = self._storages(target) if looks else set()
         load = _function(target, "load_weights", plan.taker)
+        weights._given = _noted(weights._given, alive, handed if looks else None, plan.taker)
         try:
-            target.run_hook(
-                partial(_without_grad, load, _noted(weights, alive, handed if looks else None), received.version + 1),
-                name="load_weights",
-            )
+            target.run_hook(partial(_without_grad, load, weights, received.version + 1), name="load_weights")
         except BaseException:
             if (ours := weights.mismatch or self._told) is not None:  # and not what the target makes of it
                 raise ours.with_traceback(None) from None
@@ -416,20 +418,29 @@ def _is_kept(storages: Sequence[WeakStorage]) -> bool:
     return not all(each.expired() for each in storages)
 
 
-def _noted(weights: Weights, alive: list[weakref.ref[torch.Tensor]], handed: list[WeakStorage] | None) -> Weights:
-    """Have the tensors be noted that are given away, and their storages."""
-    given = weights._given
+def _noted(
+    given: Iterator[tuple[str, torch.Tensor]],
+    alive: list[weakref.ref[torch.Tensor]],
+    handed: list[WeakStorage] | None,
+    taker: str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights, and note the tensors that are given away, and their storages.
 
-    def noted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in given:
-            alive.append(weakref.ref(tensor))
-            if handed is not None:
-                handed.append(WeakStorage(tensor.untyped_storage()))
-            yield name, tensor
-            del tensor
-
-    weights._given = noted()
-    return weights
+    Raises:
+        RoleError: The target has written into one, which the source has, or others that take it.
+    """
+    for name, tensor in given:
+        alive.append(weakref.ref(tensor))
+        if handed is not None:
+            handed.append(WeakStorage(tensor.untyped_storage()))
+        before = _version(tensor)
+        yield name, tensor
+        if _version(tensor) != before:
+            raise RoleError(
+                f"load_weights of {taker} writes into the tensor of {name}, which isn't its own: the source has it, or "
+                "others take it. Clone what is to be changed"
+            )
+        del tensor
 
 
 def _function(role: RoleInstance, name: str, whose: str) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup
 from colocate.errors import (
+    CallTimeout,
     ColocateError,
     ConfigError,
     GroupRestarted,
@@ -22,7 +23,7 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
-from colocate.testing.probes.weights import Asker, Failure, Giver, Sharer, Taker
+from colocate.testing.probes.weights import Asker, Failure, Giver, Sharer, Swapper, Taker
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -120,6 +121,36 @@ class WeightSyncs(ExecutorCase):
             other.role("taker", Taker).generate()
         assert colocate.sync_weights(other.role("giver", Giver), other.role("taker", Taker)).version == 2
 
+    def test_weights_both_ways_after_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A role that has got weights gives them on as they were restored, unless these were half of others."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Swapper), "other": colocate.role(Swapper, seed=1)}
+        group = spawn(roles, slots=1)
+        one, other = group.role("one", Swapper), group.role("other", Swapper)
+        colocate.sync_weights(one, other)
+        colocate.sync_weights(other, one)
+        group.checkpoint(tmp_path / "whole")
+        before = _sums(one)
+        one.step()
+        other.fail(0, "raises")
+        with pytest.raises(RoleError, match="Failure"):
+            colocate.sync_weights(one, other)
+        other.fail(0, None)
+        with pytest.raises(StaleWeightsError, match="had come"):
+            colocate.sync_weights(other, one)
+        group.checkpoint(tmp_path / "half")
+        for _ in range(2):
+            group.restore(tmp_path / "whole")
+            with pytest.raises(StaleWeightsError, match=r"restored since from a checkpoint\. "):
+                one.step()
+            colocate.sync_weights(other, one)
+            assert _sums(one) == before
+            colocate.sync_weights(one, other)
+            assert _sums(other) == before
+            group.restore(tmp_path / "half")
+            with pytest.raises(StaleWeightsError, match="where it was stale: a sync of one to it has failed"):
+                colocate.sync_weights(other, one)
+
     def test_weights_that_do_not_fit(self, spawn: Spawn) -> None:
         """All of it is told at once, and nothing is written; with names and a dtype it may fit."""
         pytest.importorskip("torch")
@@ -173,6 +204,7 @@ class WeightSyncs(ExecutorCase):
             ("giver", "other", r"yields 0\.scale_ \[8\] float32 where 0\.scale \[8\] float32 came before"),
             ("giver", "nan", "weight 0.scale of giver isn't finite"),
             ("taker", "keeps", "keeps tensors of giver"),
+            ("taker", "writes", r"load_weights of taker writes into the tensor of 0\.weight, which isn't its own"),
             ("taker", "leaves", r"returned before it had taken all .* 1 of 4 had come, and 0\.bias is next"),
         ],
     )
@@ -285,6 +317,42 @@ class WeightSyncsBetween(ExecutorCase):
         giver.fail(0, "scratch")
         with pytest.raises(RoleError, match=r"named_weights of group-\d+\.giver writes into a tensor"):
             colocate.sync_weights(giver, taker)
+
+    @of_executor
+    @needs(OwnProcess)
+    def test_what_weights_travel_through(self, spawn: Spawn) -> None:
+        """A target has nothing of it behind a sync, however that has ended, and a source has no more each time.
+
+        Of what several targets read none may change anything.
+        """
+        pytest.importorskip("torch")
+        giver = spawn({"giver": colocate.role(Giver, width=400)}, slots=1).role("giver", Giver)
+        taker = spawn({"taker": colocate.role(Taker, 400, seed=1)}).role("taker", Taker)
+        before = giver.mapped()
+
+        def sync(timeout: float | None = None) -> None:
+            colocate.sync_weights(giver, taker, bucket="1B", timeout=timeout)
+
+        for _ in range(2):
+            sync()
+            assert taker.mapped() == [0, 0]
+            assert giver.mapped()[0] - before[0] <= 3
+        taker.fail(1, "writes")
+        with pytest.raises(RoleError, match=r"taker writes into the tensor of 0\.weight"):
+            sync()
+        taker.fail(1, None)
+        assert taker.mapped() == [0, 0]
+        with Gate() as gate:
+            taker.stop_at(gate.address)
+            with pytest.raises(CallTimeout):
+                sync(0.5)
+        taker.stop_at(None)
+        assert taker.mapped() == [0, 0]
+        assert giver.mapped() == before
+        with pytest.raises(StaleWeightsError, match="had come"):
+            taker.generate()
+        sync()
+        assert _sums(taker) == _sums(giver) * 2
 
     def test_a_sync_between_groups_has_its_place_at_once(self, spawn: Spawn) -> None:
         """In both, however late the thread is that sends later what was called where the framework was at work."""

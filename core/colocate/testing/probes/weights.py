@@ -17,7 +17,18 @@ else:
     torch = optional("torch")
 
 Fault = Literal[
-    "raises", "twice", "nothing", "other", "nan", "keeps", "leaves", "scratch", "buffers", "waits", "ends badly"
+    "raises",
+    "twice",
+    "nothing",
+    "other",
+    "nan",
+    "keeps",
+    "leaves",
+    "writes",
+    "scratch",
+    "buffers",
+    "waits",
+    "ends badly",
 ]
 
 
@@ -46,6 +57,18 @@ class _HasNet(Role):
         self.fault: Fault | None = None
         self.cache = torch.ones(1 << 18, device=self.ctx.device)
         self.kept: list[Any] = []
+        self.gate: Address | None = None
+
+    @method(awake=())
+    def stop_at(self, gate: Address | None) -> None:
+        """Wait at a gate amid the next syncs."""
+        self.gate = gate
+
+    @method(awake=())
+    def mapped(self) -> int:
+        """How many files of transport's the process has mapped."""
+        with open("/proc/self/maps") as file:
+            return sum("memfd:colocate" in line for line in file)
 
     @method(awake=())
     def fail(self, rank: int, fault: Fault | None) -> None:
@@ -139,6 +162,9 @@ class Taker(_HasNet):
     """Gets another role's weights."""
 
     def load_weights(self, weights: Weights, version: int) -> None:
+        if self.gate is not None:
+            next(weights)
+            pass_gate(self.gate)
         if self.fault == "raises":
             for _ in itertools.islice(weights, 2):
                 pass
@@ -150,6 +176,9 @@ class Taker(_HasNet):
                 own.get(name, self.net[0].scale).data.copy_(tensor)
         elif self.fault == "leaves":
             next(weights)
+        elif self.fault == "writes":
+            for _, tensor in weights:
+                tensor.add_(1)
         elif self.fault == "buffers":
             self.net.load_state_dict(dict(weights))
         elif self.fault == "keeps":
@@ -160,6 +189,10 @@ class Taker(_HasNet):
     @method
     def generate(self) -> int:
         return self.ctx.weights_version
+
+
+class Swapper(Giver, Taker):
+    """Gives weights, and gets some."""
 
 
 class Sharer(_HasNet):

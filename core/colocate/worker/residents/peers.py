@@ -14,7 +14,7 @@ from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.questions import WhereIs
 from colocate._protocol.taken import Taken
-from colocate._protocol.uses import Over, Peers, Source, Written
+from colocate._protocol.uses import Peers, Source, Taking, Written
 from colocate._role.context import running_call
 from colocate._values import batch
 from colocate._values.leaving import tensor_bytes, tensors
@@ -38,19 +38,19 @@ class _HostPeers(Peers):
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
 
-    def part(self, source: Source, rank: int, taken: list[Taken] | None, over: Over | None = None) -> Any:
+    def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
         """Return the whole part of a rank."""
-        return self._read(source, rank, None, taken, over)
+        return self._read(source, rank, None, taken, taking)
 
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
         """Return some of its rows."""
         return self._read(source, rank, (start, stop), taken)
 
     def _read(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None = None
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None = None
     ) -> Any:
         if (entry := self._own(source, rank)) is None:
-            return self._fetch(source, rank, rows, taken, over)
+            return self._fetch(source, rank, rows, taken, taking)
         value, nbytes = entry.value, entry.nbytes
         if rows is not None:
             value = batch.slice_rows(value, *rows)
@@ -92,7 +92,7 @@ class _HostPeers(Peers):
 
     @abc.abstractmethod
     def _fetch(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None
     ) -> Any: ...
 
     @abc.abstractmethod
@@ -132,10 +132,10 @@ class LocalPeers(_HostPeers):
         """Nothing to end."""
 
     def _fetch(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None
     ) -> Any:
-        if over is not None:
-            self._find(source.group, source.slot(rank)).store.took(*over)
+        if taking is not None and taking.over is not None:
+            self._find(source.group, source.slot(rank)).store.took(*taking.over)
         store, entry = self._entry(source, rank)
         value = entry.value if rows is None else batch.slice_rows(entry.value, *rows)
         codec, boot = self._host.codec, self._host.boot
@@ -196,9 +196,10 @@ class ChannelPeers(_HostPeers):
         self._channel.close(0.5)
 
     def _fetch(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, over: Over | None
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None
     ) -> Any:
         key, where, device = source.key, _where(source, rank), self._host.boot.device
+        over = None if taking is None else taking.over
 
         def asked(place: str) -> tuple[parts.Value, wire.Packed]:
             """Ask for it, and say where this worker computes if memory may be lent to it."""
@@ -206,6 +207,8 @@ class ChannelPeers(_HostPeers):
             answer, body = self._ask(source, rank, question)
             assert isinstance(answer, parts.Value)
             assert body is not None
+            if taking is not None and isinstance(body, wire.InArea):
+                taking.areas.append(body)
             return answer, body
 
         began = time.time()

@@ -47,7 +47,7 @@ def save(
         if role.received is not None:
             own = _own_file(role, folder, "weights")
             own.parent.mkdir(exist_ok=True)
-            own.write_text(str(role.received.version), encoding="utf-8")
+            own.write_text(f"{role.received.version} {role.received.torn or ''}", encoding="utf-8")
         call = running_call.get()
         if call is not None and any(spec.rows is not None for spec in role.methods.values()):
             own = _own_file(role, folder, "calls")
@@ -78,10 +78,13 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
         raise _replaced(Path(directory))
     try:
         _call(role, "restore", folder)
-        if role.received is None and (own := _own_file(role, folder, "weights")).exists():
-            role.received = Received(int(own.read_text(encoding="utf-8")))
-        if role.received is not None:  # what it has may be of another age than what its source has, or half of it
-            role.received.fail("it was restored since from a checkpoint")
+        own = _own_file(role, folder, "weights")
+        version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("", "", "")
+        if role.received is None and version:
+            role.received = Received(int(version))
+        if role.received is not None:  # what it has may be of another age than what its source has
+            why = "it was restored since from a checkpoint"
+            role.received.fail(f"{why}, where it was stale: {torn}" if torn else why, whole=not torn)
             role.ctx.weights_version = role.received.version
         if (own := _own_file(role, folder, "calls")).exists():
             role.ctx.calls_before = int(own.read_text(encoding="utf-8"))
