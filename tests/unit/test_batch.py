@@ -15,8 +15,11 @@ from tests.laws.values import difference
 from tests.unit.rows import split
 
 import colocate
+from colocate import wire
 from colocate._values import batch
-from colocate.errors import ConfigError, DispatchError
+from colocate._values.codec import BY_VALUE
+from colocate._values.leaving import ordinary
+from colocate.errors import ConfigError, DispatchError, SerializationError
 
 
 class Pair(NamedTuple):
@@ -198,3 +201,68 @@ def test_registering() -> None:
     for known in (list, dict, tuple, np.ndarray, torch.Tensor):
         with pytest.raises(ConfigError, match="colocate itself says"):
             colocate.register_batch(known, **again)  # type: ignore[arg-type]
+
+
+class Leafy(Text):
+    def __init__(self, lines: str, leaf: Any = None) -> None:
+        super().__init__(lines)
+        self.leaf = leaf
+
+
+def register(kind: type, **changes: Any) -> None:
+    given: dict[str, Any] = {"length": text_length, "split": cut_text, "concat": join_text}
+    given |= {"leaves": lambda value: (value.lines, value.leaf), "rebuild": lambda cls, leaves: cls(*leaves)}
+    colocate.register_batch(kind, **given | changes)
+
+
+register(Leafy, concat=lambda parts: Leafy("".join(each.lines for each in parts), torch.cat([p.leaf for p in parts])))
+
+
+def test_leaves_of_several_devices() -> None:
+    """They are where the first one's are before the type's own concat joins them."""
+    parts = [Leafy("ab", torch.ones(2, device=device)) for device in ("meta", "cpu")]
+    assert batch.concat(parts, "x").leaf.is_meta
+    assert not parts[1].leaf.is_meta
+
+
+def test_a_value_that_is_its_own_leaf() -> None:
+    """It can't be sent, and the error says where it leads back."""
+    value = Leafy("ab")
+    value.leaf = value
+    with pytest.raises(SerializationError, match=r"x\[1\] can't be sent: it is x itself"):
+        BY_VALUE.pack_named(value, "x", "a call")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"leaves": lambda value: value.lines}, "Wrong: the leaves .* returned a str; they return a dict, a list or a"),
+        ({"leaves": lambda value: value.line}, "Wrong: the leaves given to register_batch failed: .*has no attribute"),
+        ({"rebuild": lambda cls, leaves: leaves}, "Wrong: the rebuild .* returned a tuple; it returns a value of the"),
+        (
+            {"rebuild": lambda cls, leaves: cls(1, 2, 3)},
+            "Wrong: the rebuild given to register_batch failed: .*argument",
+        ),
+    ],
+)
+@pytest.mark.parametrize("use", [ordinary, lambda value: wire.unpack(wire.pack(value))])
+def test_leaves_that_are_wrong(changes: Any, message: str, use: Any) -> None:
+    """They are found out by whoever looks into a value."""
+    kind = type("Wrong", (Leafy,), {})
+    register(kind, **changes)
+    with pytest.raises(DispatchError, match=message):
+        use(kind("ab", torch.ones(1, requires_grad=True)))
+
+
+def test_registering_leaves() -> None:
+    """They come with `rebuild`, are for types that colocate doesn't look into, and count for subclasses, too."""
+    kind = type("Below", (Leafy,), {})
+    assert ordinary(kind("ab", torch.ones(1, requires_grad=True))).leaf.requires_grad is False
+    for gone in ("leaves", "rebuild"):
+        with pytest.raises(ConfigError, match=f"needs {gone}=, too: give both, or neither"):
+            register(kind, **{gone: None})
+    for known in (type("Own", (dict,), {}), type("Own", (torch.Tensor,), {}), Sample):
+        with pytest.raises(ConfigError, match="colocate itself looks into"):
+            register(known)
+    register(kind, leaves=None, rebuild=None)
+    assert ordinary(kind("ab", torch.ones(1, requires_grad=True))).leaf.requires_grad is True

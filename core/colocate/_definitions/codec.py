@@ -22,6 +22,7 @@ from colocate._definitions import making
 from colocate._definitions.ids import id_of
 from colocate._definitions.packed import Packed, Plain
 from colocate._definitions.pickler import Pickler, is_special
+from colocate._definitions.structure import named, structure_of
 from colocate._devices.copies import Copies, exposed, flat, line_of, on_host
 from colocate._devices.lending import handle_of
 from colocate._system.by_type import by_type
@@ -298,6 +299,9 @@ def _module_of(kind: type) -> str:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what pickling a value pickles, with how that is reached; what a function closes over, by its name alone."""
+    if (structure := structure_of(type(value))) is not None:
+        yield from named(structure.open(value))
+        return
     if isinstance(value, dict):
         yield from ((f".keys()[{i}]", key) for i, key in enumerate(value))
         yield from ((f"[{key!r}]", item) for key, item in value.items())

@@ -24,6 +24,7 @@ from cloudpickle import cloudpickle as details
 from colocate._definitions import making
 from colocate._definitions.ids import Definition, Name, Need, id_of
 from colocate._definitions.names import can_be_imported, is_main, path_of, script_names
+from colocate._definitions.structure import arrived, structure_of
 from colocate._system.by_type import by_type
 
 _CACHED = type(functools.lru_cache(maxsize=1)(len))
@@ -50,6 +51,8 @@ def is_special(kind: type) -> bool:
 
     Those have that say in Python how they are pickled, too: it may be by the name that they have.
     """
+    if structure_of(kind) is not None:
+        return True
     return issubclass(kind, _SPECIAL) or (
         not issubclass(kind, enum.Enum)
         and any(
@@ -111,6 +114,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return _exception(obj)
         if id(obj) in _SENTINELS:
             return _SENTINELS[id(obj)]
+        if (structure := structure_of(kind)) is not None:  # its own way may pack tensors that go beside the pickle
+            return arrived, (kind, structure.open(obj))
         if kind in self.dispatch_table:
             return NotImplemented
         reduced = obj.__reduce_ex__(5)

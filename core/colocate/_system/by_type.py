@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
+
+_caches: list[dict[int, Any]] = []
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -18,10 +20,6 @@ class ByType(Protocol[T_co]):
         """Return the result for this type."""
         ...
 
-    def cache_clear(self) -> None:
-        """Work all of them out anew."""
-        ...
-
 
 def by_type(find: Callable[[type], T]) -> ByType[T]:
     """Remember a function's result for each type as long as the type is there; the result must not hold the type.
@@ -29,6 +27,7 @@ def by_type(find: Callable[[type], T]) -> ByType[T]:
     As fast as `functools.lru_cache`, which would keep users' classes, and all that hangs on them, for ever.
     """
     found: dict[int, tuple[T, weakref.ref[type]]] = {}
+    _caches.append(found)
 
     @functools.wraps(find)
     def remembered(kind: type) -> T:
@@ -42,6 +41,10 @@ def by_type(find: Callable[[type], T]) -> ByType[T]:
             found[key] = result, weakref.ref(kind, functools.partial(found.pop, key))
             return result
 
-    made: Any = remembered
-    made.cache_clear = found.clear
-    return cast("ByType[T]", made)
+    return remembered
+
+
+def forget() -> None:
+    """Have every such function work its results out anew: somebody has said what a type is."""
+    for found in _caches:
+        found.clear()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import attrs
 
+from colocate._definitions.structure import structure_of
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values.leaves import (
@@ -28,6 +29,7 @@ from colocate._values.leaves import (
     rebuild,
     take_apart,
 )
+from colocate._values.leaving import on_one_device
 from colocate._values.nesting import kinds_inside
 from colocate.errors import DispatchError
 
@@ -328,6 +330,8 @@ def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, mem
                 "so they can't be joined; make them alike"
             )
         _length(part, path)
+    if structure_of(type(first)) is not None:
+        parts = on_one_device(parts)  # as those of tensors are
     try:
         return kind.concat(parts, memo)
     except Exception as error:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from colocate._system.by_type import by_type
+from colocate._definitions.structure import Structure, note
+from colocate._system.by_type import by_type, forget
 from colocate._system.imported import imported
 from colocate.errors import ConfigError, DispatchError
 
@@ -247,6 +248,7 @@ class Registered(Kind):
     count: Callable[[Any], int]
     cut: Callable[[Any, Sequence[int]], Sequence[Any]]
     join: Callable[[Sequence[Any]], Any]
+    structure: Structure | None
 
     def length(self, value: Any) -> int | None:
         return self.count(value)
@@ -306,21 +308,35 @@ def register_batch(
     length: Callable[[B], int],
     split: Callable[[B, Sequence[int]], Sequence[B]],
     concat: Callable[[Sequence[B]], B],
+    leaves: Callable[[B], Mapping[Any, Any] | Sequence[Any]] | None = None,
+    rebuild: Callable[[type[B], Any], B] | None = None,
 ) -> None:
     """Teach colocate the rows of a type and its subclasses, so that it can be scattered and joined.
 
-    Register in the module that defines the type: workers import it too.
+    Register in the module that defines the type: workers import it too. With `leaves` and `rebuild` a value is looked
+    into as a dict of these leaves would be: what is kept has no graph, its bytes are counted, writes into it are told
+    of, its tensors go to the worker's device; and it is sent as its leaves, with tensors and arrays uncopied, instead
+    of in its own pickle's way. Without them nobody looks into it.
 
     Args:
         cls: The type.
         length: The number of rows of a value.
         split: `split(value, sizes)` gives contiguous parts with these numbers of rows, leaving the value as it is.
         concat: The inverse: one value from parts.
+        leaves: `leaves(value)` gives all that the value consists of: a mapping, list or tuple of tensors, arrays and
+            whatever else, in which dicts and lists may lie. It is asked often, so it copies nothing.
+        rebuild: `rebuild(cls, leaves)` makes a value of the type, or of a subclass, of what `leaves` gave: a dict,
+            list or tuple.
 
     Raises:
-        ConfigError: The type is known already, unless it was registered with these very functions.
+        ConfigError: The type is known already, unless it was registered with these very functions; there are leaves
+            without `rebuild`, or the other way round; or leaves of a type into which colocate looks by itself.
     """
-    kind = Registered(length, split, concat)
+    if (leaves is None) is not (rebuild is None):
+        there, gone = ("leaves", "rebuild") if rebuild is None else ("rebuild", "leaves")
+        raise ConfigError(f"register_batch({cls.__qualname__}): {there}= needs {gone}=, too: give both, or neither")
+    structure = None if leaves is None or rebuild is None else Structure(leaves, rebuild)
+    kind = Registered(length, split, concat, structure)
     known = _kinds.get(cls) or _named_kinds.get(f"{cls.__module__}.{cls.__qualname__}")
     if cls in (tuple, dict, type(None), object) or (known is not None and not isinstance(known, Registered)):
         raise ConfigError(
@@ -332,9 +348,16 @@ def register_batch(
             f"register_batch({cls.__qualname__}): this type is registered already with other functions; "
             "register it once, in the module that defines it"
         )
+    if structure is not None and (
+        issubclass(cls, (dict, list, tuple)) or type(kind_of(cls)) not in (Registered, type(None))
+    ):
+        raise ConfigError(
+            f"register_batch({cls.__qualname__}, leaves=...): colocate itself looks into values of this type; leave "
+            "leaves and rebuild out"
+        )
     _kinds[cls] = kind
-    kind_of.cache_clear()
-    _is_container.cache_clear()
+    note(cls, structure)
+    forget()
 
 
 def is_container(value: Any) -> bool:

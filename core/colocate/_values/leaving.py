@@ -13,13 +13,14 @@ import functools
 import hashlib
 import types
 from collections import UserDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
 
 from colocate._definitions.codec import is_trained
 from colocate._definitions.packed import Plain
+from colocate._definitions.structure import structure_of
 from colocate._devices.copies import Copies, exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
@@ -43,6 +44,20 @@ def fields(kind: type) -> tuple[str, ...]:
     if issubclass(kind, UserDict):
         return ("data",)
     return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
+
+
+@by_type
+def is_record(kind: type) -> bool:
+    """Whether values of a type are opened: records, and those that `register_batch` was told the leaves of."""
+    return structure_of(kind) is not None or bool(fields(kind))
+
+
+def _inside(item: Any) -> list[Any]:
+    """Return what lies in a value that is opened."""
+    kind: type = type(item)
+    if (structure := structure_of(kind)) is not None:
+        return [structure.open(item)]
+    return [getattr(item, name, None) for name in fields(kind)]
 
 
 @by_type
@@ -83,6 +98,8 @@ class Records:
             self._leads_back = True
             if not self._copies_back:
                 return item
+            if structure_of(type(item)) is not None:
+                raise CopyError("it is one of its own leaves")
             made = self._copy(item)
             self._made[id(item)] = item, made
             return made
@@ -92,6 +109,11 @@ class Records:
         self._made[id(item)] = item, None
         made = item
         try:  # without another frame: records may be nested deep
+            if (structure := structure_of(type(item))) is not None:
+                leaves = structure.open(item)
+                if (new := change(leaves)) is not leaves:
+                    made = structure.make(type(item), new)
+                return made
             changed = {}
             for name in fields(type(item)):
                 old = getattr(item, name, None)
@@ -162,6 +184,12 @@ def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -
 def on_device(value: Any, device: str) -> Any:
     """Return a value with its tensors on a device."""
     return placed({"": value}, device)[""]
+
+
+def on_one_device(values: Sequence[Any]) -> Sequence[Any]:
+    """Return values with their tensors on the device of the first one."""
+    first = next(iter(tensors(values[0])), None)
+    return values if first is None else [on_device(value, str(first.device)) for value in values]
 
 
 def gpu_is_used() -> bool:
@@ -251,7 +279,7 @@ def _is_whole(kind: type) -> bool:
 
 @by_type
 def _may_hold_tensors(kind: type) -> bool:
-    return _is_whole(kind) or bool(fields(kind))
+    return _is_whole(kind) or is_record(kind)
 
 
 def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
@@ -315,9 +343,9 @@ class _Ordinary:
             if self._is_inside and not any(self._is_detached(each) or self._is_copied(each) for each in found):
                 return item
             return item.apply(self._leaf, filter_empty=False)
-        if not fields(kind) or isinstance(item, torch.nn.Module):
+        if not is_record(kind) or isinstance(item, torch.nn.Module):
             return item
-        if PLAIN.issuperset([type(getattr(item, name, None)) for name in fields(kind)]):
+        if PLAIN.issuperset(map(type, _inside(item))):
             return item
         is_inside, self._is_inside = self._is_inside, True
         try:
@@ -413,10 +441,10 @@ def _add(digest: hashlib.blake2b, value: Any, looked_at: dict[int, Any]) -> None
     elif has_memory(kind):
         for item in memories(value):
             _add_memory(digest, item)
-    elif (names := fields(kind)) and id(value) not in looked_at:
+    elif is_record(kind) and id(value) not in looked_at:
         looked_at[id(value)] = value  # it may lead to itself
-        for name in names:
-            _add(digest, getattr(value, name, None), looked_at)
+        for part in _inside(value):
+            _add(digest, part, looked_at)
 
 
 def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
@@ -452,20 +480,20 @@ def _find(found: list[Any], looked_at: dict[int, Any], item: Any) -> Any:
         found.append(item)
     elif id(item) not in looked_at:
         looked_at[id(item)] = item  # it may lead to itself
-        for name in fields(kind):
-            map_leaves(getattr(item, name, None), functools.partial(_find, found, looked_at), _may_have_memory)
+        for part in _inside(item):
+            map_leaves(part, functools.partial(_find, found, looked_at), _may_have_memory)
     return item
 
 
 @by_type
 def _may_have_memory(kind: type) -> bool:
-    return has_memory(kind) or bool(fields(kind))
+    return has_memory(kind) or is_record(kind)
 
 
 @by_type
 def has_memory(kind: type) -> bool:
     """Whether values of this type are tensors, arrays or collections of tensors."""
-    return hasattr(kind, "nbytes") or is_collection(kind)
+    return structure_of(kind) is None and (hasattr(kind, "nbytes") or is_collection(kind))
 
 
 def tensors(value: Any) -> list[Any]:
@@ -503,10 +531,15 @@ def tensor_bytes(value: Any) -> int:
 
 
 def describe(value: Any) -> Any:
-    """Return the structure of a value with shapes and dtypes instead of contents, as plain data."""
+    """Return the structure of a value with shapes and dtypes instead of contents, as plain data.
+
+    A value that has leaves is a dict of its type's name and these.
+    """
 
     def leaf(item: Any) -> Any:
         kind: type = type(item)
+        if (structure := structure_of(kind)) is not None:
+            return {kind.__name__: describe(structure.open(item))}
         if not (has_memory(kind) and hasattr(kind, "dtype")):  # no other value is asked for its attributes
             return kind.__name__
         has_shape = not getattr(item, "is_nested", False) or str(item.layout) == "torch.jagged"

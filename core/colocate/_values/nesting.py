@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import compress, islice
 from typing import Any, TypeAlias
 
+from colocate._definitions.structure import named, structure_of
 from colocate._system.by_type import by_type
 from colocate._values.leaves import PLAIN, is_collection
 from colocate.errors import SerializationError
@@ -39,7 +40,7 @@ def no_end(arguments: Mapping[str, Any], what: str) -> SerializationError | None
 
 def _no_end(value: Any, name: str) -> tuple[str, str] | None:
     """Return where a value has no end, and words for it."""
-    done: set[int] = set()
+    done: dict[int, Any] = {}  # by id(), with what it is of: leaves may be there for as long as this looks at them
     on_way: dict[int, int] = {}  # what contains what is looked at, with its level
     steps: list[str] = [name]
     walk: list[tuple[Any, Iterator[tuple[str, Any]]]] = [(value, _inside(value))]
@@ -52,13 +53,13 @@ def _no_end(value: Any, name: str) -> tuple[str, str] | None:
             walk.pop()
             steps.pop()
             del on_way[id(item)]
-            done.add(id(item))
+            done[id(item)] = item
             continue
         if type(part) in PLAIN or id(part) in done:
             continue
         level = on_way.get(id(part))
         if level is not None:
-            if not all(isinstance(each, dict | list | tuple) for each, _ in walk[level:]):
+            if not all(isinstance(each, dict | list | tuple) or structure_of(type(each)) for each, _ in walk[level:]):
                 continue  # an object may know itself
             path = _short([*steps, step])
             there = _short(steps[: level + 1])
@@ -80,6 +81,8 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return ((f"[{index}]", item) for index, item in enumerate(value))
     kind: type = type(value)
+    if (structure := structure_of(kind)) is not None:
+        return named(structure.open(value))
     state = getattr(value, "__dict__", None)
     if isinstance(state, dict) and not isinstance(value, type) and not is_collection(kind):
         return ((f".{key}", item) for key, item in state.items())
@@ -130,8 +133,8 @@ def _declared(kind: type) -> tuple[str, ...] | None:
 
 
 def has_fields(kind: type) -> bool:
-    """Whether values of this type are sets, or of a class that declares its fields."""
-    return _declared(kind) is not None
+    """Whether values of this type are sets, or of a class that declares its fields or has leaves."""
+    return structure_of(kind) is not None or _declared(kind) is not None
 
 
 @by_type
@@ -152,8 +155,10 @@ def has_attributes(kind: type) -> bool:
 def _parts(item: Any, most: int, declared: bool) -> Iterator[tuple[str, Any]]:
     """Give the items or declared fields of a value, or else its attributes unless only declared ones count."""
     kind: type = type(item)
-    names = _declared(kind)
-    if names:
+    structure, names = structure_of(kind), _declared(kind)
+    if structure is not None:
+        yield from islice(named(structure.open(item)), most)
+    elif names:
         yield from ((f".{name}", getattr(item, name, None)) for name in names[:most])
     elif names is not None:
         yield from ((f"[{index}]", each) for index, each in enumerate(list(islice(item, most))))
@@ -208,7 +213,7 @@ def _hidden(
 
     `holder` holds what is in no set, key or object. With `declared` only those attributes count that a class declares.
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id(), with what it is of
     near: deque[tuple[Any, Step, str]] = deque([(value, (None, name), holder)])
     while near and looks > 0:
         item, way, holder = near.popleft()
@@ -219,7 +224,7 @@ def _hidden(
             continue
         if kind in PLAIN or id(item) in seen:
             continue
-        seen.add(id(item))
+        seen[id(item)] = item
         # Taken at once: on threads somebody may be changing it. Long lists are mostly of plain items, which aren't
         # worth the words of their way.
         if isinstance(item, dict):

@@ -41,7 +41,7 @@ from colocate.testing.executors.sharing import Sharing, SharingDetached
 from colocate.testing.executors.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
 from colocate.testing.executors.startup import Printing, Startup, Templates
 from colocate.testing.executors.streams import Streams
-from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents, Transfers
+from colocate.testing.executors.tensors import Memory, Optimizers, OwnTypes, TensorResidents, Transfers
 from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.turns import TakingTurns
 from colocate.testing.executors.weights import WeightSyncs, WeightSyncsBetween
@@ -58,6 +58,7 @@ class ExecutorSuite(
     TensorResidents,
     Optimizers,
     Memory,
+    OwnTypes,
     Ledgers,
     Sleeping,
     SleepingBeside,
@@ -165,6 +166,7 @@ __all__ = [
     "NamedMeshes",
     "Optimizers",
     "Order",
+    "OwnTypes",
     "Ownership",
     "Pipelines",
     "Placement",

@@ -6,7 +6,7 @@ import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from colocate import Concat, First, Gather, Reduce, Role, Scatter, method
+from colocate import Concat, First, Gather, Reduce, Role, Scatter, method, register_batch
 from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
@@ -15,10 +15,56 @@ else:
     torch = optional("torch")
 
 
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Mapping, Sequence
 
 from colocate import PerRank
 from colocate.testing.gate import pass_gate_async
+
+
+class Packing:
+    """A type of a user's own with tensors, which packs them when it is pickled, and has leaves."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
+        self.tensors = tensors
+        self.name = name
+        self.was_packed = False
+
+    def __len__(self) -> int:
+        return len(self.tensors["x"])
+
+    def __getstate__(self) -> tuple[bytes, str]:
+        file = io.BytesIO()
+        torch.save({key: each.detach() for key, each in self.tensors.items()}, file)
+        return file.getvalue(), self.name
+
+    def __setstate__(self, state: tuple[bytes, str]) -> None:
+        self.tensors, self.name, self.was_packed = torch.load(io.BytesIO(state[0])), state[1], True
+
+
+class Opaque(Packing):
+    """One that is registered without leaves."""
+
+
+def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    parts = {key: each.split(list(sizes)) for key, each in value.tensors.items()}
+    return [type(value)({key: each[index] for key, each in parts.items()}, value.name) for index in range(len(sizes))]
+
+
+def _concat(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    return type(first)({key: torch.cat([each.tensors[key] for each in parts]) for key in first.tensors}, first.name)
+
+
+register_batch(
+    Packing,
+    length=len,
+    split=_split,
+    concat=_concat,
+    leaves=lambda value: {"tensors": value.tensors, "name": value.name},
+    rebuild=lambda kind, leaves: kind(**leaves),
+)
+register_batch(Opaque, length=len, split=_split, concat=_concat)
 
 
 class Tensors(Role):
@@ -96,6 +142,29 @@ class Tensors(Role):
         """A tensor that hangs on a graph, and a parameter."""
         weight = torch.nn.Parameter(torch.arange(float(rows), device=self.ctx.device))
         return {"made": weight * 3, "weight": weight}
+
+    @method(collect=Concat())
+    def made_of_own_type(self, rows: int, opaque: bool = False) -> Packing:
+        """A value of a user's type, with a tensor that hangs on a graph."""
+        weight = torch.full((), 3.0, requires_grad=True, device=self.ctx.device)
+        self.returned = torch.arange(float(rows), device=self.ctx.device)
+        return (Opaque if opaque else Packing)({"x": self.returned, "grad": self.returned * weight}, "made")
+
+    @method(dispatch=Scatter("value"), collect=Gather())
+    def facts_of_own_type(self, value: Packing) -> dict[str, Any]:
+        each = value.tensors["grad"]
+        return {
+            "rows": each.tolist(),
+            "name": value.name,
+            "requires_grad": each.requires_grad,
+            "device": str(each.device) == str(self.ctx.device),
+            "was_packed": value.was_packed,
+        }
+
+    @method(dispatch=Scatter("value"), collect=Gather())
+    def write_into_own_type(self, value: Packing) -> None:
+        """What no method may do."""
+        value.tensors["x"].add_(1.0)
 
     @method(collect=Gather())
     def train_on(self, x: torch.Tensor) -> float:

@@ -1,0 +1,87 @@
+"""Types whose owner says what their values consist of (`register_batch`): each walk opens them as it does a dict.
+
+So are they sent: as their leaves, of which the receiver makes a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+
+from colocate._system.by_type import by_type
+from colocate._system.jobs import error_text
+from colocate.errors import DispatchError
+
+Leaves: TypeAlias = dict[Any, Any] | list[Any] | tuple[Any, ...]
+
+
+@attrs.frozen
+class Structure:
+    """How values of a type are taken apart and made."""
+
+    leaves: Callable[[Any], Any]
+    rebuild: Callable[[Any, Any], Any]
+
+    def open(self, value: Any) -> Leaves:
+        """Return what a value consists of: its very dict, list or tuple, or a dict of another mapping."""
+        name = type(value).__qualname__
+        try:
+            found = self.leaves(value)
+            if type(found) in (dict, list, tuple):
+                opened: Leaves = found
+                return opened
+            if isinstance(found, Mapping):
+                return dict(found)
+        except Exception as error:
+            raise DispatchError(f"{name}: the leaves given to register_batch failed: {error_text(error)}") from error
+        raise DispatchError(
+            f"{name}: the leaves given to register_batch returned a {type(found).__qualname__}; they return a dict, "
+            "a list or a tuple of all that the value consists of"
+        )
+
+    def make(self, kind: type, leaves: Leaves) -> Any:
+        """Return a value of a type that consists of these."""
+        name = kind.__qualname__
+        try:
+            made = self.rebuild(kind, leaves)
+        except Exception as error:
+            raise DispatchError(f"{name}: the rebuild given to register_batch failed: {error_text(error)}") from error
+        if not isinstance(made, kind):
+            raise DispatchError(
+                f"{name}: the rebuild given to register_batch returned a {type(made).__qualname__}; it returns a value "
+                "of the class that it is given"
+            )
+        return made
+
+
+_structures: dict[type, Structure | None] = {}
+
+
+def note(kind: type, structure: Structure | None) -> None:
+    """Have a type, and its subclasses but for those that are noted themselves, be opened so; None: not at all."""
+    _structures[kind] = structure
+
+
+@by_type
+def structure_of(kind: type) -> Structure | None:
+    """Return how values of a type are opened; None where nobody has said so."""
+    return next((_structures[base] for base in kind.__mro__ if base in _structures), None)
+
+
+def named(leaves: Leaves) -> Iterator[tuple[str, Any]]:
+    """Give leaves with how each is reached, as a user would say it."""
+    pairs = leaves.items() if isinstance(leaves, dict) else enumerate(leaves)
+    return ((f"[{key!r}]", each) for key, each in pairs)
+
+
+def arrived(kind: type, leaves: Leaves) -> Any:
+    """Return the value that was sent as its leaves."""
+    structure = structure_of(kind)
+    if structure is None:
+        raise DispatchError(
+            f"a {kind.__qualname__} has come as its leaves, and nobody has told this process how to make one: call "
+            "register_batch in the module that defines the type, or in one that workers import (not in the script)"
+        )
+    return structure.make(kind, leaves)
