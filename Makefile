@@ -10,6 +10,7 @@ NEWEST := .venv/newest
 TRAINERS := .venv/trainers
 TORCH := .venv/torch
 ENGINES := .venv/engines
+VERL_TESTS := .venv/verl-tests
 # What needs one extra alone has an environment of its own, unless there is the one with everything.
 DEMO := $(if $(wildcard $(INSTALLED)),.venv,.venv/demo)
 DOCS := $(if $(wildcard $(INSTALLED)),.venv,.venv/docs)
@@ -23,7 +24,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions trainers engines docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions trainers engines verl-tests docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -86,6 +87,24 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt  # vLLM, which dic
 engines: $(ENGINES)/.installed  ## vLLM in a role: what all engines hold, what is its own, and its numbers; on a CPU, Python 3.11
 	$(ENGINES)/bin/python -m pytest tests/rollout
 	$(ENGINES)/bin/python -m tests.rollout.figures
+
+$(VERL_TESTS)/.installed: pyproject.toml constraints-verl.txt  # verl, which dictates tensordict and transformers
+	$(PYTHON) -m venv $(VERL_TESTS)
+	$(VERL_TESTS)/bin/python -m pip install --quiet --no-deps --requirement constraints-verl.txt
+	$(VERL_TESTS)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+build/verl/verl-0.9.1/.unpacked: tests/verl/sdist.txt  # verl's tests are in its source distribution only
+	$(PYTHON) -m pip download --quiet --no-deps --no-binary verl --require-hashes --requirement $< --dest build/verl
+	tar -xzf build/verl/verl-0.9.1.tar.gz -C build/verl
+	touch $@
+
+EXECUTOR ?= local
+# What CI could run in minutes, had it verl; EXECUTOR=... FILES= runs all.
+FILES ?= test_auto_padding_on_cpu.py test_colocated_workers.py test_worker_group_torch.py
+verl-tests: $(VERL_TESTS)/.installed build/verl/verl-0.9.1/.unpacked  ## colocate_verl, and verl's own tests on it: EXECUTOR=ray, dask or local; FILES= for all of these; on a CPU, Python 3.11
+	COLOCATE_VERL=$(EXECUTOR) $(VERL_TESTS)/bin/python -m pytest tests/verl
+	$(VERL_TESTS)/bin/python -m tests.verl.upstream build/verl/verl-0.9.1 $(EXECUTOR) $(FILES)
 
 versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports; parts on today's newest
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"

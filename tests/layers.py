@@ -98,6 +98,7 @@ AROUND = {
         "grpo_plugin plugin",
     ],
     "plugins/colocate_rollout": ["contract plugin process", "models", "role transformers vllm", "testing"],
+    "plugins/colocate_verl": ["results roles", "private", "driver", "pools", "groups", "door", "plugin"],
     "plugins/colocate_observers": ["mlflow opentelemetry prometheus tensorboard wandb"],
 }
 

@@ -1,0 +1,30 @@
+"""verl on colocate: `COLOCATE_VERL=ray|dask|local`, or `colocate_verl.install(...)`, and verl's trainers run unchanged.
+
+`driver` is the driver's half: slots, workers, calls. `pools`, `groups` and `results` are its face: the classes and
+objects of `verl.single_controller.ray`. `roles` is what is in the workers, `door` puts all that into verl, and
+`private` has each name of verl's and of Ray's that isn't public.
+"""
+
+from typing import Any
+
+import colocate
+
+colocate.library(__name__)
+
+__all__ = ["install"]
+
+
+def install(executor: str, **options: Any) -> None:
+    """Have verl's worker groups of this process run on colocate.
+
+    Args:
+        executor: "ray", "dask" or "local".
+        **options: For `colocate.connect`, of that executor. On Ray the cluster is that of `ray.init()`.
+
+    Raises:
+        ConfigError: There is no such executor, or a worker group is on another one already.
+        CapabilityError: The installed verl isn't one that this plugin is for.
+    """
+    from colocate_verl import door
+
+    door.install(executor, options)

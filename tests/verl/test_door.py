@@ -1,0 +1,116 @@
+"""The door into verl, and the names of verl's and Ray's on which it depends."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import ray._private.auto_init_hook
+import ray.util.collective.collective as collective
+import verl.utils.ray_utils
+from verl.single_controller import ray as of_ray
+from verl.single_controller.base import decorator
+
+import colocate
+from colocate_verl import groups, private
+from colocate_verl.driver import ENGINE, PROTECTED
+
+FOLDER = Path(private.__file__).parent
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+class TestDoor:
+    def test_an_executor_that_is_none(self):
+        code = "from verl.single_controller.ray import RayWorkerGroup; print('imported'); RayWorkerGroup()"
+        done = run(code, COLOCATE_VERL="dsak")
+        assert "imported" in done.stdout  # verl swallows what a plugin raises
+        told, raised = done.stderr.partition("Traceback")[::2]
+        assert "[colocate_verl] COLOCATE_VERL=dsak" in told
+        assert "ConfigError" in raised
+        assert "'ray', 'dask', 'local', and not on 'dsak'" in raised
+
+    def test_modules_that_have_imported_verls_classes(self):
+        code = (
+            "from verl.trainer.ppo import ray_trainer; import colocate_verl\n"
+            "before = ray_trainer.ResourcePoolManager.__module__; colocate_verl.install('local')\n"
+            "print(before, ray_trainer.ResourcePoolManager.__module__)"
+        )
+        done = run(code, COLOCATE_VERL="")
+        assert done.stdout.split()[-2:] == ["verl.single_controller.ray.base", "colocate_verl.groups"], done.stderr
+
+    @pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "1.0"])
+    def test_a_verl_that_it_is_not_for(self, monkeypatch, version):
+        monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+        with pytest.raises(colocate.CapabilityError, match=rf"for verl from 0\.9 up to before 0\.11.*verl {version}"):
+            private.check_version()
+
+    def test_another_executor_beside_groups(self):
+        ENGINE.runtime()
+        other = next(name for name in ("local", "dask") if name != ENGINE.executor)
+        with pytest.raises(colocate.ConfigError, match="already"):
+            ENGINE.choose(other, {})
+
+    @pytest.mark.parametrize("executor", ["local", "dask"])
+    def test_main_ppo_where_there_is_no_ray(self, executor):
+        code = "from verl.trainer.main_ppo import get_ppo_ray_runtime_env; get_ppo_ray_runtime_env({})"
+        done = run(code, COLOCATE_VERL=executor)
+        assert f"CapabilityError: verl.trainer.main_ppo on '{executor}'" in done.stderr
+
+    def test_nothing_but_ray_init_starts_a_ray(self):
+        code = "import verl, ray; ray.put(1)"
+        for executor in ("local", "dask"):
+            done = run(code, COLOCATE_VERL=executor)
+            assert "Ray has not been started" in done.stderr
+
+
+class TestPrivateNames:
+    """Each that is gone has its test fail, and not a trainer."""
+
+    def test_of_verl(self):
+        home = private.home()
+        assert set(groups.REPLACED) <= set(vars(home))
+        assert set(of_ray.__all__) <= set(groups.REPLACED)
+        assert private.MARK == decorator.MAGIC_ATTR
+        assert next(iter(inspect.signature(home.func_generator).parameters)) == "self"
+        assert home.get_random_string(length=6)
+        source = Path(home.__file__).read_text()
+        assert "self._check_resource_available()" in source
+        assert "parallel_put" in inspect.getsource(decorator.dispatch_nd_compute)
+        assert verl.utils.ray_utils.parallel_put([1])[0].value() == 1
+        found = re.search(r"env_vars = \{(.*?)\}", source, re.DOTALL)
+        assert found is not None
+        assert set(re.findall(r'"([A-Z_]+)":', found[1])) == set(PROTECTED)
+
+    def test_of_verls_worker(self):
+        from verl.single_controller.base import Worker
+
+        assert Worker.fused_worker_attr_name == "fused_worker_dict"
+        assert "fused_worker_dict.get(" in inspect.getsource(Worker.get_fused_worker_by_name)
+
+    def test_of_ray(self):
+        assert private.unwrapped(ray.remote(type("Some", (), {}))).__name__ == "Some"
+        assert inspect.isfunction(ray.get.of_ray)
+        assert ray._private.auto_init_hook.enable_auto_connect in (True, False)
+        assert "auto_init_ray()" in inspect.getsource(ray._private.auto_init_hook.wrap_auto_init)
+        assert inspect.isfunction(collective._check_inside_actor)
+        for name in ("get_job_id", "get_accelerator_ids", "gcs_address", "namespace"):
+            assert hasattr(ray.runtime_context.RuntimeContext, name)
+
+    def test_they_are_all_in_one_file(self):
+        for file in FOLDER.glob("*.py"):
+            if file.name in ("private.py", "cpu.py", "demo.py", "demo_rollout.py"):
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "colocate":
+                    assert "._" not in node.module, f"{file.name} imports {node.module}"
+                assert not (isinstance(node, ast.Attribute) and node.attr == "__ray_actor_class__"), file.name

@@ -1,0 +1,236 @@
+"""verl's worker groups on colocate: what their callers get."""
+
+import asyncio
+import pickle
+import re
+
+import pytest
+import ray
+import torch
+from tests.verl.workers import Critic, Hybrid, Plain
+from verl import DataProto
+from verl.protocol import DataProtoFuture
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import (
+    SubRayResourcePool,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    merge_resource_pool,
+    split_resource_pool,
+)
+
+import colocate
+from colocate_verl.driver import ENGINE
+
+
+def spawned(cls, *args, count=2, **options):
+    pool = RayResourcePool([count], use_gpu=False)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args), **options)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return spawned(ray.remote(Plain), 5, name_prefix="mine", worker_env={"OF_MINE": "yes"})
+
+
+def rows(count):
+    return DataProto.from_dict({"a": torch.zeros(count)})
+
+
+class TestCalls:
+    def test_each_way(self, plain):
+        assert plain.world_size == 2
+        assert plain.to_all(1) == [6, 7]
+        assert plain.on_first(1) == 6
+        assert plain.execute_all_sync("number", more=2) == [7, 8]
+        assert plain.execute_all_sync("number", [10, 20]) == [15, 26]
+        assert plain.execute_rank_zero_sync("number") == 5
+        assert ray.get(plain.execute_all("number")) == [5, 6]
+        assert ray.get(plain.execute_rank_zero("number")) == 5
+        assert plain.add(rows(4)).batch["a"].tolist() == [0, 0, 1, 1]
+        assert plain.by_mesh(rows(4)).batch["a"].tolist() == [0, 0]
+
+    def test_results_are_awaited_and_got(self, plain):
+        async def both():
+            return await asyncio.gather(*plain.later(1), plain.workers[1].number.remote())
+
+        assert asyncio.run(both()) == [6, 7, 6]
+        later = plain.later(2)
+        assert isinstance(later[0], ray.ObjectRef)
+        assert ray.get(later[1], timeout=60) == 8
+        assert ray.get(plain.execute_all_async("number", later[0])) == [12, 13]  # a result as an argument
+
+    def test_futures_go_into_other_calls(self, plain):
+        future = plain.add_later(rows(4))
+        assert isinstance(future, DataProtoFuture)
+        assert future.get().batch["a"].tolist() == [10] * 4
+        assert plain.add(future).batch["a"].tolist() == [10, 10, 11, 11]
+
+    def test_functions_of_the_driver(self, plain):
+        assert plain.execute_func_rank_zero(lambda x: x + 1, 2) == 3
+        handle = plain.workers[1]
+        assert ray.get(handle.__ray_call__.remote(lambda worker, more: worker.number(more), 3)) == 9
+
+    def test_a_handle_is_sent_as_a_name(self, plain):
+        copy = pickle.loads(pickle.dumps(plain.workers))
+        assert len(copy) == 2
+        with pytest.raises(colocate.CapabilityError, match=r"number of worker mine.*_0:1: only the driver"):
+            copy[1].number.remote()
+
+    def test_torch_finds_the_ranks(self, plain):
+        assert plain.sum_of_ranks() == [1, 1]
+
+    def test_what_workers_find_in_their_environment(self, plain):
+        found = {
+            name: plain.execute_rank_zero_sync("variable", name) for name in ("WG_PREFIX", "WG_BACKEND", "OF_MINE")
+        }
+        assert found == {"WG_PREFIX": "mine", "WG_BACKEND": "ray", "OF_MINE": "yes"}
+        assert plain.execute_all_sync("variable", "RAY_LOCAL_WORLD_SIZE") == ["2", "2"]
+        assert (plain.master_address, plain.master_port) == tuple(
+            plain.execute_rank_zero_sync("variable", name) for name in ("MASTER_ADDR", "MASTER_PORT")
+        )
+
+    def test_errors_name_role_method_and_the_users_line(self, plain):
+        with pytest.raises(colocate.RoleError, match=r"Plain\.raises.*rank 0") as caught:
+            plain.raises()
+        assert repr(caught.value.__cause__) == "RuntimeError('out of luck')"
+        assert re.search(r"The call was made at .*test_groups\.py", str(caught.value))
+        assert plain.to_all(0) == [5, 6]
+
+
+class TestSeveralClasses:
+    @pytest.fixture(scope="class")
+    def both(self):
+        classes = {
+            "actor": RayClassWithInitArgs(ray.remote(Plain), 3),
+            "critic": RayClassWithInitArgs(ray.remote(Critic), 9),
+        }
+        pool = RayResourcePool([2], use_gpu=False)
+        return RayWorkerGroup(pool, create_colocated_worker_cls(classes))
+
+    def test_parts_have_their_methods(self, both):
+        parts = both.spawn({"actor", "critic"})
+        assert parts["critic"].get() == [9, 10]
+        assert parts["actor"].to_all(1) == [4, 5]
+        assert both.critic_get() == [9, 10]
+        assert parts["actor"].execute_all_sync("number") == [3, 4]
+        assert parts["actor"].sub_cls_name == "actor"
+
+    def test_they_find_each_other_and_hold_nobody(self, both):
+        assert both.spawn({"actor"})["actor"].beside() == [9, 9]
+        graph = ENGINE.runtime().graph.render("tree")
+        assert "role critic rank 1/2 (Critic)" in graph
+
+    def test_fused(self):
+        classes = {
+            "actor": RayClassWithInitArgs(ray.remote(Plain), 3),
+            "critic": RayClassWithInitArgs(ray.remote(Critic), 9),
+        }
+        group = RayWorkerGroup(RayResourcePool([1], use_gpu=False), create_colocated_worker_cls_fused(classes))
+        group.fuse(classes.keys())
+        assert group.critic.get() == [9]
+
+    def test_a_subclass_of_a_fused_worker(self):
+        group = spawned(Hybrid, count=1)
+        assert group.both() == [(0, 7)]
+        assert group.spawn({"critic"})["critic"].get() == [7]
+
+
+class TestPools:
+    def test_parts_of_a_pool(self):
+        whole = RayResourcePool([1, 2], use_gpu=False)
+        first, second = split_resource_pool(whole, [1, 2])
+        assert isinstance(second, SubRayResourcePool)
+        assert (second.start_bundle_index, second.subgroup_world_size, second.world_size) == (1, 2, 2)
+        one = RayWorkerGroup(first, RayClassWithInitArgs(ray.remote(Plain), 1), use_gpu=False)
+        two = RayWorkerGroup(second, RayClassWithInitArgs(ray.remote(Plain), 2), use_gpu=False)
+        assert (one.to_all(0), two.to_all(0)) == ([1], [2, 3])
+        assert "no placement groups" in repr(whole.pgs)
+        assert whole.local_rank_list() == [0, 0, 1]
+
+    def test_groups_share_its_slots(self):
+        pool = RayResourcePool([1], use_gpu=False, max_colocate_count=2)
+        first, second = (RayWorkerGroup(pool, RayClassWithInitArgs(Plain, start), name_prefix="f") for start in (1, 2))
+        assert (first.to_all(0), second.to_all(0)) == ([1], [2])
+        with pytest.raises(colocate.ColocateError, match=r"'fPlain'.*'fPlain-1'"):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Plain))
+        with pytest.raises(colocate.ConfigError, match="OMP_NUM_THREADS, which is read when a worker starts"):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Plain), worker_env={"OMP_NUM_THREADS": "2"})
+
+    def test_workers_end_when_nobody_holds_them(self):
+        group = spawned(ray.remote(Plain), count=1, name_prefix="short")
+        assert any(name.startswith("short") for name in ENGINE.runtime().groups)
+        del group
+        ENGINE.settle()
+        assert not any(name.startswith("short") for name in ENGINE.runtime().groups)
+        assert not ENGINE.runtime().audit()
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda: RayResourcePool([1], detached=True), r"detached=True.*pool\.detach"),
+            (lambda: RayResourcePool([1], accelerator_type="H100"), "accelerator_type='H100'"),
+            (lambda: RayResourcePool([]).slots, "at least one process"),
+            (lambda: merge_resource_pool(RayResourcePool([1]), RayResourcePool([1])), "merge_resource_pool"),
+            (lambda: RayClassWithInitArgs(Plain)(), "made together"),
+            (lambda: spawned(ray.remote(Plain), detached=True), r"detached=True.*pool\.detach"),
+            (lambda: spawned(ray.remote(Plain), master_addr="here"), "master_addr.*master_port_range"),
+            (lambda: spawned(ray.remote(Plain), profile_steps=[1], worker_nsight_options={}), "nsight"),
+            (lambda: RayWorkerGroup.from_detached(worker_names=["a", "b"]), r"'a', 'b'.*only the driver"),
+            (lambda: RayWorkerGroup(RayResourcePool([1])), "made of a class"),
+        ],
+    )
+    def test_by_name(self, make, words):
+        with pytest.raises((colocate.CapabilityError, colocate.ConfigError), match=words):
+            make()
+
+    @pytest.mark.parametrize("name", ["wait", "kill", "cancel"])
+    def test_functions_of_ray(self, plain, name):
+        for subject in (plain.workers[0], plain.later(1)[0]):
+            with pytest.raises(colocate.CapabilityError, match=rf"ray\.{name}.*colocate's"):
+                getattr(ray, name)([subject] if name == "wait" else subject)
+
+    def test_what_lives_with_its_driver(self, plain):
+        for thing in (plain, plain.resource_pool, plain.later(1)[0]):
+            with pytest.raises(colocate.CapabilityError, match="lives with its driver"):
+                pickle.dumps(thing)
+
+    def test_a_name_that_it_has_not(self, plain):
+        with pytest.raises(AttributeError, match=r"RayWorkerGroup\.nothing"):
+            plain.nothing()
+        with pytest.raises(AttributeError, match="no method 'nothing'"):
+            plain.execute_all_sync("nothing")
+
+
+class TestBadInput:
+    def test_a_constructor_that_raises(self):
+        with pytest.raises(colocate.RoleStartError, match="no such model"):
+            spawned(ray.remote(Plain), 0, True)
+        assert not ENGINE.runtime().audit()
+
+    @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+    def test_a_variable_that_is_colocates(self, name):
+        with pytest.raises(ValueError, match=f"worker_env sets {name}"):
+            spawned(ray.remote(Plain), worker_env={name: "100"})
+
+    def test_rows_that_cannot_be_divided(self, plain):
+        with pytest.raises(
+            AssertionError, match=re.escape("only support equal chunk. Got size of DataProto 3 and chunk 2")
+        ):
+            plain.add(rows(3))
+
+    def test_a_pool_that_never_fits(self):
+        with pytest.raises(colocate.PlacementError, match="can never fit"):
+            RayWorkerGroup(RayResourcePool([64]), RayClassWithInitArgs(ray.remote(Plain)))
+
+    def test_a_process_group_that_disagrees(self):
+        group = spawned(ray.remote(Plain), count=1)
+        with pytest.raises(colocate.RoleError, match="rank"):
+            group.execute_func_rank_zero(_disagree)
+        assert group.to_all(1) == [1]
+
+
+def _disagree():
+    torch.distributed.init_process_group(rank=3, world_size=4)

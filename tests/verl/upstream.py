@@ -1,0 +1,70 @@
+"""verl's own tests of worker groups, on colocate: `python -m tests.verl.upstream FOLDER EXECUTOR [FILE ...]`.
+
+FOLDER has verl's source distribution, unpacked and unchanged. `upstream.txt` has what isn't run, with the reason. Each
+file has a process of its own, as some set what is verl's for the whole process.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LIST = Path(__file__).with_name("upstream.txt")
+WITHIN_S = 600
+ENVIRONMENT = {
+    # verl itself runs on accelerators only: the shim makes the CPU one.
+    "VERL_USE_EXTERNAL_MODULES": "colocate_verl.cpu",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    # These tests begin a Ray of as many CPUs as the machine has, and put more workers than these on it.
+    "RAY_OVERRIDE_RESOURCES": '{"CPU": 100}',
+}
+OPTIONS = {"dask": {"cpus": 100}}  # as there
+RUN = "import sys, pytest, colocate_verl; colocate_verl.install({!r}, **{!r}); sys.exit(pytest.main(sys.argv[1:]))"
+
+
+def left_out(executor: str) -> dict[str, str]:
+    """Files and tests that aren't run, with the reason."""
+    lines = [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
+    rows = [[part.strip() for part in line.split("|")] for line in lines]
+    return {name: reason for executors, name, reason in rows if executor in executors.split()}
+
+
+def main(folder: Path, executor: str, *chosen: str) -> int:
+    """Run them; returns 0 when all that isn't left out has passed."""
+    tests, out = folder / "tests" / "single_controller", left_out(executor)
+    files = sorted(tests.glob("test_*.py"))
+    names = {f"{file.name}{rest}" for file in files for rest in ("", *_tests_of(file))}
+    if unknown := [*out.keys() - names, *set(chosen) - {file.name for file in files}]:
+        raise SystemExit(f"verl has no test {', '.join(unknown)}")
+    failed = []
+    for file in files:
+        if file.name in out or (chosen and file.name not in chosen):
+            continue
+        command = [sys.executable, "-c", RUN.format(executor, OPTIONS.get(executor, {}))]
+        command += ["-q", "-p", "no:cacheprovider", "-W", "ignore", str(file.relative_to(folder))]
+        for name in out:
+            if name.startswith(f"{file.name}::"):
+                command += ["--deselect", str(tests.relative_to(folder) / name)]
+        began = time.monotonic()
+        environment = {**os.environ, **ENVIRONMENT}
+        done = subprocess.run(command, cwd=folder, env=environment, timeout=WITHIN_S, capture_output=True, text=True)
+        print(
+            f"{executor:5} {file.name:45} {done.stdout.splitlines()[-1]} ({time.monotonic() - began:.0f} s)", flush=True
+        )
+        if done.returncode != 0:
+            failed.append(file.name)
+            print(done.stdout, done.stderr)
+    for name, reason in out.items():
+        print(f"{executor:5} {name}: not run: {reason}")
+    return len(failed)
+
+
+def _tests_of(file: Path) -> list[str]:
+    lines = file.read_text().splitlines()
+    return [f"::{line.removeprefix('def ').partition('(')[0]}" for line in lines if line.startswith("def test")]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1]).resolve(), *sys.argv[2:]))
