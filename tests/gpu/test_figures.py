@@ -129,6 +129,66 @@ class TestOverhead:
             call.result()
 
 
+class Holder(Role):
+    """Has many bytes of weights, and takes as many."""
+
+    def __init__(self, value: float, tensors: int, numbers: int) -> None:
+        shape = {"dtype": torch.bfloat16, "device": self.ctx.device}
+        self.weights = {f"layer.{n}": torch.full((numbers,), value, **shape) for n in range(tensors)}
+
+    def named_weights(self) -> Any:
+        return self.weights.items()
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        for name, tensor in weights:
+            self.weights[name].copy_(tensor)
+
+    @method(collect=First())
+    def seconds(self, rounds: int) -> float:
+        """Those of a copy of all of them into memory that is there, the least of several."""
+        into, took = {name: torch.empty_like(each) for name, each in self.weights.items()}, []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            for name, tensor in self.weights.items():
+                into[name].copy_(tensor)
+            _finish()
+            took.append(time.perf_counter() - began)
+        return min(took)
+
+    @method(collect=First())
+    def value(self) -> float:
+        _finish()
+        return float(self.weights["layer.0"][-1])
+
+
+def _finish() -> None:
+    if not DRY:
+        torch.cuda.synchronize()
+
+
+class TestSync:
+    """Weights from role to role of a slot."""
+
+    def test_beside_copies(self, record_property: Any) -> None:
+        """14 GB, as fast as the device copies them."""
+        tensors, numbers = (4, 1 << 10) if DRY else (28, 1 << 28)
+        actor, engine = (colocate.role(Holder, float(value), tensors, numbers) for value in range(2))
+        with spawned({"actor": actor, "engine": engine}) as group:
+            roles = group.role("actor", Holder), group.role("engine", Holder)
+            took = []
+            for _ in range(3 if DRY else 8):
+                began = time.perf_counter()
+                sync = colocate.sync_weights(*roles)
+                roles[1].value()
+                took.append(time.perf_counter() - began)
+            assert roles[1].value() == 0.0
+            plain = roles[1].seconds(3)
+        record_property(
+            f"{sync.nbytes / 1e9:.0f} GB of weights from role to role in a slot, beside copies on the device",
+            f"{plain / min(took):.2f} x their speed",
+        )
+
+
 class TestPinning:
     """Memory of the host that the GPU copies from and to by itself, as a role's first sleep needs it."""
 

@@ -7,6 +7,7 @@ COLOCATE_GPU_DRY=1, what needs no CUDA runs on slots of the CPU: so these tests 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import platform
 import signal
@@ -32,6 +33,7 @@ from colocate.executor import Node  # noqa: E402
 from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import (  # noqa: E402
+    Background,
     Calls,
     Children,
     Contexts,
@@ -52,6 +54,8 @@ from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
 from colocate_local.threads import LocalThreads  # noqa: E402
+from colocate_rollout import Sampling  # noqa: E402
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, changed, log_probs  # noqa: E402
 
 DRY = os.environ.get("COLOCATE_GPU_DRY") == "1" and not torch.cuda.is_available()
 DEVICE = "cpu" if DRY else "cuda:0"
@@ -146,6 +150,90 @@ class TestWeights(WeightSyncs, WeightSyncsBetween):
 
     def connect_privately(self, **more: Any) -> Runtime:
         return connect(**more)
+
+
+class Spinner(Role):
+    """Computes for long, and beside that."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(64, device=self.ctx.device)
+
+    @method(collect=First())
+    def spin(self) -> float:
+        torch.cuda._sleep(4 * 10**9)  # some two seconds
+        return float(self.x[0])  # waits for its own stream
+
+    @method(collect=Concat())
+    def add(self, value: float) -> torch.Tensor:
+        self.x.add_(value)
+        return self.x.clone()
+
+
+class TestBackground(Background):
+    """Background roles: on a GPU each has a stream of its own."""
+
+    device: ClassVar[str] = DEVICE
+
+    def connect(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+    @needs_cuda
+    def test_nobody_waits_for_it(self) -> None:
+        """Calls of the main lane, what they send and what becomes of their memory don't wait for its kernels."""
+        roles = {"train": colocate.role(Spinner), "roll": colocate.role(Spinner).on(background=True)}
+        with spawned(roles) as group:
+            train, roll = group.role("train", Spinner), group.role("roll", Spinner)
+            roll.spin()
+            train.add(0.0)
+            call = roll.spin.submit()
+            with train.add.keep(1.0) as kept:
+                assert float(kept.fetch()[0]) == 1.0
+                assert float(train.add(1.0)[0]) == 2.0
+            assert not call.done()
+            assert call.result() == 0.0
+
+
+class OnDevice(Trainer):
+    """A trainer whose model lies on the slot's device; its log-probabilities come from a copy on the host."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.model.to(self.ctx.device)
+
+    @method
+    def step(self) -> None:
+        """Change all weights."""
+        changed(host := copy.deepcopy(self.model).cpu(), 1)
+        self.model.load_state_dict(host.state_dict())
+
+    @method
+    def log_probs(self, prompts: Any, rows: Any) -> list[list[float]]:
+        """Of the tokens of rows, one for each prompt."""
+        host = copy.deepcopy(self.model).cpu()
+        return [log_probs(host, prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+class TestEngines:
+    """The engine `transformers` beside a trainer: with a model of its own, and by the trainer's."""
+
+    @pytest.mark.parametrize("own", [True, False], ids=["own model", "the trainer's"])
+    def test_beside_a_trainer(self, own: bool) -> None:
+        """Its rows' log-probabilities are the model's, before and after an update, and after its cache was asleep."""
+        which = {"model": LLAMA} if own else {"role": "trainer"}
+        engine = colocate.role("rollout.engine", engine="transformers", **which)
+        with spawned({"trainer": colocate.role(OnDevice, LLAMA), "rollout": engine}) as group:
+            trainer, rollout = group.role("trainer", OnDevice), group.role("rollout")
+            for version in (1, 2):
+                colocate.sync_weights(trainer, rollout)
+                sampling = Sampling(max_tokens=8, seed=version)
+                rows = [rows[0] for rows in rollout.generate(PROMPTS, sampling=sampling)]
+                assert {row.versions[0][0] for row in rows} == {version}
+                (wanted,) = trainer.log_probs(PROMPTS, rows)
+                for row, each in zip(rows, wanted, strict=True):
+                    assert row.log_probs == pytest.approx(each, abs=1e-3)
+                group.sleep("rollout", ["cache"])
+                assert [rows[0] for rows in rollout.generate(PROMPTS, sampling=sampling)] == rows
+                trainer.step()
 
 
 class Maker(Role):
