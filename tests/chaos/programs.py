@@ -47,7 +47,7 @@ class Step:
     group: int = 0  # which of the episode's groups
     work_s: float = 0.0  # how long role code takes
     ranks: tuple[int, ...] = ()  # ranks that it concerns: those called, or those that raise
-    size: int = 0  # bytes of what is passed on
+    size: int = 0  # bytes of what is passed on; of a sync, those of its bucket
     count: int = 1  # how many calls
     where: str = ""  # in a step of training, where the ranks raise; of rows, how they are read
     giver: int | None = None  # of a sync, the group whose weights it brings, if that is another one
@@ -175,7 +175,7 @@ def _rolling_out(draw: random.Random, episode: Episode) -> Episode:
                 group,
                 work_s=draw.choice((0.0, 0.005, 0.02)),
                 ranks=(draw.randrange(episode.groups[group]),) if what == "child" or draw.random() < 0.5 else (),
-                size=draw.choice((1 << 16, 1 << 28)),
+                size=draw.choice((1 << 16, 1 << 28) if what == "weights" else (100, 20_000)),
                 count=draw.randint(1, 3),
                 where=draw.choice(WAYS),
                 giver=draw.choice((None, 1 - group)) if len(episode.groups) > 1 else None,
@@ -189,10 +189,7 @@ def _rolling_out(draw: random.Random, episode: Episode) -> Episode:
     if fault.moment in ("idle", "call", "queue", "sleep", "wake", "turns") and draw.random() < 0.6:
         other = draw.randrange(len(episode.groups))
         pair = (fault.group, other) if draw.random() < 0.5 else (other, fault.group)
-        moment = draw.choice(rollout)
-        if moment == "child" and fault.ending == "grace":  # too short a one for the calls beside that which fails
-            moment = fault.moment
-        fault = attrs.evolve(fault, moment=moment, where=draw.choice(WAYS), others=pair)
+        fault = attrs.evolve(fault, moment=draw.choice(rollout), where=draw.choice(WAYS), others=pair)
     return attrs.evolve(
         episode,
         before=more(episode.before, 0.8),
