@@ -47,6 +47,10 @@ class Link(Owned, abc.ABC):
         """Whether a background role is paused."""
 
     @abc.abstractmethod
+    def unsettled(self) -> Sequence[PendingCall]:
+        """The calls that were sent and aren't done."""
+
+    @abc.abstractmethod
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""
 

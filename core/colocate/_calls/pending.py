@@ -58,6 +58,10 @@ class Group(Protocol):
         """The value of a body."""
         ...
 
+    def unsettled(self) -> Sequence[PendingCall]:
+        """The calls that were sent and aren't done."""
+        ...
+
 
 class Threads(Protocol):
     """The threads that run callbacks: the framework's own, and users'."""
@@ -96,6 +100,7 @@ class PendingCall(Underway):
         on_end: Called with the order's lock held, just before it is settled.
         lane: The background role in whose order it is; "" for the group's.
         is_for_all: Whether it has a place in the orders of all background roles, too.
+        partner: The call of another group without which it doesn't end, if there is one.
     """
 
     link: Group | None = None
@@ -111,6 +116,7 @@ class PendingCall(Underway):
     received = 0
     lane = ""
     is_for_all = False
+    partner: PendingCall | None = None
     raised: Sequence[int] = ()
     left: Sequence[tuple[int, float]] = ()
     updates: Mapping[int, int] = MappingProxyType({})
@@ -173,31 +179,58 @@ class PendingCall(Underway):
             self.refuse_behind_stream(awaits)
 
     def refuse_behind_stream(self, awaits: bool = False) -> None:
-        """Raise where it comes after a stream that this thread, or task, reads: while it waits nobody reads that."""
-        for call, reader in list(half_read.items()):
-            if (
-                (link := call.link) is self.link
-                and link is not None
-                and call is not self
-                and not -1 < self.seq < call.seq
-                and reader.is_here(awaits)
-                and not set(call.targets).isdisjoint(self.targets)
-                and (call.lane == self.lane or (self.is_for_all and not link.is_paused(call.lane)))
-            ):
+        """Raise where it comes after a stream that this thread, or task, reads: while it waits nobody reads that.
+
+        So does what it waits for: the calls that make residents which it uses, and those before it that wait for such.
+        """
+        if not any(reader.is_here(awaits) for reader in list(half_read.values())):
+            return
+        for call in self._awaited():
+            for stream, reader in list(half_read.items()):
+                if not (call._is_behind(stream) and reader.is_here(awaits)):
+                    continue
                 # Perhaps nobody has it any more but an exception and its own frames, and who is told of what was read.
                 settle(_SETTLES_WITHIN_S)
                 gc.collect()
-                if call not in half_read:
+                if stream not in half_read:
                     continue
                 who = "task" if awaits else "thread"
+                what = self.label if call is self else f"{self.label} waits for {call.label}, which"
                 raise ColocateError(
-                    f"{self.label} comes after the stream of {call.label} that was opened at {call.called_at}, whose "
+                    f"{what} comes after the stream of {stream.label} that was opened at {stream.called_at}, whose "
                     f"rows haven't all been read, and are read by this {who}: it would wait for itself. Read all of "
                     "them first, or close the stream (`with view.method.stream(...) as rows:`)",
                     group=None if self.link is None else self.link.name,
                     role=self.role,
                     method=self.method,
                 )
+
+    def _awaited(self) -> list[PendingCall]:
+        """Itself, and calls that must end before it; of those that only come before it the ones that wait for others."""
+        found = [self]
+        for call in found:
+            before = [] if call.link is None else filter(call._is_behind, call.link.unsettled())
+            awaited = [use._kept.call for use in call.uses]
+            awaited += [each for each in before if each.uses or each.is_for_all or each.partner is not None]
+            if call.partner is not None:
+                awaited.append(call.partner)
+            found += [each for each in awaited if not (each.done() or each in found)]
+        return found
+
+    def _is_behind(self, other: PendingCall) -> bool:
+        """Whether it comes after another call in the order of a lane, on some rank."""
+        return (
+            (link := other.link) is self.link
+            and link is not None
+            and other is not self
+            and not -1 < self.seq < other.seq
+            and not set(other.targets).isdisjoint(self.targets)
+            and (
+                other.lane == self.lane
+                or (self.is_for_all and not link.is_paused(other.lane))
+                or (other.is_for_all and not link.is_paused(self.lane))
+            )
+        )
 
     def _check_fork(self) -> None:
         if self.link is not None and self.link.forked:

@@ -251,6 +251,7 @@ _both = threading.Lock()
 def _send_both(gives: Draft, takes: Draft) -> None:
     """Send the calls of a sync between two groups. When one of them fails, so does the other."""
     for one, other in ((gives, takes), (takes, gives)):
+        one.call.partner = other.call
         one.call._then(partial(_fail_too, other))
 
     def send() -> None:

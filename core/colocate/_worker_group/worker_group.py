@@ -398,6 +398,10 @@ class WorkerGroup(Link):
         """Return whether a background role is paused."""
         return self.pauses.is_paused(role)
 
+    def unsettled(self) -> Sequence[PendingCall]:
+        """Return the calls that were sent and aren't done."""
+        return list(self.order.pending.values())
+
     def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
         """Return a kept call's resident, as workers know it. This takes no lock, as the main thread calls it.
 

@@ -182,6 +182,39 @@ class Background(ExecutorCase):
         two_lanes.resume("roll")
         assert len(roll.do("after")) == 2
 
+    def test_who_waits_by_others_for_a_half_read_stream(self, two_lanes: ColocatedGroup, spawn: Spawn) -> None:
+        """Who reads it and waits in another lane, or group, for what comes behind it is told so at once."""
+        pytest.importorskip("torch")
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        other = spawn({"other": colocate.role(Beside)}).role("other", Beside)
+        behind = r"which comes after the stream of roll\.play that was opened at \S+:\d+, .* it would wait for itself"
+        with roll.play.stream([*range(1000)]) as rows:
+            next(rows)
+            kept = roll.give.keep(1)
+            for role in (train, other):
+                with pytest.raises(ColocateError, match=f"give waits for roll.give, {behind}"):
+                    role.give(kept.ref)
+            given = [role.give.submit(kept.ref) for role in (train, other)]
+            for role in (train, other):
+                with pytest.raises(ColocateError, match=f"give waits for roll.give, {behind}"):
+                    role.give(2)
+        assert [call.result(PATIENCE_S) for call in given] == [[[1, 1], [1, 1]]] * 2
+        with roll.play.stream([*range(1000)]) as rows:
+            next(rows)
+            sync = colocate.sync_weights.submit(train, roll)
+            with pytest.raises(ColocateError, match=f"train.give waits for the sync of train to roll, {behind}"):
+                train.give(1)
+        assert sync.result(PATIENCE_S).version == 1
+        with roll.play.stream([*range(1000)]) as rows:
+            next(rows)
+            sync = colocate.sync_weights.submit(other, roll)
+            with pytest.raises(ColocateError, match=f"other.give waits for the sync of other to roll, {behind}"):
+                other.give(1)
+            two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
+            assert other.give(1) == train.give(1) == [1, 1]
+        assert sync.result(PATIENCE_S).version == 2
+        two_lanes.resume("roll")
+
     def test_rows_that_wait_for_tools(self, two_lanes: ColocatedGroup) -> None:
         """A pause doesn't wait for those that rest; they go on when it is over."""
         pytest.importorskip("torch")
