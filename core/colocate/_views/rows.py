@@ -322,6 +322,7 @@ class _Stream(RowStream[Any]):
         self._reader = _Reader()
         self._done: set[int] = set()
         self._lost: deque[tuple[int, ColocateError]] = deque()  # errors of rows that won't come
+        self._never_again: BaseException | None = None  # why no other call was begun
         self._call: RowsCall
         try:
             asked.begin(range(asked.count), is_ahead, self._hear)
@@ -438,10 +439,11 @@ class _Stream(RowStream[Any]):
         Raises:
             ColocateError: Why they won't come.
         """
-        if self._is_closed:
+        asked, call, error = self._asked, self._call, self._never_again
+        if self._is_closed or (error is None and not call.done()):  # of another one it was noted before
             return False
-        asked, call = self._asked, self._call
-        error = call._failure() or call.failure
+        self._never_again = None
+        error = error or call._failure() or call.failure
         missing = [row for row in range(asked.count) if row not in self._done]
         if error is None and missing:
             error = left_out(call, len(missing))
@@ -458,16 +460,20 @@ class _Stream(RowStream[Any]):
         return again
 
     def _begin_anew(self) -> None:
-        """The group was restarted: its workers are given the rows that had not ended."""
+        """The group was restarted: its workers are given the rows that had not ended.
+
+        Why not is told to who reads next: who waits for this may have given up.
+        """
         try:
             self._asked.worker_group.restarts.wait(None, notes=False)
             if self._is_closed:
                 return
             rows = [row for row in range(self._asked.count) if row not in self._done]
             self._asked.begin(rows, self._is_ahead, self._hear, is_again=True)
-        except BaseException:
-            self._end()
-            raise
+        except BaseException as error:
+            self._never_again = error
+            self._arrivals.put(None)
+            return
         if self._is_closed:  # meanwhile, perhaps before there was this call
             self._let_go(self._call)
 

@@ -482,6 +482,38 @@ class Streams(ExecutorCase):
             assert playing.logged.submit().result(PATIENCE_S) == [[], []]
             assert [type(error) for error in ends] == [ClosedError]
 
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_given_up_while_the_group_restarts(self, spawn: Spawn, tmp_path: Path, fails: bool) -> None:
+        """Who has given up waiting for a row reads on: the rows that begin anew, or why the restart has failed."""
+        rows = [*[None] * 4 * OUT, tmp_path / "a", *[None] * 4 * OUT]
+        with Gate() as gate:
+            roles = {"playing": colocate.role(StartsAgain, gate.address, fails)}
+            playing = spawn(roles, on_failure="restart", restarts=1).role("playing", Playing)
+            stream, found = playing.die.options(retry=1).stream(rows), list[int]()
+
+            async def read() -> None:
+                async for index, _ in stream:
+                    found.append(index)
+
+            async def main() -> None:
+                reads = asyncio.create_task(read())
+                await asyncio.to_thread(gate.wait_for, 1)  # which is amid the restart
+                reads.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await reads
+                again = asyncio.create_task(read())
+                await asyncio.sleep(0)
+                gate.open()
+                await asyncio.wait_for(again, PATIENCE_S)
+
+            if fails:
+                with pytest.raises(WorkerDied, match="once was enough"):
+                    asyncio.run(main())
+            else:
+                asyncio.run(main())
+                assert sorted(found) == [*range(len(rows))]
+
     def test_behind_a_failed_call(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """Rows that no rank has begun run after the hold; those of a call that some rank has begun end with it."""
         log = streaming.role("log", Log)

@@ -229,12 +229,14 @@ class Yielding(Role):
 
 
 class StartsAgain(Playing):
-    """Waits at a gate when its group restarts."""
+    """Waits at a gate when its group restarts, and may raise then."""
 
-    def __init__(self, gate: Address) -> None:
+    def __init__(self, gate: Address, fails: bool = False) -> None:
         super().__init__()
         if self.ctx.generation:
             pass_gate(gate)
+            if fails:
+                raise RuntimeError("once was enough")
 
 
 def number(ctx: Context) -> int:
