@@ -206,8 +206,8 @@ class PendingCall(Underway):
                 )
 
     def _awaited(self) -> list[PendingCall]:
-        """Itself, and calls that must end before it; of those that only come before it the ones that wait for others."""
-        found = [self]
+        """Itself, and calls that must end before it: of those that only come before it such as wait for others."""
+        found: list[PendingCall] = [self]
         for call in found:
             before = [] if call.link is None else filter(call._is_behind, call.link.unsettled())
             awaited = [use._kept.call for use in call.uses]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colocate._calls.pending import PendingCall, half_read
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.nearest import did_you_mean
@@ -17,6 +18,10 @@ def pause(worker_group: WorkerGroup, role: str, how: str, timeout: float | None)
     _check(worker_group, role, "pause")
     if how not in _HOW:
         raise ConfigError(f"group.pause(how={how!r}): it is 'wait', 'keep' or 'abort'{did_you_mean(str(how), _HOW)}")
+    if how == "wait" and half_read:
+        ends = PendingCall(f"pause of role {role!r}", role, "pause", worker_group.roles[role].slots)
+        ends.link, ends.lane = worker_group, role
+        ends.refuse_behind_stream()
     off_main(lambda: worker_group.pauses.pause(role, how, timeout))
 
 

@@ -210,6 +210,8 @@ class Background(ExecutorCase):
             sync = colocate.sync_weights.submit(other, roll)
             with pytest.raises(ColocateError, match=f"other.give waits for the sync of other to roll, {behind}"):
                 other.give(1)
+            with pytest.raises(ColocateError, match=f"pause of role 'roll' {behind.removeprefix('which ')}"):
+                two_lanes.pause("roll", how="wait")
             two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
             assert other.give(1) == train.give(1) == [1, 1]
         assert sync.result(PATIENCE_S).version == 2
