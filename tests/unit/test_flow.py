@@ -89,6 +89,37 @@ def test_a_row_that_begins_anew_goes_elsewhere() -> None:
     assert alone.give() == [(3, 0)]
 
 
+def test_rows_leave_a_slot_on_which_they_fail() -> None:
+    """Others take them, with all rows of their keys, until one has ended there otherwise; or there is no other slot."""
+    flow = Flow(range(20), [0, 1], 1, keys={row: row % 2 for row in range(20)})
+    assert flow.give() == [(0, 0), (1, 1)]
+    flow.ended(0, is_bereft=True)
+    assert flow.give() == []
+    flow.ended(1)
+    assert flow.give() == [(1, 2)]
+    flow.ended(2, is_bereft=True)
+    assert flow.give() == [(0, 3), (1, 4)]  # no slot can run them: each says so
+    flow.ended(3)
+    flow.ended(4, is_bereft=True)
+    homes = {}
+    while given := flow.give():
+        homes |= {row: slot for slot, row in given}
+        flow.ended(given[0][1])
+    assert homes == dict.fromkeys(range(5, 20), 0)
+
+    tries = {0: 3, 1: 1, 2: 1}
+    flow = Flow(range(3), [0, 1], 1, tries=tries)
+    assert flow.give() == [(0, 0), (1, 1)]
+    flow.ended(0, again=True, is_bereft=True)
+    assert flow.give() == []
+    flow.ended(1, is_bereft=True)
+    assert sorted(flow.give()) == [(0, 0), (1, 2)]
+    flow.ended(2)
+    assert flow.give() == []
+    flow.ended(0, again=True, is_bereft=True)
+    assert flow.give() == [(1, 0)]
+
+
 def test_stopped() -> None:
     flow = Flow(range(4), [0], 1, keys=dict.fromkeys(range(4), "key"))
     flow.give()

@@ -10,7 +10,7 @@ import abc
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 from colocate._calls.failures import failure_error
@@ -62,6 +62,7 @@ class Flow:
         self._out = 0
         self._keys = keys
         self._homes: dict[Hashable, int] = {}
+        self._bereft: set[int] = set()  # slots on which rows fail at once
 
     @property
     def waits(self) -> bool:
@@ -86,7 +87,7 @@ class Flow:
         return found
 
     def _next(self) -> tuple[int, int] | None:
-        open_slots = sorted((slot for slot, free in self._free.items() if free), key=lambda slot: -self._free[slot])
+        open_slots = sorted((slot for slot in self._able() if self._free[slot]), key=lambda slot: -self._free[slot])
         for slot in open_slots:
             if own := self._own[slot]:
                 return slot, own.popleft()
@@ -100,14 +101,30 @@ class Flow:
             self._own[home].append(row)
         return None
 
-    def ended(self, row: int, again: bool = False) -> None:
-        """A row has ended. `again`: it begins anew, on another slot if there is one."""
+    def _able(self) -> Collection[int]:
+        """The slots on which rows don't fail at once; all where there is none, so that these tell why."""
+        return [slot for slot in self._free if slot not in self._bereft] or self._free
+
+    def ended(self, row: int, again: bool = False, is_bereft: bool = False) -> None:
+        """A row has ended.
+
+        Args:
+            row: The row.
+            again: Whether it begins anew, on another slot if there is one.
+            is_bereft: Whether other rows fail there, too: they go elsewhere, until one hasn't failed so.
+        """
         slot = self.running.pop(row)
         self._free[slot] += 1
+        (self._bereft.add if is_bereft else self._bereft.discard)(slot)
         if again:
             self._out -= 1
-            others = [other for other in self._own if other != slot] or [slot]
+            others = [other for other in self._able() if other != slot] or [slot]
             self._own[max(others, key=lambda other: self._free[other] - len(self._own[other]))].append(row)
+        for each in self._bereft:
+            self._waiting.extendleft(reversed(self._own[each]))
+            self._own[each].clear()
+        if self._bereft:
+            self._homes = {key: home for key, home in self._homes.items() if home not in self._bereft}
 
     def read(self) -> None:
         """One that has ended was read."""
@@ -276,7 +293,7 @@ class GivenRows(RowsCall):
         """Take what has come of a row, and give out others."""
         row, failure = told.row, told.failure
         again = failure is not None and self._flow.tries[row] > 0 and not self._is_over
-        self._flow.ended(row, again)
+        self._flow.ended(row, again, told.is_bereft)
         if failure is None:
             self._note(row, slot, body)
         elif not again:

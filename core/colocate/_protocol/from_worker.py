@@ -89,16 +89,17 @@ class RowEnded(Message):
     seq: int  # the call
     row: int  # its index: in what the driver was given, and of a method that yields in what the rank has got
     failure: Failure | None  # what it has raised
+    is_bereft: bool = False  # whether others fail there, too: a child of its role has ended
 
     def head(self) -> Head:
         """Return what travels of it."""
-        return "RowEnded", self.seq, self.row, None if self.failure is None else values(self.failure)
+        return "RowEnded", self.seq, self.row, None if self.failure is None else values(self.failure), self.is_bereft
 
     @classmethod
     def of(cls, *values: Any) -> RowEnded:
         """As `Message.of`."""
-        seq, row, failure = values
-        return cls(seq, row, None if failure is None else Failure(*failure))
+        seq, row, failure, is_bereft = values
+        return cls(seq, row, None if failure is None else Failure(*failure), is_bereft)
 
 
 @message

@@ -232,6 +232,10 @@ class Children:
                 if child._ended_at >= since and child._row in (None, row) and child._parent.role in _used(role.ctx):
                     raise child._error()
 
+    def lacks(self, role: RoleInstance) -> bool:
+        """Whether a child has ended that all rows of a role need."""
+        return any(child._row is None and child._parent.role in _used(role.ctx) for child in self.dead)
+
     def blamed(self, error: BaseException, name: str | None, row: RowState | None = None) -> BaseException:
         """Return what a failure in role code is: `ChildDied` where a child's end is its cause.
 

@@ -136,7 +136,8 @@ class RowTasks:
             label = f"{work.label}, row {row}"
             secondary = isinstance(error, Consequence)
             told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
-            worker_context.say(from_worker.RowEnded(work.seq, row, told), body)
+            bereft = worker_context.children.lacks(role)
+            worker_context.say(from_worker.RowEnded(work.seq, row, told, bereft), body)
             if (lost := self._device.why_lost()) is not None:
                 self._broken(f"{label}: {lost}")
 

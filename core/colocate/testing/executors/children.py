@@ -374,6 +374,10 @@ class Children(Scripted):
         assert isinstance(some[0], ChildDied)
         assert (some[0].row, some[1]) == (0, 1)
         served.begin()
+        rows = ["dies", *["a" * (number % 5) for number in range(200)]]
+        some = served.play.options(on_error="return", sticky=len)(rows)
+        assert sum(isinstance(each, ChildDied) for each in some) <= 2  # the places of the rank without a child
+        served.begin()
         with pytest.raises(ChildDied, match="server") as caught:
             served.play(["dies", "a"])
         assert caught.value.row == 0
