@@ -97,7 +97,7 @@ AROUND = {
         "grpo job",
         "grpo_plugin plugin",
     ],
-    "plugins/colocate_rollout": ["contract plugin process", "models", "role transformers vllm", "testing"],
+    "plugins/colocate_rollout": ["contract plugin process", "models", "child transformers vllm", "role", "testing"],
     "plugins/colocate_verl": ["results roles", "private", "driver", "pools", "groups", "door", "plugin"],
     "plugins/colocate_observers": ["mlflow opentelemetry prometheus tensorboard wandb"],
 }

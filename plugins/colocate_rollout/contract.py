@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from colocate import ConfigError, Weights
+from colocate.plugins import find_engine
+from colocate.signatures import arguments_of, path_text
 
 Finish = Literal["stop", "length", "aborted"]
 
@@ -165,3 +167,37 @@ class Engine(Protocol):
     def close(self) -> None:
         """End the engine: what it has begun, written or changed outside of itself is as before."""
         ...
+
+
+def engine_class(engine: str | type[Any], options: Mapping[str, Any]) -> type[Any]:
+    """Return the class of an engine that takes such options.
+
+    Raises:
+        PluginError: There is no such engine, or it can't be imported.
+        ConfigError: It doesn't take them.
+    """
+    if isinstance(engine, str) and ":" in engine:
+        raise ConfigError(
+            f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
+            "class does as well"
+        )
+    found: Any = find_engine(engine).load() if isinstance(engine, str) else engine
+    name = engine if isinstance(engine, str) else engine.__qualname__
+    refuse_wrong(found, f"engine {name!r}", options, skip=1)
+    cls: type[Any] = found
+    return cls
+
+
+def refuse_wrong(target: Callable[..., Any], name: str, options: Mapping[str, Any], skip: int = 0) -> None:
+    """See that a class takes options; `name` is what errors call it, `skip` the arguments that aren't options.
+
+    Raises:
+        ConfigError: It doesn't: all of them, with the nearest names.
+    """
+    said = [
+        f"{f'{path_text(each.place)}: ' if each.message.startswith('must') else ''}{each.message}"
+        + (f"; did you mean {each.nearest!r}?" if each.nearest else "")
+        for each in arguments_of(target, name, skip=skip).problems(options)
+    ]
+    if said:
+        raise ConfigError("; ".join(said))

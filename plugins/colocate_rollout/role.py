@@ -9,9 +9,8 @@ from typing import Any
 import attrs
 
 from colocate import ConfigError, DispatchError, Role, Scatter, Weights, method
-from colocate.plugins import find_engine
-from colocate.signatures import arguments_of, path_text
-from colocate_rollout.contract import Engine, Prompt, Row, Sampling
+from colocate_rollout.child import ChildEngine, ChildOptions
+from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_class
 
 
 class _Numbered(Scatter):
@@ -35,18 +34,29 @@ class EngineRole(Role):
     Args:
         engine: Its name among the installed ones ("transformers", "vllm"); in Python also its class.
         sampling: How tokens are drawn where a call doesn't say.
+        child: Whether the engine has a process of its own, which the slot owns; `ChildOptions` say how.
         **options: The engine's own.
 
     Raises:
         PluginError: There is no such engine, or it isn't installed.
-        ConfigError: It has no such option.
+        ConfigError: It has no such option, or can't be in a child.
+        ChildDied: A child has ended before its engine was there, or that took too long.
     """
 
-    def __init__(self, engine: str | type[Any], sampling: Sampling | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: str | type[Any],
+        sampling: Sampling | None = None,
+        child: bool | ChildOptions = False,
+        **options: Any,
+    ) -> None:
         self.sampling = Sampling()
         self.sampling = self._wanted(sampling)  # a mapping, where the role is declared in Python with one
         self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
-        self.engine = engine_class(engine, options)(self.ctx, **options)
+        if child is False:
+            self.engine = engine_class(engine, options)(self.ctx, **options)
+        else:
+            self.engine = ChildEngine(self.ctx, engine, options, child)
 
     @method(dispatch=_Numbered("prompts"), awake=("weights", "cache"))
     def generate(
@@ -165,31 +175,6 @@ def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
                 parameter="prompts",
             ) from None
     return found
-
-
-def engine_class(engine: str | type[Any], options: Mapping[str, Any]) -> type[Any]:
-    """Return the class of an engine that takes such options.
-
-    Raises:
-        PluginError: There is no such engine, or it can't be imported.
-        ConfigError: It doesn't take them.
-    """
-    if isinstance(engine, str) and ":" in engine:
-        raise ConfigError(
-            f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
-            "class does as well"
-        )
-    found: Any = find_engine(engine).load() if isinstance(engine, str) else engine
-    name = engine if isinstance(engine, str) else engine.__qualname__
-    said = [
-        f"{f'{path_text(each.place)}: ' if each.message.startswith('must') else ''}{each.message}"
-        + (f"; did you mean {each.nearest!r}?" if each.nearest else "")
-        for each in arguments_of(found, f"engine {name!r}", skip=1).problems(options)
-    ]
-    if said:
-        raise ConfigError("; ".join(said))
-    cls: type[Any] = found
-    return cls
 
 
 def _seed(base: int, index: int, sample: int) -> int:

@@ -6,7 +6,7 @@
         engine = "acme"
 
 `EngineSuite` is what any engine holds. `ModelSuite` besides what one holds that generates by a model of transformers:
-its log-probabilities are those of the model's own forward pass.
+its log-probabilities are those of the model's own forward pass. With an option `child` both hold the engine in a child.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 import colocate
-from colocate import Concat, ConfigError, Role, Scatter, Weights, method
+from colocate import Concat, ConfigError, Role, RoleStartError, Scatter, Weights, method
 from colocate_rollout.contract import Prompt, Row, Sampling
 from colocate_rollout.models import config_of, imported
 from colocate_rollout.role import EngineRole
@@ -118,6 +119,32 @@ def weights_of(model: Any, until: int | None = None) -> Weights:
     return Weights("the suite's model", given(), named.specs, shared=False)
 
 
+class _Owning(EngineRole):
+    """A role in a worker that is a thread, as children need a worker: closed outside that, it closes its group."""
+
+    made: ClassVar[list[_Owning]] = []
+    group: colocate.ColocatedGroup
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lane = threading.get_ident()
+        self.made.append(self)
+
+    def close(self) -> None:
+        """Close the engine, or the group, which does that on its lane."""
+        super().close() if threading.get_ident() == self.lane else self.group.close()
+
+
+def _in_worker(engine: str | type[Any], options: Mapping[str, Any]) -> EngineRole:
+    try:
+        group = colocate.spawn({"engine": colocate.role(_Owning, engine, **options)}, executor="local")
+    except RoleStartError as error:
+        raise error.__cause__ or error from None
+    role = _Owning.made.pop()
+    role.group = group
+    return role
+
+
 def prompts(samples: int = 2, of: Sequence[Sequence[int]] = PROMPTS) -> list[Prompt]:
     """Return prompts whose seeds are their own."""
     return [
@@ -166,7 +193,7 @@ class EngineSuite:
 
     @pytest.fixture
     def role(self, roles: list[EngineRole]) -> EngineRole:
-        """A role with the engine, outside any worker; most tests have the same."""
+        """A role with the engine, outside any worker unless that is a child; most tests have the same."""
         if not roles:
             roles.append(self.ready())
         return roles[0]
@@ -177,9 +204,14 @@ class EngineSuite:
         while roles:
             roles.pop().close()
 
+    def make(self, **options: Any) -> EngineRole:
+        """Make a role with the engine and other options than `options`, where these are given."""
+        given = {**self.options, **options}
+        return _in_worker(self.engine, given) if "child" in given else EngineRole(self.engine, **given)
+
     def ready(self) -> EngineRole:
         """Make a role that can generate."""
-        return EngineRole(self.engine, **self.options)
+        return self.make()
 
     @pytest.fixture
     def rows(self, role: EngineRole) -> Mapping[tuple[int, int], Row]:
@@ -298,7 +330,7 @@ class EngineSuite:
     def test_wrong_options(self) -> None:
         """An option that it doesn't have is told, with the nearest one."""
         with pytest.raises(ConfigError, match="optoin_of_nobody"):
-            EngineRole(self.engine, **{**self.options, "optoin_of_nobody": 1})
+            self.make(optoin_of_nobody=1)
 
 
 class ModelSuite(EngineSuite):
@@ -352,7 +384,7 @@ class ModelSuite(EngineSuite):
         What was computed by former weights isn't used again.
         """
         model = made(MODELS[kind])
-        role = EngineRole(self.engine, **{**self.options, "model": MODELS[kind]})
+        role = self.make(model=MODELS[kind])
         try:
             engine = role._engine
             for version in range(1, 4):

@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import pytest
+
 from colocate_rollout.testing import LLAMA, ModelSuite
 
 
@@ -11,3 +13,24 @@ class TestTransformers(ModelSuite):
     engine = "transformers"
     options: ClassVar[dict[str, Any]] = {"model": LLAMA, "max_rows": 5, "max_batch_tokens": 12}
     tolerance = 1e-5
+
+
+class TestInAChild(ModelSuite):
+    """In a process of its own, which takes seconds to start: of the models one is tried."""
+
+    engine = "transformers"
+    options: ClassVar[dict[str, Any]] = {
+        **TestTransformers.options,
+        "child": {"env": {"OMP_NUM_THREADS": "1"}, "bucket": "4KiB"},
+    }
+    tolerance = 1e-5
+
+    @pytest.fixture
+    def leave_nothing(self) -> None:
+        """The engine stays for the next test, and so does its group."""
+
+    @pytest.mark.usefixtures("without")
+    @pytest.mark.parametrize("kind", ["tied"])
+    def test_updates(self, kind: str) -> None:
+        """See `ModelSuite`."""
+        super().test_updates(kind)

@@ -59,6 +59,7 @@ class Child:
         name: What it is called.
         pid: Its process id.
         port: Its port on 127.0.0.1; None where none was asked for.
+        managed: Bytes of the host's memory that the role tells by its own `managed()`, and which count there alone.
         connection: The other end of what a function has got; None of a command. What one end sends the other receives:
             any value, and with torch tensors too, without a copy in between.
     """
@@ -79,6 +80,7 @@ class Child:
         self.pid = 0
         self.port: int | None = None
         self.connection: Connection | None = None
+        self.managed = 0
         self._parent = parent
         self._fails = fails
         self._row = row  # the `RowState` of a row of a call that has started it; None of others
@@ -168,6 +170,21 @@ class Child:
             self._waiting -= 1
             self._on_change(self)
         return self._exitcode
+
+    def abort(self, why: str) -> None:
+        """End it as one that hangs, by SIGABRT: a Python program prints the stacks of its threads then.
+
+        It returns at once. The child's end is an error, `ChildDied`, which has the stacks.
+
+        Args:
+            why: What the error says of it: "hung: ...".
+        """
+        self._why = why
+        with contextlib.suppress(OSError):
+            resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
+        for number in (signal.SIGABRT, signal.SIGCONT):  # it may be stopped
+            self._send(number)
+        self._loop.later(CHILD_STACK_WITHIN_S, lambda: self._send(signal.SIGKILL))
 
     def __repr__(self) -> str:
         return f"<child {self.name!r} of role {self._parent.role!r}, pid {self.pid}: {self.state}>"
@@ -314,7 +331,7 @@ class Child:
             looked = now
             if self.alive and not (self._expected or self._waiting):
                 if now - self._well_at > hung_after:
-                    self._hangs(hung_after)
+                    self.abort(f"hung: its health was not good for {hung_after:g} s, so it was ended")
                 else:
                     self._loop.later(every, judge)
 
@@ -400,15 +417,6 @@ class Child:
 
     # -- on the event loop's thread
 
-    def _hangs(self, after: float) -> None:
-        """End it alone; a Python program prints its threads' stacks then (faulthandler, which all children have)."""
-        self._why = f"hung: its health was not good for {after:g} s, so it was ended"
-        with contextlib.suppress(OSError):
-            resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
-        for number in (signal.SIGABRT, signal.SIGCONT):  # it may be stopped
-            self._send(number)
-        self._loop.later(CHILD_STACK_WITHIN_S, lambda: self._send(signal.SIGKILL))
-
     def _reads(self) -> None:
         self._read()
 
@@ -473,14 +481,15 @@ class _Asked:
         self._child, self._ready = child, ready
         self._answer: BaseException | bool = False
         self._is_over = threading.Event()
-        self.last = f"ready={ready!r} hasn't returned"
+        self._called = getattr(ready, "__qualname__", repr(ready))
+        self.last = f"ready={self._called} hasn't returned"
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(self._ask,), name=f"child-{child.name}-ready", daemon=True).start()
 
     def _ask(self) -> None:
         try:
             while not self._ready(self._child):
-                self.last = f"ready={self._ready!r} says no"
+                self.last = f"ready={self._called} says no"
                 if self._child._ended.wait(_LOOKS_S):
                     return
             self._answer = True

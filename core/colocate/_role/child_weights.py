@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from colocate._system.jobs import error_text
 from colocate._system.numbers import parse_bytes
+from colocate.errors import ChildDied, ColocateError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _ALIGNED = 64
+_CLOSED = False
+"""What the child answers in place of None when it has closed the iterator by which it takes the weights."""
 
 
 def send_weights(
@@ -25,14 +29,37 @@ def send_weights(
     """Hand weights on to a child, which takes them by `receive_weights`: for a role's `load_weights`.
 
     Those of the host go through shared memory, bucket by bucket; those of a GPU by CUDA IPC, as they are. It returns
-    when the child has taken all.
+    when the child has taken all, or has closed the iterator by which it takes them. What `weights` raises, the child
+    hears of as well.
 
     Args:
         connection: The `connection` of the `Child`.
         weights: What `load_weights` has got, or any names and tensors.
         bucket: How much memory they go through: "256MiB", or bytes. A weight that is larger has as much as it needs.
     """
-    size = parse_bytes(bucket, "bucket")
+    try:
+        _send(connection, weights, parse_bytes(bucket, "bucket"))
+    except _Closed:
+        return
+    except ChildDied:
+        raise
+    except BaseException as error:  # whatever it is, the child waits for more
+        connection.send(error_text(error))
+        raise
+
+
+class _Closed(Exception):
+    """The child wants no more."""
+
+
+def _hand_on(connection: Connection, message: Any) -> None:
+    """Return when the child is done with it."""
+    connection.send(message)
+    if connection.recv() is _CLOSED:
+        raise _Closed
+
+
+def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], size: int) -> None:
     area: mmap.mmap | None = None
     told: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
     used = 0
@@ -40,16 +67,15 @@ def send_weights(
     def pass_on() -> None:
         nonlocal used
         if told:
-            connection.send(told)
-            connection.recv()
+            _hand_on(connection, told)
             told.clear()
         used = 0
 
     for name, weight in weights:
         tensor = weight.detach()
         if tensor.device.type != "cpu":
-            connection.send((name, tensor))  # by torch.multiprocessing, which connections know of
-            connection.recv()  # it is the source's memory until then
+            # By torch.multiprocessing, which connections know of; it is the source's memory until then.
+            _hand_on(connection, (name, tensor))
             continue
         nbytes = tensor.numel() * tensor.element_size()
         if area is None or used + nbytes > len(area):
@@ -63,8 +89,7 @@ def send_weights(
         told.append((name, tensor.dtype, tuple(tensor.shape), used))
         used += -(-nbytes // _ALIGNED) * _ALIGNED
     pass_on()
-    connection.send(None)
-    connection.recv()
+    _hand_on(connection, None)
 
 
 def receive_weights(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,19 +100,28 @@ def receive_weights(connection: Connection) -> Iterator[tuple[str, torch.Tensor]
 
     Args:
         connection: What the child's function has got.
+
+    Raises:
+        ColocateError: The role has failed amid them; those that have come are not all.
     """
     area: mmap.mmap | None = None
-    while (found := connection.recv()) is not None:
-        if isinstance(found, int):
-            area = _taken(connection, found)
-            continue
-        if isinstance(found, tuple):
-            yield found
-        else:
-            for name, dtype, shape, offset in found:
-                yield name, _at(area, dtype, shape, offset)
-        del found  # of CUDA IPC it is the source's memory
-        connection.send(None)
+    try:
+        while (found := connection.recv()) is not None:
+            if isinstance(found, str):
+                raise ColocateError(f"not all weights have come: {found}")
+            if isinstance(found, int):
+                area = _taken(connection, found)
+                continue
+            if isinstance(found, tuple):
+                yield found
+            else:
+                for name, dtype, shape, offset in found:
+                    yield name, _at(area, dtype, shape, offset)
+            del found  # of CUDA IPC it is the source's memory
+            connection.send(None)
+    except GeneratorExit:
+        connection.send(_CLOSED)
+        raise
     connection.send(None)
 
 

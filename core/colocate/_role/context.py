@@ -339,9 +339,9 @@ class Context:
         `health`, its port and socket are put.
 
         Args:
-            program: A command, as a list of words; or a function, which runs in a new interpreter of this Python, with
-                its end of a connection as argument (`Child.connection`). What lies beside the driver's script is on the
-                path of both.
+            program: A command, as a list of words; or a function, which runs in a new interpreter, with its end of a
+                connection as argument (`Child.connection`). What lies beside the driver's script is on the path of
+                both.
             name: What it is called; by default as the program, with a number where such a one runs.
             ready: What it is waited for: a URL that answers GET with 200; a line, by a part of it or a pattern; a
                 function of the `Child`, which says whether it is. None: until it has begun.
@@ -350,7 +350,8 @@ class Context:
             hung_after: A child that wasn't well for so many seconds is ended, by SIGABRT: a Python program prints the
                 stacks of its threads then, which the error has.
             env: Variables besides those of the worker.
-            python: The interpreter that runs the words of a command, of another environment say.
+            python: The interpreter that runs the words of a command, or the function, of another environment say. For a
+                function that has the same version of colocate, and the function's module.
             cwd: The folder that it runs in; None for that of the worker.
             port: A port of 127.0.0.1 that it is to listen on; 0 for any that is free. A command that names `{fd}` is
                 given a listening socket. For others the port is held until they are ready.

@@ -52,8 +52,8 @@ AUDIT_SETTLES_S = 2.0  # what is on its way out is seen by an audit for so long:
 
 # -- children of roles
 
-CHILD_CODE_WITHIN_S = 0.02  # after a child's end its exit code is there; what it had started may have to end first
-CHILD_TOLD_WITHIN_S = 0.1  # what a child's end has broken is heard of before that end
+CHILD_CODE_WITHIN_S = 0.2  # after a child's end its exit code is there; what it had started may have to end first
+CHILD_TOLD_WITHIN_S = 1.0  # what a child's end has broken is heard of before that end; longer than the above
 CHILD_STACK_WITHIN_S = 2.0  # a child that hangs has printed its stacks
 CHILD_ENDS_WITHIN_S = 15.0  # a child that was killed is gone, with all that it had started
 TOLD_AGAIN_AFTER_S = 5.0  # a call that goes on after its child's end is told once more, if it does nothing about it

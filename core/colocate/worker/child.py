@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from colocate import __version__
 from colocate._definitions.sources import Source
 from colocate.worker.birth.imports import DriversModules
 
@@ -20,8 +21,9 @@ from colocate.worker.birth.imports import DriversModules
 class Start(NamedTuple):
     """What it needs."""
 
+    version: str  # colocate's
     authkey: bytes  # multiprocessing's, by which tensors are shared
-    path: list[str]
+    path: list[str] | None  # where this is the worker's Python
     sources: Mapping[str, Source]  # modules beside the driver's script, which may be on another machine
     function: bytes
 
@@ -31,9 +33,12 @@ def main() -> None:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     connection: Any = Connection(fd)
-    start = Start(*connection.recv())
+    version, *rest = connection.recv()
+    if version != __version__:
+        sys.exit(f"{sys.executable} has colocate {__version__}, and the worker {version}: install the same one there")
+    start = Start(version, *rest)
     multiprocessing.current_process().authkey = start.authkey
-    sys.path[:] = start.path
+    sys.path[:] = start.path or sys.path
     modules = DriversModules(lambda name: {})
     modules.know(start.sources)
     sys.meta_path.insert(0, modules)

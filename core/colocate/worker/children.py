@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from colocate import __version__
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._role.context import Context, RowState, current, running_call
@@ -133,10 +134,10 @@ class Children:
             if wrong := [each for each in (env or {}).items() if not all(isinstance(word, str) for word in each)]:
                 raise ConfigError(f"{what}: env={dict(wrong)!r}; names and values of variables are text")
             environ = self._environ(env or {})
-            _check_program(what, words[0] if words else sys.executable, environ, cwd, ctx)
+            _check_program(what, words[0] if words else python or sys.executable, environ, cwd, ctx)
             if callable(program):
                 ready = child._awaits(ready)
-                self._begin_function(child, program, environ, cwd)
+                self._begin_function(child, program, python, environ, cwd)
             else:
                 values = _port_of(child, words, port)
                 ready = child._awaits(_filled(ready, values))
@@ -169,9 +170,14 @@ class Children:
         return child
 
     def _begin_function(
-        self, child: Child, function: Callable[[Any], object], environ: Mapping[str, str], cwd: str | None
+        self,
+        child: Child,
+        function: Callable[[Any], object],
+        python: str | None,
+        environ: Mapping[str, str],
+        cwd: str | None,
     ) -> None:
-        """Have an interpreter run a function, and give it that."""
+        """Have an interpreter run a function, and give it that. Another one has a path of its own."""
         import multiprocessing
 
         from colocate._role.child_connection import ChildConnection
@@ -182,12 +188,12 @@ class Children:
         with there:  # closed here, its end shows that of the child
             child.connection = ChildConnection(here.detach(), child)
             fd = there.fileno()
-            words = [sys.executable, "-P", "-m", "colocate.worker.child", str(fd), child.name]
+            words = [python or sys.executable, "-P", "-m", "colocate.worker.child", str(fd), child.name]
             child._begin(_LAUNCHER, words, environ, cwd, [fd])
         self._tell()
         try:
             key = bytes(multiprocessing.current_process().authkey)
-            child.connection.send((key, sys.path, own_sources(), data))
+            child.connection.send((__version__, key, None if python else sys.path, own_sources(), data))
         except OSError:  # it isn't ready, so that its end is no failure of another kind
             child._settle(CHILD_TOLD_WITHIN_S, signs=True)
             raise child._error() from None
@@ -269,7 +275,7 @@ class Children:
         for (owner, name), child in list(self._all.items()):
             if child.alive and child.pid:
                 pids = supervisor.below(child._top)[1:]  # the first is a supervisor, too
-                found.setdefault(owner, {})[name] = sum(map(private_bytes, pids))
+                found.setdefault(owner, {})[name] = max(0, sum(map(private_bytes, pids)) - child.managed)
         return found
 
     def stop(self, role: str | None = None) -> None:
@@ -405,8 +411,6 @@ def _words(program: Any, python: str | None, port: int | None) -> tuple[list[str
         title = str(getattr(inspect.unwrap(getattr(program, "func", program)), "__name__", "function"))
         if inspect.ismethod(getattr(program, "func", program)):
             raise ConfigError(f"ctx.start({title!r}): a method has its object with it: give a function of a module")
-        if python is not None:
-            raise ConfigError(f"ctx.start({title!r}): a function runs in this worker's Python; python= is for commands")
         if port is not None:
             raise ConfigError(f"ctx.start({title!r}): port= is for commands; a function has a connection")
         return [], title

@@ -32,7 +32,7 @@ from colocate.testing.executors._base import Spawn, needs, of_executor, smoke
 from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Served, Starter, User
-from colocate.testing.probes.served import FOREVER, SERVER, breaks_up, is_silent, says_up
+from colocate.testing.probes.served import FOREVER, QUITS, SERVER, breaks_up, is_silent, says_up, serve
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 PYTHON = sys.executable
@@ -103,13 +103,11 @@ class Children(Scripted):
         """With the exit code and the last lines; others of the group go on, and stopping it ends the matter."""
         group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
         starter, user = starter_in(group), group.role("user", User)
-        command = [PYTHON, "-c", "import sys; print('the last words'); sys.stdout.flush(); input(); sys.exit(3)"]
-        with Processes([starter.command(command, name="quits")[0]]) as quits:
-            quits.wait()
+        os.kill(starter.command([PYTHON, "-c", QUITS], name="quits", ready="the last words")[0], signal.SIGTERM)
         wait_until(lambda: not starter.seen()[0], "the worker has heard of it")
-        with pytest.raises(ChildDied, match=r"child 'quits' .* exited with code 1") as caught:
+        with pytest.raises(ChildDied, match=r"child 'quits' .* exited with code 3") as caught:
             starter.pid()
-        assert (caught.value.exitcode, caught.value.signal) == (1, None)
+        assert (caught.value.exitcode, caught.value.signal) == (3, None)
         assert "the last words" in str(caught.value)
         assert user.fine() == 0
         starter.stop()
@@ -263,7 +261,6 @@ class Children(Scripted):
             (["sleep", "5"], {"env": {"A": 1}}, "env={'A': 1}; names and values of variables are text"),
             (["sleep", "5"], {"fails": "all"}, "it is 'call', 'group' or None"),
             (print, {"port": 0}, "port= is for commands"),
-            (print, {"python": sys.executable}, "python= is for commands"),
         ],
     )
     def test_a_wrong_one_is_refused(self, spawn: Spawn, what: object, options: dict[str, object], words: str) -> None:
@@ -419,6 +416,29 @@ class Children(Scripted):
         engines.begin()
         colocate.sync_weights(given, engines)
         assert engines.sums() == given.sums()
+        given.fail_next()
+        with pytest.raises(RoleError, match="no more of them"):
+            colocate.sync_weights(given, engines)
+        colocate.sync_weights(given, engines)  # the child has heard of it
+        assert engines.sums() == given.sums()
+        engines.take_one_next()
+        with pytest.raises(RoleError, match="returned before it had taken all weights"):
+            colocate.sync_weights(given, engines)
+        colocate.sync_weights(given, engines)
+        assert engines.sums() == given.sums()
+
+    def test_a_function_in_another_environment(self, spawn: Spawn, tmp_path: Path) -> None:
+        """By its interpreter, which has a path of its own, and the same version of colocate."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        assert starter.serve(python=PYTHON)
+        assert starter.ask(1) == ("", 1)
+        other = tmp_path / "python"
+        runs = "import colocate; colocate.__version__ = '0.0.1'; from colocate.worker.child import main; main()"
+        other.write_text(f'#!/bin/sh\nshift 3\nexec {PYTHON} -c "{runs}" "$@"\n')
+        other.chmod(0o755)
+        starter.stop()
+        with pytest.raises(ChildDied, match=r"has colocate 0\.0\.1, and the worker .*: install the same one there"):
+            starter.start(serve, python=str(other), ready=says_up)
 
     @of_executor
     def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:

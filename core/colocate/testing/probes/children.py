@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import queue
@@ -35,10 +36,12 @@ class Starter(Role):
             self.child = self.ctx.start(partial(serve, first="made"), name="server", fails=fails)  # type: ignore[arg-type]
 
     @method(collect=First(), revives=True)
-    def serve(self, first: str = "", name: str = "server", fails: Any = "call", health: Any = None) -> int:
+    def serve(
+        self, first: str = "", name: str = "server", fails: Any = "call", health: Any = None, python: str | None = None
+    ) -> int:
         """Start a function."""
         options: dict[str, Any] = {"health": partial(is_well, health), "hung_after": 0.3} if health else {}
-        self.child = self.ctx.start(partial(serve, first=first), name=name, fails=fails, **options)
+        self.child = self.ctx.start(partial(serve, first=first), name=name, fails=fails, python=python, **options)
         return self.child.pid
 
     @method(collect=First())
@@ -188,8 +191,13 @@ def engine(connection: Any) -> None:
     held: dict[str, Any] = {}
     while (asked := connection.recv()) is not None:
         if asked == "load":
-            for name, tensor in colocate.torch.receive_weights(connection):
-                held[name] = tensor.clone()
+            with contextlib.suppress(colocate.ColocateError):
+                for name, tensor in colocate.torch.receive_weights(connection):
+                    held[name] = tensor.clone()
+        elif asked == "one":
+            weights = colocate.torch.receive_weights(connection)
+            next(weights)
+            weights.close()  # type: ignore[attr-defined]
         elif asked == "die":
             name, tensor = next(colocate.torch.receive_weights(connection))
             os._exit(1)
@@ -210,11 +218,18 @@ class Engines(Role):
     def die_next(self) -> None:
         self.how = "die"
 
+    @method
+    def take_one_next(self) -> None:
+        self.how = "one"
+
     def load_weights(self, weights: Weights, version: int) -> None:
         assert self.child.connection is not None
         self.child.connection.send(self.how)
-        colocate.torch.send_weights(self.child.connection, weights, bucket=4096)
-        self.held = self.child.connection.recv()
+        self.how = "load"
+        try:
+            colocate.torch.send_weights(self.child.connection, weights, bucket=4096)
+        finally:
+            self.held = self.child.connection.recv()
 
     @method(collect=First())
     def sums(self) -> Any:
@@ -234,14 +249,23 @@ class Given(Role):
             "none": torch.empty(0, 3, device=self.ctx.device),
             "whole": torch.arange(7, device=self.ctx.device),
         }
+        self.fails = False
 
     @method
     def double(self) -> None:
         for each in self.weights.values():
             each.mul_(2)
 
+    @method
+    def fail_next(self) -> None:
+        self.fails = True
+
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        yield from self.weights.items()
+        for name, each in self.weights.items():
+            if name == "one" and self.fails:
+                self.fails = False
+                raise ArithmeticError("no more of them")
+            yield name, each
 
     @method(collect=First())
     def sums(self) -> Any:

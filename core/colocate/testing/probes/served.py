@@ -42,6 +42,14 @@ signal.signal(signal.SIGTERM, note)
 print("on", flush=True)
 threading.Event().wait()
 """
+QUITS = """
+import signal, sys
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("the last words", flush=True)
+signal.sigwait([signal.SIGTERM])
+sys.exit(3)
+"""
 FOREVER = "import threading; print('the last words', flush=True); threading.Event().wait()"
 
 

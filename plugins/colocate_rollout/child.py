@@ -1,0 +1,380 @@
+"""An engine in a process of its own, a child of its role: whichever engine, by messages.
+
+What goes to the child is a method's name and its arguments, and one answer comes back. Of `rows` come the rows, and a
+question between any two steps, at which the child does what else it is told, until it hears whether to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import attrs
+
+import colocate
+from colocate import Child, ChildDied, ConfigError, Context, Role, Weights
+from colocate.texts import parse_bytes
+from colocate_rollout.contract import Prompt, Row, Sampling, engine_class, refuse_wrong
+from colocate_rollout.models import model_in
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from torch import Tensor
+
+_LOOKS_S = 0.05
+_CANCELLED_S = 5.0
+"""So long a step may take after nobody waits any more: a call that doesn't return in ten seconds fails its group."""
+_CLOSES_S = 5.0
+
+
+@attrs.frozen
+class ChildOptions:
+    """How an engine has a process of its own.
+
+    Attributes:
+        python: The interpreter of an environment of its own, which has colocate in the same version; None for the
+            worker's.
+        env: Variables besides those of the worker.
+        within: Seconds in which the engine has to be there.
+        hung_after: A child that is asked for something, and gives no sign for so many seconds, is ended: longer than
+            any step of the engine takes.
+        fails: What fails of its end: "call", the one that generates, or "group", so that a restart acts.
+        bucket: How much memory weights go through at once.
+    """
+
+    python: str | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict)
+    within: float = attrs.field(default=600.0, validator=attrs.validators.gt(0))
+    hung_after: float = attrs.field(default=120.0, validator=attrs.validators.gt(0))
+    fails: Literal["call", "group"] = "call"
+    bucket: str = attrs.field(default="256MiB", validator=lambda _, field, value: bool(parse_bytes(value, field.name)))
+
+
+class ChildEngine:
+    """An engine whose methods run in a child of the role.
+
+    After the child's end, which fails a call, it begins anew: with the next weights, or with the next call where it
+    never got any.
+
+    Args:
+        ctx: The role's context.
+        engine: The engine's name, or its class.
+        options: The engine's own. With `role` it has the config of that role's model, and gets weights by a sync.
+        child: How it has a process.
+
+    Raises:
+        ConfigError: It can't be in a child, or the engine refuses its options.
+        ChildDied: It wasn't ready in time, or has ended before.
+    """
+
+    def __init__(
+        self, ctx: Context, engine: str | type[Any], options: Mapping[str, Any], child: Literal[True] | ChildOptions
+    ) -> None:
+        if not isinstance(child, ChildOptions):
+            given: Any = {} if child is True else child  # a mapping, where the role is declared in Python with one
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"child={given!r}: true or false, or a mapping with what ChildOptions has")
+            refuse_wrong(ChildOptions, "child", given)
+            child = ChildOptions(**given)
+        if any(place.size("tp") > 1 for place in ctx.meshes.values()):
+            raise ConfigError(
+                "engine in a child: ranks along the axis 'tp' would be one engine, and children of several slots "
+                "can't be: leave the axis out, or `child`"
+            )
+        self._ctx, self._settings = ctx, child
+        self._missing: str | None = None  # why its weights can't be used
+        if options.get("role") is not None:
+            options = _with_config(ctx, options)
+            self._missing = "none have come yet; colocate.sync_weights brings them"
+        place = {"device": str(ctx.device), "role": ctx.role, "group": ctx.group, "node": ctx.node}
+        self._serve = partial(_serve, engine, dict(options), place)
+        self._has_got = False  # weights that no other child has
+        self._managed: Mapping[str, int] = {}
+        self._early: deque[Any] = deque()  # what has come of rows while something else was waited for
+        self.apart = (self,)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the child, which has the engine then."""
+        settings = self._settings
+        self._is_told = False  # whether a call has failed of its end
+        self._early.clear()
+        # With "call" the role looks itself, so that others may use it, and weights come to one that begins anew.
+        self._child = self._ctx.start(
+            self._serve,
+            name="engine",
+            ready=self._is_ready,
+            within=settings.within,
+            env=settings.env,
+            python=settings.python,
+            fails="group" if settings.fails == "group" else None,
+        )
+        self._line = _Line(self._ctx, self._child, settings.hung_after)
+
+    def _is_ready(self, child: Child) -> bool:
+        assert child.connection is not None
+        kind, value, managed = child.connection.recv()
+        if kind == "raised":
+            raise _error(*value)
+        self._has_managed(managed, child)
+        return True
+
+    def _has_managed(self, managed: Mapping[str, int], child: Child) -> None:
+        self._managed = managed
+        if self._ctx.device.type == "cpu":
+            child.managed = sum(managed.values())
+
+    # -- messages
+
+    def _ask(self, method: str, *args: Any, patience: float | None = None) -> None:
+        """Have the engine do something."""
+        self._line.send((method, args))
+        kind, value = self._answer(patience)
+        if kind == "raised":
+            raise _error(*value)
+
+    def _ask_if_alive(self, method: str, *args: Any, patience: float | None = None) -> None:
+        """Have it do what needn't be done by one that has ended, which the next call of `rows` tells."""
+        with contextlib.suppress(ChildDied):
+            if self._child.alive:
+                self._ask(method, *args, patience=patience)
+
+    def _answer(self, patience: float | None = None) -> tuple[str, Any]:
+        while True:
+            kind, value, managed = found = self._line.recv(patience)
+            if kind in ("returned", "raised", "wants"):
+                if kind == "returned":
+                    self._has_managed(managed, self._child)
+                return kind, value
+            self._early.append(found)
+
+    def _next(self) -> Any:
+        """What comes of rows."""
+        return self._early.popleft() if self._early else self._line.recv()
+
+    # -- what an engine does
+
+    def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
+        """See `Engine`."""
+        if self._is_told and not (self._child.alive or self._has_got):
+            self._begin()
+        try:
+            yield from self._rows(prompts, sampling, stop)
+        except ChildDied:
+            self._is_told = True
+            raise
+
+    def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
+        if self._child.alive and self._missing is not None:
+            raise ConfigError(f"the engine has no whole weights: {self._missing}")
+        self._ask("managed")  # what hangs already is found out before it is sent more than fits
+        self._line.send(("rows", ([*prompts], sampling)))
+        runs, asks = True, False
+        try:
+            while runs:
+                kind, value, managed = self._next()
+                if asks := kind == "asks":
+                    self._line.send(("goes on", stop()))
+                elif kind == "row":
+                    yield value
+                else:
+                    runs = False
+                    if kind == "failed":
+                        raise _error(*value)
+                    self._has_managed(managed, self._child)
+        finally:
+            while runs and self._child.alive:
+                if asks:
+                    self._line.send(("goes on", True))
+                kind, _, _ = self._next()
+                runs, asks = kind in ("asks", "row"), kind == "asks"
+
+    def update(self, weights: Weights, version: int) -> None:
+        """See `Engine`: weights go through shared memory, or by CUDA IPC."""
+        if not self._child.alive:
+            self._begin()
+            if self._has_got:
+                self._missing = "its process has ended, with those that it had"
+        self._line.send(("update", (weights.source, dict(weights.specs), version)))
+        kind, value = self._answer()
+        if kind == "wants":
+            try:
+                colocate.torch.send_weights(cast("Connection", self._line), weights, self._settings.bucket)
+            except ChildDied:
+                raise
+            except BaseException:
+                self._answer()  # that the update has failed
+                raise
+            kind, value = self._answer()
+        if kind == "raised":
+            error = _error(*value)
+            if isinstance(error, ConfigError) and not weights.loaded:
+                weights.mismatch = error
+            raise error
+        self._missing, self._has_got = None, True
+
+    def managed(self) -> Mapping[str, int]:
+        """See `Engine`: as the child has said last, since it is asked for on other threads as well."""
+        return self._managed if self._child.alive else {}
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """See `Engine`. Weights that the engine leaves to colocate stay awake: nobody else finds them."""
+        self._ask_if_alive("sleep", tags)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See `Engine`."""
+        self._ask_if_alive("wake", tags)
+
+    def abort(self) -> None:
+        """See `Engine`."""
+        self._ask_if_alive("abort")
+
+    def close(self) -> None:
+        """See `Engine`."""
+        try:
+            self._ask_if_alive("close", patience=_CLOSES_S)
+        finally:
+            self._child.stop()
+
+
+class _Line:
+    """The connection to a child, which is ended where it gives no sign."""
+
+    def __init__(self, ctx: Context, child: Child, hung_after: float) -> None:
+        assert child.connection is not None
+        self._ctx, self._child, self._hung_after, self._connection = ctx, child, hung_after, child.connection
+        self.fileno, self.send = self._connection.fileno, self._connection.send
+
+    def recv(self, patience: float | None = None) -> Any:
+        """Wait for what comes, so many seconds at most.
+
+        Raises:
+            ChildDied: The child has ended.
+        """
+        silent = since_cancelled = 0.0  # not by a clock: this process may have been stopped as well
+        longest = self._hung_after if patience is None else patience
+        while not self._connection.poll(_LOOKS_S):
+            silent += _LOOKS_S
+            since_cancelled += _LOOKS_S if self._ctx.cancelled else 0.0
+            if silent > longest or since_cancelled > _CANCELLED_S:
+                amid = f", the last {_CANCELLED_S:g} of them amid a call that nobody waited for"
+                said = f"gave no sign for {silent:.3g} s{amid if since_cancelled > _CANCELLED_S else ''}"
+                self._child.abort(f"hung: it {said}, so it was ended")
+                self._connection.poll(None)
+        return self._connection.recv()
+
+
+# -- in the child
+
+
+def _serve(
+    engine: str | type[Any], options: Mapping[str, Any], place: Mapping[str, Any], connection: Connection
+) -> None:
+    """Have an engine, and do what is asked for."""
+    serving = _Serving(connection)
+    serving.answer(serving.make, engine, options, place)
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            return
+        serving.rows(*args) if method == "rows" else serving.do(method, args)
+
+
+class _Serving:
+    """An engine whose methods are asked for by messages."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._engine: Any = None
+
+    def make(self, engine: str | type[Any], options: Mapping[str, Any], place: Mapping[str, Any]) -> None:
+        """Make the engine, which is alone in this process."""
+        ctx = attrs.evolve(Role().ctx, **place)
+        self._engine = engine_class(engine, options)(ctx, **options)
+
+    def _say(self, kind: str, value: Any = None, managed: Mapping[str, int] | None = None) -> None:
+        self._connection.send((kind, value, managed))
+
+    def answer(self, function: Callable[..., object], *args: Any) -> None:
+        """Say how a function has ended, and what the engine manages now."""
+        try:
+            function(*args)
+            managed = {} if function == self._engine.close else dict(self._engine.managed())
+        except BaseException as error:  # whatever an engine raises is for the role to see
+            self._say("raised", _told(error))
+        else:
+            self._say("returned", None, managed)
+
+    def do(self, method: str, args: tuple[Any, ...]) -> None:
+        """Have one method run, but `rows`."""
+        self.answer(self._update if method == "update" else getattr(self._engine, method), *args)
+
+    def rows(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """Send rows as they end."""
+        try:
+            for row in self._engine.rows(prompts, sampling, self._stop):
+                self._say("row", row)
+            managed = dict(self._engine.managed())
+        except BaseException as error:  # as above
+            self._say("failed", _told(error))
+        else:
+            self._say("ended", None, managed)
+
+    def _stop(self) -> bool:
+        """Ask whether to end, and do what else is asked for until that is said."""
+        self._say("asks")
+        while True:
+            method, args = self._connection.recv()
+            if method == "goes on":
+                return bool(args)
+            self.do(method, args)
+
+    def _update(self, source: str, specs: Mapping[str, Any], version: int) -> None:
+        import torch
+
+        given = self._weights()
+        try:
+            with torch.no_grad():
+                self._engine.update(Weights(source, given, specs, shared=False), version)
+        finally:
+            given.close()
+
+    def _weights(self) -> Generator[tuple[str, Tensor]]:
+        """Weights as they come, which they do when the engine wants the first."""
+        self._say("wants")
+        yield from colocate.torch.receive_weights(self._connection)
+
+
+def _told(error: BaseException) -> tuple[bytes, str, str]:
+    try:
+        packed = pickle.dumps(error)
+    except Exception:  # whatever classes of users raise
+        packed = b""
+    return packed, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+
+
+def _error(packed: bytes, said: str, text: str) -> BaseException:
+    """Return an error of the child, with its traceback there."""
+    try:
+        found: BaseException = pickle.loads(packed)
+    except Exception:  # it is of a class that only the child has, or that can't be made again
+        found = RuntimeError(said)
+    found.add_note(f"In the engine's own process:\n{text}")
+    return found
+
+
+def _with_config(ctx: Context, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the config of a role's model in the place of the role."""
+    name = options["role"]
+    with ctx.borrow(name, object, awake=()) as role:
+        module = model_in(role, name)
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        fields = {**module.config.to_dict(), "dtype": dtype}
+    return {**{each: value for each, value in options.items() if each != "role"}, "model": fields}
