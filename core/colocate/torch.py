@@ -98,6 +98,13 @@ class NamedWeights:
             module, DistributedDataParallel
         ):
             module = inner if isinstance(inner, nn.Module) else cast("nn.Module", module.module)
+        if adapters not in ("merged", "alone"):
+            raise ConfigError(f"named_weights(adapters={adapters!r}): it is 'merged' or 'alone'")
+        if names is not None and not callable(names):
+            raise ConfigError(
+                f"named_weights(names={names!r}): it is a function of a name, as {{...}}.get; "
+                "colocate.sync_weights(names=...) takes a mapping"
+            )
         if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
             raise ConfigError(
                 f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
@@ -113,6 +120,8 @@ class NamedWeights:
                 name = name.replace(wrapper, "")
             called = name if names is None else names(name)
             if called is not None and isinstance(tensor, torch.Tensor | _Merged):
+                if called in self._tensors:
+                    raise ConfigError(f"named_weights(names=...): two weights are called {called!r}, one is {name!r}")
                 self._tensors[called] = tensor
 
     @property
@@ -213,6 +222,12 @@ def load_weights(module: nn.Module, weights: Weights) -> None:
     own = {
         name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
     }
+    if sharded := [name for name, tensor in own.items() if isinstance(tensor, DTensor)]:
+        weights.mismatch = ConfigError(
+            f"{type(module).__name__} is sharded ({sharded[0]} and {len(sharded) - 1} more) and takes no whole "
+            "weights; nothing was written. Give load_weights a module that isn't, or share the source's model"
+        )
+        raise weights.mismatch
     weights.check(own, type(module).__name__)
     with torch.no_grad():
         for name, tensor in weights:

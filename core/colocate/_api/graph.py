@@ -140,8 +140,8 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | N
             role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
         if worker_group.is_paused(name):
             role["paused"] = True
-        if name in worker_group.synced:
-            role["weights"] = weights_age(*worker_group.synced[name])
+        if name in worker_group.synced or name in worker_group.stale:
+            role["weights"] = weights_age(worker_group.synced.get(name), worker_group.stale.get(name))
         sizes = {} if found is None else found.children.get(name, {})
         children: list[dict[str, Any]] = [
             {"kind": "child", "name": child, "state": state, "pid": pid or None, "port": port, "children": []}

@@ -127,11 +127,13 @@ class GroupMemory:
         slots: One for each worker.
         weights: By role that has got weights from another one (`sync_weights`) their version, and when they came, in
             seconds of time.time().
+        stale: By role why its weights can't be used before the next sync.
     """
 
     group: str
     slots: tuple[SlotMemory, ...]
     weights: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
+    stale: Mapping[str, str] = attrs.field(factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each role and rank, and each child of one, with numbers: for a table of one's own, or pandas."""
@@ -140,7 +142,7 @@ class GroupMemory:
     def data(self) -> dict[str, Any]:
         """All of it as plain data."""
         slots = [attrs.asdict(slot) | {"unowned": slot.unowned} for slot in self.slots]
-        return {"group": self.group, "slots": slots, "weights": dict(self.weights)}
+        return {"group": self.group, "slots": slots, "weights": dict(self.weights), "stale": dict(self.stale)}
 
     def json(self) -> str:
         """All of it as JSON."""
@@ -177,7 +179,8 @@ class GroupMemory:
 
     def notes(self) -> list[str]:
         """What `print` says below the table: what each slot has in all, and what of sleeping roles is awake and why."""
-        found = [f"role {role!r} has {weights_age(*known)}" for role, known in self.weights.items()]
+        roles = {**self.weights, **self.stale}
+        found = [f"role {role!r} has {weights_age(self.weights.get(role), self.stale.get(role))}" for role in roles]
         for slot in self.slots:
             known = []
             if slot.process is not None:
@@ -198,9 +201,10 @@ class GroupMemory:
         return found
 
 
-def weights_age(version: int, came: float) -> str:
-    """Return how old weights are that came with a sync."""
-    return f"weights version {version}, {time.time() - came:.0f} s old"
+def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
+    """Return which weights a role has got from another one, how old they are, and why they can't be used if so."""
+    found = "no weights yet" if came is None else f"weights version {came[0]}, {time.time() - came[1]:.0f} s old"
+    return found if stale is None else f"{found}, stale: {stale}"
 
 
 def memory(worker_group: WorkerGroup, deadline: Deadline) -> GroupMemory:
@@ -211,6 +215,7 @@ def memory(worker_group: WorkerGroup, deadline: Deadline) -> GroupMemory:
         worker_group.name,
         tuple(_slot(worker_group, *each) for each in zip(slots, ledgers, strict=True)),
         dict(worker_group.synced),
+        dict(worker_group.stale),
     )
 
 

@@ -204,6 +204,10 @@ def _planned(
         serves[giver.slots[rank]] += 1
     if shares and dtype is not None:
         raise ConfigError(f"sync_weights(dtype=...): {taker.name} shares the tensors of {giver.name} as they are")
+    if names is not None and not isinstance(names, Mapping):
+        raise ConfigError(
+            f"sync_weights(names={names!r}): it maps names of the source to the target's, as {{'a': 'b'}}"
+        )
     size = parse_bytes(bucket, "sync_weights(bucket)")
     if not size:
         raise ConfigError("sync_weights(bucket=0): it is a size, as '256MiB'")
@@ -282,8 +286,12 @@ def _dtype(dtype: torch.dtype | str | None) -> str | None:
 
 def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: str, call: PendingCall) -> None:
     """Note how often a role has got weights, for a group that is rebuilt, and for who looks; and what ranks know."""
-    if call.exception() is None:
+    error = call.exception()
+    if error is None:
         found: WeightSync = call.result()
         worker_group.described.add(source)
         other.synced[target] = found.version, time.time()
-        other.home.changed()
+        other.stale.pop(target, None)
+    elif not isinstance(error, ConfigError):
+        other.stale[target] = "a sync has failed since"
+    other.home.changed()

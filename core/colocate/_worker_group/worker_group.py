@@ -366,6 +366,7 @@ class WorkerGroup(Link):
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
         # How often roles have got weights from others, and when they last did
         self.synced: dict[str, tuple[int, float]] = {}
+        self.stale: dict[str, str] = {}  # roles whose weights are stale as far as is known here, and why
         self.described: set[str] = set()  # the roles of which all ranks know what weights they give
         self._begin(places)
         self.residents = Residents(self, self.order)
@@ -612,6 +613,7 @@ class WorkerGroup(Link):
             if spec.weights is not None
         }
         stale |= {name: (version, "the group was restarted since") for name, (version, _) in self.synced.items()}
+        self.stale = {name: why for name, (_, why) in stale.items()}
         self.workforce.start(self.declared, self.seed, self._start_timeout, found, stale)
         self.workforce.ready()
         self.home.changed()

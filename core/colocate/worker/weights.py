@@ -13,7 +13,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from types import MethodType
@@ -178,9 +178,14 @@ class WeightSyncs:
         """Yield the weights as the target gets them, checked against what was said of them."""
         import torch
 
-        dtype, left = _dtype(plan), iter(specs.items())
+        dtype, left, came = _dtype(plan), iter(specs.items()), set[str]()
         for name, tensor in _each(source, weights):
             wanted, spec = next(left, ("nothing", None))
+            if not isinstance(tensor, torch.Tensor):
+                raise self._ours(f"named_weights of {plan.giver}: {name!r} is {type(tensor).__name__}, and no tensor")
+            if name in came:
+                raise self._ours(f"named_weights of {plan.giver} yields {name!r} twice")
+            came.add(name)
             if name != wanted or spec != (tuple(tensor.shape), tensor.dtype):
                 raise self._ours(
                     f"named_weights of {plan.giver} yields {name} {WeightSpec(tuple(tensor.shape), tensor.dtype)} "
@@ -334,10 +339,10 @@ class WeightSyncs:
             if (ours := weights.mismatch or self._told) is not None:  # and not what the target makes of it
                 raise ours.with_traceback(None) from None
             raise
-        if (left := next(weights, None)) is not None:
+        if (left := next(weights._given, None)) is not None:
             raise RoleError(
                 f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
-                f"{weights.loaded - 1} of {len(weights.specs)} had come, and {left[0]} is next"
+                f"{weights.loaded} of {len(weights.specs)} had come, and {left[0]} is next"
             )
         if by_reference:
             # Where others take the same tensors, these may be alive for them.
@@ -479,6 +484,8 @@ _END = object()
 
 def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
     """Yield what a source yields, whose code runs as its own, whoever asks."""
+    if not isinstance(weights, Iterable):
+        raise ConfigError(f"named_weights of {source.name} gives {type(weights).__name__}: it yields (name, tensor)")
     items = _in_its_place(source, iter, weights)
     try:
         while (found := _in_its_place(source, next, items, _END)) is not _END:

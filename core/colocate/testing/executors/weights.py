@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 def _sums(role: Any) -> list[list[float]]:
     return [sums for sums, _ in role.look()]
+
+
+def shown(group: ColocatedGroup) -> str:
+    """The tree of all that a group's runtime owns."""
+    return group.owner.owner.graph.render()  # type: ignore[no-any-return]
 
 
 class WeightSyncs(ExecutorCase):
@@ -191,10 +197,13 @@ class WeightSyncs(ExecutorCase):
         for _ in range(2):
             with pytest.raises(StaleWeightsError, match=r"a sync of giver to it has failed when \d of 4 had come"):
                 taker.generate()
+        wait_until(lambda: ", stale: a sync has failed since" in str(both.memory()), "the table says it")
+        assert re.search(r"role taker rank 0/2 .*weights version 1, \d+ s old, stale: a sync", shown(both))
         assert giver.look()[0][1] == 0
         both.role(role).fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 2
         assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
+        wait_until(lambda: "stale" not in shown(both), "it isn't")
 
     @pytest.mark.parametrize(
         ("role", "fault", "text"),
@@ -202,6 +211,9 @@ class WeightSyncs(ExecutorCase):
             ("giver", "twice", "yields '0.weight' twice"),
             ("giver", "nothing", "yields nothing"),
             ("giver", "other", r"yields 0\.scale_ \[8\] float32 where 0\.scale \[8\] float32 came before"),
+            ("giver", "other kind", r"named_weights of giver: '0\.weight' is ndarray, and no tensor"),
+            ("giver", "again", "yields '0.weight' twice"),
+            ("giver", "none", r"named_weights of giver gives NoneType: it yields \(name, tensor\)"),
             ("giver", "nan", "weight 0.scale of giver isn't finite"),
             ("taker", "keeps", "keeps tensors of giver"),
             ("taker", "writes", r"load_weights of taker writes into the tensor of 0\.weight, which isn't its own"),
@@ -213,11 +225,21 @@ class WeightSyncs(ExecutorCase):
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
-        if fault in ("other", "nan"):  # else nobody knows what comes
+        if fault in ("other", "other kind", "again", "nan"):  # else nobody knows what comes
             colocate.sync_weights(giver, taker)
         group.role(role).fail(0, fault)
         with pytest.raises((RoleError, ConfigError), match=text):
             colocate.sync_weights(giver, taker, finite=True)
+
+    def test_a_target_that_takes_nothing(self, spawn: Spawn) -> None:
+        """It is told so, and has what it had."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        taker.fail(0, "takes nothing")
+        with pytest.raises(RoleError, match=r"returned before it had taken all .*: 0 of 4 had come"):
+            colocate.sync_weights(giver, taker)
+        assert taker.generate() == [0]
 
     def test_misuse_of_a_sync(self, both: ColocatedGroup, spawn: Spawn) -> None:
         """Clear words before anything is sent."""
@@ -228,6 +250,8 @@ class WeightSyncs(ExecutorCase):
             colocate.sync_weights(taker, giver)
         with pytest.raises(ConfigError, match=r"dtype='float23'.*did you mean 'float32'"):
             colocate.sync_weights(giver, taker, dtype="float23")
+        with pytest.raises(ConfigError, match=r"names=\['0.weight'\]\): it maps names"):
+            colocate.sync_weights(giver, taker, names=["0.weight"])  # type: ignore[arg-type]
         with both.pipeline(), pytest.raises(PipelineError):
             colocate.sync_weights(giver, taker)
         with self.connect() as other, other.reserve(slots=1) as pool:
@@ -254,11 +278,13 @@ class WeightSyncs(ExecutorCase):
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         with pytest.raises(StaleWeightsError, match="from sync"):
             taker.generate()
+        assert "no weights yet, stale: it was declared" in shown(group)
         assert colocate.sync_weights(giver, taker).version == 1
         group.checkpoint(tmp_path / "saved")
         group.restore(tmp_path / "saved")
         with pytest.raises(StaleWeightsError, match="was restored since from a checkpoint"):
             taker.generate()
+        assert "stale: the group was restored from a checkpoint since" in shown(group)
         assert colocate.sync_weights(giver, taker).version == 2
         with pytest.raises(GroupRestarted):
             giver.restart(1)
@@ -285,6 +311,11 @@ class WeightSyncs(ExecutorCase):
             taker.generate()
         giver.fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 2
+        sharded = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, sharded=True)})
+        giver, taker = sharded.role("giver", Giver), sharded.role("taker", Taker)
+        with pytest.raises(ConfigError, match=r"is sharded \(0\.weight and 2 more\) and takes no whole weights"):
+            colocate.sync_weights(giver, taker)
+        assert taker.generate() == [0, 0]
 
 
 class WeightSyncsBetween(ExecutorCase):

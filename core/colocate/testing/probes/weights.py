@@ -19,11 +19,15 @@ else:
 Fault = Literal[
     "raises",
     "twice",
+    "again",
+    "none",
+    "other kind",
     "nothing",
     "other",
     "nan",
     "keeps",
     "leaves",
+    "takes nothing",
     "writes",
     "scratch",
     "buffers",
@@ -127,6 +131,8 @@ class Giver(_HasNet):
         weights = colocate.torch.named_weights(self.net)
         if self.fault is None:
             return weights
+        if self.fault == "none":
+            return None
         if self.fault in ("waits", "ends badly"):
             return self._together(weights)
         wrong = self._wrong(weights)
@@ -150,11 +156,13 @@ class Giver(_HasNet):
                 return
             if self.fault == "raises" and number == 3:  # a target elsewhere has got the first one by now
                 raise Failure("amid the weights")
+            if self.fault == "other kind":
+                yield name, tensor.cpu().detach().numpy()
             yield (
                 name if self.fault != "other" or number < 2 else f"{name}_",
                 (tensor if self.fault != "nan" or number != 2 else tensor / 0),
             )
-            if self.fault == "twice":
+            if self.fault in ("twice", "again"):
                 yield name, tensor
 
 
@@ -174,6 +182,8 @@ class Taker(_HasNet):
             for name, tensor in weights:
                 torch.distributed.barrier(self.ctx.process_group())
                 own.get(name, self.net[0].scale).data.copy_(tensor)
+        elif self.fault == "takes nothing":
+            pass
         elif self.fault == "leaves":
             next(weights)
         elif self.fault == "writes":
