@@ -3,7 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 BARE := .venv/bare
-VERL := .venv/verl
 MONARCH := .venv/monarch
 OLDEST := .venv/oldest
 NEWEST := .venv/newest
@@ -137,12 +136,6 @@ check: install $(SITE)
 	$(BIN)/python -m tests.checkers
 	$(BIN)/python -m pytest -q tests/docs/test_site.py
 
-$(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a comparison in the bench only
-	$(PYTHON) -m venv $(VERL)
-	$(call BESIDE,$(VERL))
-	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3
-	touch $@
-
 $(MONARCH)/.installed: $(INSTALLED)  # Monarch beside what .venv has, for a comparison in the bench only
 	$(PYTHON) -m venv $(MONARCH)
 	$(call BESIDE,$(MONARCH))
@@ -152,8 +145,8 @@ $(MONARCH)/.installed: $(INSTALLED)  # Monarch beside what .venv has, for a comp
 bench-before: install  ## what calls cost beside an earlier commit, which has to be in the clone's history
 	$(BIN)/python -m tests.bench before
 
-bench: install $(VERL)/.installed $(MONARCH)/.installed  ## one table; ratios are of things measured side by side in this run
-	VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python MONARCH_PYTHON=$(CURDIR)/$(MONARCH)/bin/python $(BIN)/python -m tests.bench
+bench: install $(VERL_TESTS)/.installed $(MONARCH)/.installed  ## one table; ratios are of things measured side by side in this run
+	VERL_PYTHON=$(CURDIR)/$(VERL_TESTS)/bin/python MONARCH_PYTHON=$(CURDIR)/$(MONARCH)/bin/python $(BIN)/python -m tests.bench
 
 COUNT ?= 250
 MINUTES ?= 60

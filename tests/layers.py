@@ -98,7 +98,16 @@ AROUND = {
         "grpo_plugin plugin",
     ],
     "plugins/colocate_rollout": ["contract plugin process", "models", "child transformers vllm", "role", "testing"],
-    "plugins/colocate_verl": ["results roles", "private", "driver", "pools", "groups", "door", "plugin"],
+    "plugins/colocate_verl": [
+        "results roles",
+        "private",
+        "driver",
+        "pools",
+        "groups",
+        "door",
+        "cpu demo_rollout plugin",
+        "demo",
+    ],
     "plugins/colocate_observers": ["mlflow opentelemetry prometheus tensorboard wandb"],
 }
 

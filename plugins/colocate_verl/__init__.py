@@ -2,7 +2,8 @@
 
 `driver` is the driver's half: slots, workers, calls. `pools`, `groups` and `results` are its face: the classes and
 objects of `verl.single_controller.ray`. `roles` is what is in the workers, `door` puts all that into verl, and
-`private` has each name of verl's and of Ray's that isn't public.
+`private` has each name of verl's and of Ray's that isn't public. `cpu` is a shim for machines without an accelerator;
+`demo` and `demo_rollout` train a tiny model with it.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import colocate
 
 colocate.library(__name__)
 
-__all__ = ["install"]
+__all__ = ["group_of", "install"]
 
 
 def install(executor: str, **options: Any) -> None:
@@ -28,3 +29,9 @@ def install(executor: str, **options: Any) -> None:
     from colocate_verl import door
 
     door.install(executor, options)
+
+
+def group_of(worker_group: Any) -> colocate.ColocatedGroup:
+    """Return the group that a worker group of verl's stands for: its memory, its trace, and what of it sleeps."""
+    found: colocate.ColocatedGroup = worker_group._half.group
+    return found

@@ -32,6 +32,8 @@ PARTS = (
     "starts",
     "beside_monarch",
     "chain",
+    "verl_calls",
+    "verl_trainers",
     "faults",
 )
 

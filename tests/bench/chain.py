@@ -6,15 +6,14 @@ own (`make bench` makes it; VERL_PYTHON names its interpreter), without which on
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
-from tests.bench.measure import side_by_side
+from tests.bench.measure import asking, side_by_side
 from tests.bench.rows import Row
 
 import colocate
@@ -89,10 +88,6 @@ def _verl() -> float | None:
     python = os.environ.get("VERL_PYTHON")
     if python is None:
         return None
-    script = Path(__file__).with_name("verl_chain.py")
-    command = [python, str(script), *map(str, (_ROWS, _COLUMNS, _ROUNDS))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise RuntimeError(f"verl's side failed:\n{done.stderr[-3000:]}")
-    seconds: float = json.loads(done.stdout.splitlines()[-1])
-    return seconds
+    program = Path(__file__).with_name("verl_groups.py")
+    with asking([python, str(program), str(_ROWS), str(_COLUMNS)], COLOCATE_VERL="") as ask:
+        return statistics.median([float(ask("chain")) for _ in range(_ROUNDS + 1)][1:])

@@ -1,20 +1,23 @@
-"""A chain of role calls by values through verl's fused worker group. Runs in verl's own environment; prints seconds.
+"""Calls of worker groups as verl's trainers make them, in its environment: a line names a call, its seconds come back.
 
-python verl_chain.py ROWS COLUMNS ROUNDS
+python verl_groups.py ROWS COLUMNS
+
+By verl's own `RayWorkerGroup`, or with COLOCATE_VERL=ray by colocate's. The names are those of `CALLS`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import secrets
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
-os.environ.update(RAY_AUTH_MODE="disabled", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+os.environ.update(RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
 
 import ray
 import torch
@@ -26,6 +29,9 @@ from verl.single_controller.ray.base import create_colocated_worker_cls
 
 
 class Adder(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None: ...
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def add(self, data: DataProto) -> DataProto:
         return DataProto.from_dict({"x": data.batch["x"] + 1})
@@ -36,27 +42,43 @@ class Adder(Worker):
         return DataProto.from_dict({"total": data.batch["x"].sum().reshape(1)})
 
 
+CALLS = {"nothing": 200, "call": 3, "chain": 1}
+"""How often each is timed at a time; the median counts."""
+
+
 def main() -> None:
-    rows, columns, rounds = map(int, sys.argv[1:])
+    rows, columns = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        answers = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
             roles: dict[str, Any] = {name: RayClassWithInitArgs(ray.remote(Adder)) for name in ("a", "b", "c", "d")}
             pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
             group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
             views = group.spawn(roles.keys())
-        order = [views[name] for name in "abcdab"]
         batch = DataProto.from_dict({"x": torch.zeros(rows, columns)})
-        seconds = []
-        for _ in range(rounds + 1):
-            began = time.perf_counter()
+
+        def total(value: DataProto) -> float:
+            return float(views["c"].total(value).batch["total"].sum())
+
+        def chain() -> None:
             value = batch
-            for view in order:
-                value = view.add(value)
-            total = float(views["c"].total(value).batch["total"].sum())
-            seconds.append(time.perf_counter() - began)
-            assert total == 6.0 * rows * columns
-        print(json.dumps(statistics.median(seconds[1:])), flush=True)
+            for name in "abcdab":
+                value = views[name].add(value)
+            assert total(value) == 6.0 * rows * columns
+
+        calls: dict[str, Callable[[], object]] = {
+            "nothing": views["a"].nothing,
+            "call": lambda: total(batch),
+            "chain": chain,
+        }
+        for line in sys.stdin:
+            name, seconds = line.strip(), []
+            for _ in range(CALLS[name]):
+                began = time.perf_counter()
+                calls[name]()
+                seconds.append(time.perf_counter() - began)
+            print(statistics.median(seconds), file=answers, flush=True)
         ray.shutdown()
 
 

@@ -1,0 +1,100 @@
+"""verl on a machine without an accelerator, for tests and the demo: verl itself trains on accelerators only.
+
+A shim, and no part of the plugin. `import verl` imports this module in each process that has
+`VERL_USE_EXTERNAL_MODULES=colocate_verl.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda`, which is verl's own way to add
+a platform. What it adds or replaces:
+
+- a platform "cpu", with the engines that verl registers for CUDA;
+- the default process group, which verl asks for as `cpu:gloo,<device>:<backend>`: torch refuses the CPU twice;
+- the attention of critics, which is flash attention whatever the config says;
+- what lies on the host isn't pinned: without an accelerator there is no pinned memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from typing import Any
+
+import psutil
+import torch
+import verl.utils.distributed
+from torch.distributed.fsdp import CPUOffloadPolicy
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+class _Cpu(types.ModuleType):
+    """`torch.cpu`, with what verl calls of `torch.cuda` besides: nothing is cached, and memory isn't counted."""
+
+    get_rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def get_device_name(self) -> str:
+        return "CPU"
+
+    def memory_allocated(self) -> int:
+        return 0
+
+    empty_cache = memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+
+    def mem_get_info(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformCUDA):  # type: ignore[misc]  # verl isn't there when types are checked
+    """The CPU as verl's accelerator. In Ray that is a "GPU", which is what verl counts: say `ray.init(num_gpus=)`."""
+
+    device_name = "cpu"
+    device_module = _Cpu("cpu")
+    set_device = synchronize = set_allocator_settings = _nothing
+    nvtx_range = staticmethod(contextlib.nullcontext)
+
+    def is_available(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """Return False: it is asked for by VERL_PLATFORM, and never found."""
+        return False
+
+    def current_device(self) -> str:
+        """Return what tensors are moved to."""
+        return "cpu"
+
+    def communication_backend_name(self) -> str:
+        """Return the CPU's."""
+        return "gloo"
+
+
+# Before anything imports the function by name.
+verl.utils.distributed.initialize_global_process_group_ray = functools.partial(
+    verl.utils.distributed.initialize_global_process_group_ray, backend="cpu:gloo"
+)
+
+import verl.utils.fsdp_utils  # noqa: E402
+import verl.utils.model  # noqa: E402
+
+
+def _offload(pin_memory: bool) -> CPUOffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=False)
+
+
+def _load_critic(local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
+
+
+verl.utils.model.load_valuehead_model = _load_critic
+verl.utils.fsdp_utils.CPUOffloadPolicy = _offload

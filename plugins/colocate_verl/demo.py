@@ -1,0 +1,350 @@
+"""verl's own trainers with a tiny model on the CPU, by verl's worker groups or by colocate's: the same losses.
+
+python -m colocate_verl.demo --trainer v1|v0|sft --executor ray|dask|local|verl --steps 3
+
+Model, tokenizer and data are made at run time. Trainers, engines (FSDP2), losses and data sets are verl's. What isn't,
+since verl's own are vLLM and Ray actors: how answers are sampled, and what rewards them (`demo_rollout`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+
+import colocate_verl
+
+ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "colocate_verl.cpu",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl has its engines
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+"""What the driver and all workers have before they import verl."""
+
+RANKS = 2
+PROMPTS = 8
+TIMES = 2
+"""Answers to each prompt."""
+NAMES = {
+    "ppo": ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"),
+    "sft": ("train/loss", "train/grad_norm"),
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def make(folder: Path, steps: int) -> None:
+    """Make models, a tokenizer and data of sums, from fixed seeds."""
+    import pandas
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedTokenizerFast, Qwen2Config
+
+    characters = ["<pad>", "<end>", "<unk>", "\n", *map(chr, range(32, 127))]
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = Qwen2Config(vocab_size=len(characters), num_key_value_heads=2, **shape)
+    torch.manual_seed(0)
+    kinds: dict[str, Any] = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
+    for name, kind in kinds.items():
+        config.num_labels = 1
+        kind.from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    sums = [(f"{i % 10}+{i // 10 % 10}=", str(i % 10 + i // 10 % 10)) for i in range(PROMPTS * (steps + 1))]
+    prompts = [[{"role": "user", "content": question}] for question, _ in sums]
+    answers = [
+        [*prompt, {"role": "assistant", "content": answer}] for prompt, (_, answer) in zip(prompts, sums, strict=True)
+    ]
+    extra = [{"index": index} for index in range(len(sums))]
+    pandas.DataFrame({"prompt": prompts, "data_source": "sums", "extra_info": extra}).to_parquet(folder / "ppo.parquet")
+    pandas.DataFrame({"messages": answers}).to_parquet(folder / "sft.parquet")
+
+
+def settings(trainer: str, folder: Path, steps: int) -> Any:
+    """Return verl's config for a trainer: its defaults, and what a tiny model on the CPU needs."""
+    from hydra import compose, initialize_config_module
+
+    both = {
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": RANKS,
+        "trainer.total_training_steps": steps,
+        "trainer.logger": "[file]",
+        "trainer.default_local_dir": folder / "checkpoints",
+        "data.train_batch_size": PROMPTS,
+    }
+    fp32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
+
+    def model(where: str, name: str) -> dict[str, Any]:
+        return {
+            f"{where}.path": folder / name,
+            f"{where}.use_remove_padding": False,  # needs flash attention
+            f"{where}.enable_gradient_checkpointing": False,
+            f"+{where}.override_config.attn_implementation": "sdpa",
+        }
+
+    def engine(where: str) -> dict[str, Any]:
+        return {f"{where}.strategy": "fsdp2", f"{where}.use_torch_compile": False, f"+{where}.mixed_precision": fp32}
+
+    if trainer == "sft":
+        name = "sft_trainer_engine"
+        both |= {
+            "data.train_files": folder / "sft.parquet",
+            "data.use_dynamic_bsz": False,
+            "data.max_length": 32,
+            "trainer.save_freq": 1,
+            **model("model", "actor"),
+            **engine("engine"),
+        }
+    else:
+        name, actor = "ppo_trainer", "actor_rollout_ref"
+        both |= {
+            "data.train_files": folder / "ppo.parquet",
+            "data.val_files": folder / "ppo.parquet",
+            "data.shuffle": False,
+            "data.dataloader_num_workers": 0,
+            "trainer.use_v1": trainer == "v1",
+            "trainer.val_before_train": False,
+            "algorithm.adv_estimator": "gae",
+            f"{actor}.model.external_lib": "colocate_verl.demo_rollout",
+            f"{actor}.rollout.name": "demo",
+            f"{actor}.rollout.n": TIMES,
+            f"{actor}.rollout.tensor_model_parallel_size": 1,
+            f"{actor}.rollout.calculate_log_probs": False,
+            f"{actor}.rollout.log_prob_micro_batch_size_per_gpu": 4,
+            f"+{actor}.rollout.agent.agent_loop_manager_class": "colocate_verl.demo_rollout.Answers",
+            f"{actor}.ref.log_prob_micro_batch_size_per_gpu": 4,
+            f"{actor}.actor.use_kl_loss": True,
+            f"{actor}.actor.optim.lr": 1e-3,
+            f"{actor}.actor.ppo_mini_batch_size": PROMPTS // 2,
+            f"{actor}.actor.ppo_micro_batch_size_per_gpu": 4,
+            "critic.ppo_micro_batch_size_per_gpu": 4,
+            f"{actor}.actor.strategy": "fsdp2",
+            "critic.strategy": "fsdp2",
+            **model(f"{actor}.model", "actor"),
+            **model("critic.model", "critic"),
+            **engine(f"{actor}.actor.fsdp_config"),
+            **engine(f"{actor}.ref.fsdp_config"),
+            **engine("critic.fsdp"),
+        }
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(name, overrides=[f"{key}={value}" for key, value in both.items()])
+
+
+def of_v0(config: Any) -> Any:
+    """Make `RayPPOTrainer`, which wants to be given what `TaskRunner` makes."""
+    import ray
+    import verl.experimental.reward_loop
+    import verl.trainer.ppo.ray_trainer as v0
+    from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
+    from verl.utils import hf_tokenizer
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    from . import demo_rollout
+
+    v0.LLMServerManager = demo_rollout.Servers
+    verl.experimental.reward_loop.RewardLoopManager = demo_rollout.Rewards
+    workers = {v0.Role.ActorRolloutRef: ActorRolloutRefWorker, v0.Role.Critic: TrainingWorker}
+    return v0.RayPPOTrainer(
+        config=config,
+        tokenizer=hf_tokenizer(config.actor_rollout_ref.model.path),
+        role_worker_mapping={role: ray.remote(cls) for role, cls in workers.items()},
+        resource_pool_manager=ResourcePoolManager({"all": [RANKS]}, dict.fromkeys(workers, "all")),
+        ray_worker_group_cls=RayWorkerGroup,
+    )
+
+
+def of_v1(config: Any) -> Any:
+    """Make `PPOTrainerSync`, as `TaskRunnerV1` does; the TransferQueue is there already."""
+    import verl.trainer.ppo.v1.trainer_base as v1
+
+    from . import demo_rollout
+
+    v1.LLMServerManager, v1.RewardLoopManager = demo_rollout.Servers, demo_rollout.Rewards
+    return v1.get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+
+
+def answers(config: Any) -> Any:
+    """Make what V1 calls for answers; V0 makes it by its name in the config."""
+    from . import demo_rollout
+
+    return demo_rollout.Answers(config)
+
+
+@attrs.define
+class Run:
+    """What a run of a trainer has shown: what starting took, and the metrics of each step."""
+
+    start_s: float
+    steps: list[dict[str, float]]
+    asleep_bytes: int = 0
+    """What has left the memory of all ranks each time that the critic went to sleep."""
+    left_bytes: int = 0
+    """What the critic had in memory then."""
+
+
+def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int = 0) -> Run:
+    """Train from the start, or on from the checkpoint after a step."""
+    from omegaconf import OmegaConf
+
+    log = folder / f"log-{resume}.jsonl"
+    os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
+    config = settings(trainer, folder, options.steps)
+    run, began = Run(0.0, []), time.perf_counter()
+    if trainer == "sft":
+        from verl.trainer.sft_trainer_ray import SFTTrainer
+
+        if resume:
+            path = folder / "checkpoints" / f"global_step_{resume}"
+            config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(path)
+        made = SFTTrainer(config)
+        run.start_s = time.perf_counter() - began
+        made.fit()
+    else:
+        OmegaConf.resolve(config)
+        made = of_v0(config) if trainer == "v0" else of_v1(config)
+        began = time.perf_counter()
+        made.init_workers() if trainer == "v0" else made.init()
+        run.start_s = time.perf_counter() - began
+        if options.sleep:
+            have_sleep(made, run)
+        made.fit() if trainer == "v0" else made.fit(answers(config))
+    run.steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
+    return run
+
+
+def have_sleep(trainer: Any, run: Run) -> None:
+    """Have the critic sleep while the actor trains: its next call wakes it."""
+    group, update = colocate_verl.group_of(trainer.critic_wg), trainer._update_actor
+
+    def with_critic_asleep(*args: Any, **kwargs: Any) -> Any:
+        run.asleep_bytes = group.sleep("critic")
+        roles = [role for slot in group.memory().slots for role in slot.roles if role.role == "critic"]
+        run.left_bytes = sum(sum(role.device.values()) + sum(role.host.values()) for role in roles)
+        return update(*args, **kwargs)
+
+    trainer._update_actor = with_critic_asleep
+
+
+@contextlib.contextmanager
+def a_ray() -> Iterator[None]:
+    """Start a Ray on this machine, as verl's `main_ppo` does."""
+    import ray
+
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # or Ray leaves one in the home directory
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+        # What it has is only counted. verl's pools ask for ten CPUs a process.
+        pretended: dict[str, Any] = {"num_cpus": 64, "num_gpus": 2 * RANKS}
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, **pretended)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def a_transfer_queue(folder: Path) -> Iterator[None]:
+    """Start V1's data plane, as `TaskRunnerV1` does."""
+    import transfer_queue
+
+    transfer_queue.init(settings("v1", folder, 1).transfer_queue)
+    try:
+        yield
+    finally:
+        transfer_queue.close()
+
+
+def ray_processes() -> list[str]:
+    """Return the names of Ray's own processes among those that this one has started."""
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    return sorted({name for name in names if name in ("raylet", "gcs_server")})
+
+
+def main() -> None:
+    """Train, and print the losses and norms of each step."""
+    parser = argparse.ArgumentParser(prog="python -m colocate_verl.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--trainer", choices=["v1", "v0", "sft"], required=True)
+    parser.add_argument(
+        "--executor", choices=["ray", "dask", "local", "verl"], required=True, help="verl: its own groups"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="at least 2 (default: 3)")
+    parser.add_argument("--sleep", action="store_true", help="the critic sleeps while the actor trains")
+    parser.add_argument("--out", type=Path, help="a file for all metrics, as JSON")
+    options = parser.parse_args()
+    if importlib.util.find_spec("verl") is None:
+        parser.error("verl isn't installed: pip install 'colocate[verl]'")
+    if options.steps < 2:
+        parser.error("--steps: the first step warms up, so give at least 2")
+    if options.trainer == "v1" and options.executor not in ("ray", "verl"):
+        parser.error("--trainer v1: its data is in the TransferQueue, which is Ray actors: --executor ray or verl")
+    if options.sleep and (options.trainer == "sft" or options.executor == "verl"):
+        parser.error("--sleep: for v0 and v1, which have a critic, and not on verl's own worker groups, which can't")
+    os.environ.update(ENVIRONMENT)
+    os.environ.pop("COLOCATE_VERL", None)
+    if options.executor != "verl":
+        # As COLOCATE_VERL does, but that Dask is to offer room for the run that is resumed beside the first one.
+        colocate_verl.install(options.executor, **{"cpus": 2 * RANKS} if options.executor == "dask" else {})
+    import torch
+
+    torch.set_num_threads(1)  # of the driver, as of each worker: they share a machine
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # verl prints much
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-demo-")))
+        make(folder, options.steps)
+        if options.executor in ("ray", "verl"):
+            stack.enter_context(a_ray())
+        if options.trainer == "v1":
+            stack.enter_context(a_transfer_queue(folder))
+        run = train(options.trainer, folder, options)
+        again = train("sft", folder, options, resume=options.steps - 1) if options.trainer == "sft" else None
+        ray_has = ray_processes()
+    names = NAMES["sft" if again else "ppo"]
+    print(table(names, run.steps))
+    if again:
+        print(f"\nfrom the checkpoint after step {options.steps - 1} on:\n{table(names, again.steps, options.steps)}")
+    if options.sleep:
+        gone = f"{run.asleep_bytes:,} bytes were gone, {run.left_bytes:,} left"
+        print(f"\nWhile the actor trained the critic slept: {gone}.")
+    print(f"\nStarted in {run.start_s:.1f} s. Processes of Ray: {', '.join(ray_has) or 'none'}.")
+    if options.out:
+        options.out.write_text(json.dumps(attrs.asdict(run) | {"again": again and again.steps, "ray": ray_has}))
+    if again and any(again.steps[-1][name] != run.steps[-1][name] for name in names):
+        sys.exit("The run that was resumed isn't equal.")
+
+
+def table(names: Sequence[str], steps: Sequence[Mapping[str, float]], first: int = 1) -> str:
+    """Lay out the steps' losses and norms, to all the digits by which runs are compared."""
+    timed = "timing_s/step" in steps[0]
+    lines = ["step" + "".join(f"{name:>18}" for name in names) + "  seconds" * timed]
+    for number, step in enumerate(steps, first):
+        seconds = f"{step['timing_s/step']:9.2f}" if timed else ""
+        lines.append(f"{number:4}" + "".join(f"{step[name]:18.8f}" for name in names) + seconds)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""How the demo's trainers come by answers: in the place of vLLM's servers, agent loops and reward workers of verl's.
+
+They run on the driver, with the weights that the actor's workers have written to a file: no Ray, and no accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import verl.workers.rollout.base
+from tensordict import TensorDict
+from verl import DataProto
+from verl.utils import tensordict_utils as tu
+
+RESPONSE = 12
+"""Tokens of each answer."""
+
+
+class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]  # verl isn't there when types are checked
+    """The workers' end: the actor's new weights go into a file, from the first rank."""
+
+    async def resume(self, tags: list[str]) -> None:
+        """Do nothing: no engine holds memory here."""
+
+    release = resume
+
+    async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **_: Any) -> None:
+        """Write the weights; each is gathered on all ranks."""
+        whole = {name: tensor.cpu().clone() for name, tensor in weights}
+        if torch.distributed.get_rank() == 0:
+            torch.save(whole, Path(self.model_config.local_path) / "actor.pt")
+
+
+verl.workers.rollout.base._ROLLOUT_REGISTRY["demo", "async"] = f"{__name__}.{Rollout.__name__}"
+
+
+class Servers:
+    """In the place of `LLMServerManager`."""
+
+    @classmethod
+    def create(cls, **_: Any) -> Servers:
+        """Make none."""
+        return cls()
+
+    def get_client(self) -> None:
+        """Return what `Answers` is given, and doesn't need."""
+
+    def get_replicas(self) -> list[Any]:
+        """Return none to update."""
+        return []
+
+
+class Rewards:
+    """In the place of `RewardLoopManager`: rewards come with the answers."""
+
+    def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
+        self.reward_loop_workers = self.reward_loop_worker_handles = []
+
+
+class Answers:
+    """In the place of `AgentLoopManager` of both trainers: samples an answer to each prompt, and rewards its digits."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.folder, self.times = Path(config.actor_rollout_ref.model.path), config.actor_rollout_ref.rollout.n
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="sdpa")
+        self.digits = torch.tensor(self.tokenizer.convert_tokens_to_ids(list("0123456789")))
+        self.generator = torch.Generator().manual_seed(0)
+
+    @classmethod
+    def create(cls, config: Any, **_: Any) -> Answers:
+        """Make it, as V0 does."""
+        return cls(config)
+
+    @torch.no_grad()
+    def answer(self, messages: Any) -> dict[str, torch.Tensor]:
+        """Sample an answer to each of some messages; prompts are padded on the left, answers are of one length."""
+        self.model.load_state_dict(torch.load(self.folder / "actor.pt"))
+        texts = [
+            self.tokenizer.apply_chat_template(list(row), tokenize=False, add_generation_prompt=True)
+            for row in messages
+        ]
+        prompts = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        tokens, mask = prompts["input_ids"], prompts["attention_mask"]
+        width = tokens.shape[1]
+        for _ in range(RESPONSE):
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            logits = self.model(input_ids=tokens, attention_mask=mask, position_ids=places).logits[:, -1]
+            new = torch.multinomial(logits.softmax(-1), 1, generator=self.generator)
+            tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+        responses = tokens[:, width:]
+        reward = torch.zeros(responses.shape)
+        reward[:, -1] = torch.isin(responses, self.digits).float().mean(1)
+        return {
+            "prompts": tokens[:, :width],
+            "responses": responses,
+            "response_mask": torch.ones_like(responses),
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "rm_scores": reward,
+        }
+
+    def generate_sequences(self, batch: Any) -> Any:
+        """Answer a batch of either trainer: V0 wants the answers, V1 finds them in the TransferQueue."""
+        return self._of_v0(batch) if isinstance(batch, DataProto) else self._of_v1(batch)
+
+    def _of_v0(self, batch: DataProto) -> DataProto:
+        answers = self.answer(batch.non_tensor_batch["raw_prompt"])
+        nothing = np.array([{} for _ in range(len(batch))], dtype=object)
+        others = {"multi_modal_inputs": nothing, "__num_turns__": np.full(len(batch), 2, dtype=np.int32)}
+        return DataProto(TensorDict(answers, batch_size=len(batch)), others, {"timing": {}, "reward_extra_keys": []})
+
+    def _of_v1(self, batch: TensorDict) -> None:
+        import transfer_queue as tq
+
+        uids, step = list(batch["uid"]), tu.get(batch, "global_steps")
+        answers = self.answer([row for row in batch["raw_prompt"] for _ in range(self.times)])
+        of_each = {"num_turns": 2, "multi_modal_inputs": {}}
+        versions = {"global_steps": step, "min_global_steps": step - 1, "max_global_steps": step - 1}
+        rows, keys, tags = [], [], []
+        for index, uid in enumerate(uid for uid in uids for _ in range(self.times)):
+            row = {name: answers[name][index] for name in ("responses", "response_mask", "rm_scores")}
+            real = answers["attention_mask"][index].bool()
+            row |= {name: answers[name][index][real] for name in ("input_ids", "position_ids")}
+            row |= {"prompts": row["input_ids"][:-RESPONSE], "loss_mask": row["response_mask"]}
+            rows.append(row | {"uid": uid} | of_each)
+            keys.append(f"{uid}_{index % self.times}_0")
+            lengths = {"prompt_len": len(row["prompts"]), "response_len": RESPONSE, "seq_len": len(row["input_ids"])}
+            tags.append({"status": "success", **versions, **lengths})
+        tq.kv_batch_put(keys=keys, partition_id="train", fields=tu.list_of_dict_to_tensordict(rows), tags=tags)
+        finished = [{"is_prompt": True, "status": "finished", "global_steps": step}] * len(uids)
+        tq.kv_batch_put(keys=uids, partition_id="train", tags=finished)

@@ -1,0 +1,34 @@
+"""verl's own callers on colocate's worker groups, beside its own `RayWorkerGroup`.
+
+verl lives in an environment of its own (`make bench` makes it; VERL_PYTHON names its interpreter): without it there is
+nothing to measure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.bench.measure import Rounds, asking
+from tests.bench.rows import Row
+
+_PART = "verl 0.9.1's callers, 2 workers on Ray"
+_PROGRAM = Path(__file__).with_name("verl_groups.py")
+_ROWS, _COLUMNS = 4096, 4096
+_CALLS = {"nothing": ("a call of nothing", 0.3), "call": ("a call with 64 MB", 0.2), "chain": ("7 calls on 64 MB", 0.2)}
+_ROUNDS = 5
+
+
+def rows() -> Iterator[Row]:
+    python = os.environ.get("VERL_PYTHON")
+    if python is None:
+        return
+    command = [python, "-W", "ignore", str(_PROGRAM), str(_ROWS), str(_COLUMNS)]
+    with asking(command, COLOCATE_VERL="") as its, asking(command, COLOCATE_VERL="ray") as ours:
+        for name, (what, bar) in _CALLS.items():
+            found = [(float(its(name)), float(ours(name))) for _ in range(_ROUNDS + 1)][1:]
+            theirs, mine = (Rounds(each) for each in zip(*found, strict=True))
+            yield Row(_PART, f"{what}, verl's", theirs.least * 1e3, "ms")
+            yield Row(_PART, f"{what}, colocate's", mine.least * 1e3, "ms")
+            yield Row(_PART, f"{what}, colocate's to verl's", mine.over(theirs), "x", bar)
