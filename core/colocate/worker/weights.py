@@ -101,6 +101,7 @@ class WeightSyncs:
         source, target = roles.get(plan.source), roles.get(plan.target)
         start, slot = time.time(), self._worker_context.boot.slot
         self._told = None
+        self._over.clear()  # of one that has failed
         for role in filter(None, (source, target)):
             residency.have_awake(str(role.name), _TAGS)
         if source is not None and source.received is not None and not source.received.whole:
@@ -227,7 +228,7 @@ class WeightSyncs:
             offered.append(key := next(keys))
             if in_files:
                 value = areas[key % len(areas)].write(worker_context.packed(value, plan.giver))
-            store.offer(key, value, plan.giver, takers)
+            store.offer(key, value, f"{plan.source}.named_weights", takers)  # of whose memory it is
             while len(offered) > _AT_ONCE:
                 if store.wait_taken(taken := offered.popleft(), why_not):  # somebody keeps what is there
                     areas[taken % len(areas)].close()
@@ -288,7 +289,6 @@ class WeightSyncs:
         they lie in is mapped once, and until the end.
         """
         keys, over, taking = _keys(plan), self._over, Taking(deque(maxlen=_AREAS))
-        over.clear()
         over.append((next(keys), []))
         for key in keys:
             first = over.popleft() if len(over) > 1 else None

@@ -434,11 +434,11 @@ class WeightSyncsBetween(ExecutorCase):
     @of_executor
     @pytest.mark.parametrize("role", ["giver", "taker"])
     def test_a_failure_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:
-        """The other one hears of it at once, and both go on."""
+        """The other one hears of it at once, and both go on, also within one of them."""
         pytest.importorskip("torch")
         groups = {
             "giver": spawn({"giver": colocate.role(Giver, width=64)}),
-            "taker": spawn({"taker": colocate.role(Taker, 64, seed=1)}),
+            "taker": spawn({"own": colocate.role(Giver, 64, seed=2), "taker": colocate.role(Taker, 64, seed=1)}),
         }
         giver, taker = groups["giver"].role("giver", Giver), groups["taker"].role("taker", Taker)
         colocate.sync_weights(giver, taker)
@@ -448,8 +448,10 @@ class WeightSyncsBetween(ExecutorCase):
         groups[role].role(role).fail(0, None)
         with pytest.raises(StaleWeightsError):
             taker.generate()
-        assert colocate.sync_weights(giver, taker).version == 2
-        assert taker.look() == [(giver.look()[0][0], 2)] * 2
+        own = groups["taker"].role("own", Giver)
+        for version, source in ((2, own), (3, giver)):
+            assert colocate.sync_weights(source, taker).version == version
+            assert taker.look() == [(source.look()[0][0], version)] * 2
 
     @of_executor
     @needs(OwnProcess)
