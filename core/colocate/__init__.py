@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from colocate._api.runtime import Runtime
     from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
     from colocate._plugins.entry_points import hookimpl
-    from colocate._plugins.needs import needs
+    from colocate._plugins.needs import checks, needs
     from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
     from colocate._role.child import Child
     from colocate._role.context import Context, Rendezvous, context
@@ -80,7 +80,7 @@ _HOMES = {
     "_api.memory": "GroupMemory RoleMemory SlotMemory",
     "_values.mesh": "Mesh Ranks",
     "_role.method": "RoleCall RowCall method",
-    "_plugins.needs": "needs",
+    "_plugins.needs": "checks needs",
     "_plugins.entry_points": "hookimpl",
     "_api.pool": "Pool PoolPart Slot",
     "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
@@ -182,6 +182,7 @@ __all__ = [
     "Weights",
     "WorkerDied",
     "as_completed",
+    "checks",
     "connect",
     "context",
     "hookimpl",

@@ -1,9 +1,11 @@
 """The installed plugins, and what they bring: for packages beside core.
 
-What this module offers may change with any version; plugins themselves need `colocate.hookimpl` and `colocate.needs`.
+What this module offers may change with any version; plugins themselves need `colocate.hookimpl`,
+`colocate.needs` and `colocate.checks`.
 """
 
 from colocate._plugins.entry_points import versions_of as versions_of
+from colocate._plugins.needs import check_of as check_of
 from colocate._plugins.needs import lacks_processes as lacks_processes
 from colocate._plugins.needs import lacks_vmm as lacks_vmm
 from colocate._plugins.needs import needed_by as needed_by

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import attrs
 
-from colocate import ColocatedGroup, ConfigError, Resident, Run, inspect, sync_weights, wait
+from colocate import ColocatedGroup, ConfigError, Resident, RoleSpec, Run, checks, inspect, sync_weights, wait
+from colocate.texts import did_you_mean
 from colocate_ppo.critic import Critic
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.maths import Baseline, KlEstimator
@@ -60,6 +61,18 @@ class GroupTeam(Players[GroupActor]):
         return () if self.reference is None else (self.reference,)
 
 
+def _checked(
+    options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
+) -> Iterable[tuple[str, str]]:
+    """Return what is wrong with options in a config."""
+    wanted = options["group"]
+    if len(named := [name for name in groups if wanted in (None, name)]) != 1:
+        return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
+    roles = groups[named[0]]
+    return _wrong(named[0], roles, lambda role: roles[role].background, **options)
+
+
+@checks(_checked)
 def train(
     run: Run,
     *,
@@ -137,7 +150,14 @@ def train(
         step_retries: How often the same part is done again, or the same checkpoint is gone back to.
     """
     workers = group_of(run, group, "grpo.train")
-    _check(workers, rollout, rollout_sleeps, staleness, samples, kl_coefficient)
+    _refuse(
+        workers,
+        rollout=rollout,
+        rollout_sleeps=rollout_sleeps,
+        staleness=staleness,
+        samples=samples,
+        kl_coefficient=kl_coefficient,
+    )
     team = GroupTeam.of(workers, rollout, kl_coefficient > 0)
     actor, reward, reference, engine = team.actor, team.reward, team.reference, team.rollout
     training = Training(
@@ -281,39 +301,54 @@ class _Asked:
         return cls(number, drawn, before, stream.position)
 
 
-def _check(
-    workers: ColocatedGroup,
+def _refuse(workers: ColocatedGroup, **options: Any) -> None:
+    """Refuse options that don't fit each other, or the group.
+
+    Raises:
+        ConfigError: The first of them.
+    """
+
+    def is_background(role: str) -> bool:
+        try:
+            workers.pause(role)  # which only background roles can be
+        except ConfigError:
+            return False
+        workers.resume(role)
+        return True
+
+    for option, said in _wrong(workers.name, workers.roles, is_background, **options):
+        raise ConfigError(f"grpo.train: option `{option}` {said}")
+
+
+def _wrong(
+    place: str,
+    roles: Collection[str],
+    is_background: Callable[[str], bool],
+    *,
     rollout: str,
     rollout_sleeps: Sequence[str],
     staleness: int,
     samples: int,
     kl_coefficient: float,
-) -> None:
-    """Refuse options that don't fit each other, or the group."""
+    **_: Any,
+) -> Iterator[tuple[str, str]]:
+    """Yield the options that don't fit each other, or the group, and why."""
     if samples < 2:
-        raise ConfigError(f"grpo.train: option `samples` must be 2 or more, as answers are compared, not {samples}")
-    roles = workers.roles
-    for option, value, name in (
-        ("rollout", rollout, rollout),
-        ("kl_coefficient", kl_coefficient, "reference" if kl_coefficient > 0 else _ACTOR),
-    ):
-        if name not in roles:
-            raise ConfigError(
-                f"grpo.train: option `{option}: {value}` needs a role {name!r} in the group {workers.name!r}, which "
-                f"has {', '.join(roles)}"
-            )
+        yield "samples", f"must be 2 or more, as answers are compared, not {samples}"
+    there = f"in the group {place!r}, which has {', '.join(roles)}"
+    if kl_coefficient > 0 and "reference" not in roles:
+        yield "kl_coefficient", f"above 0 needs a role 'reference' (`reference: ppo.reference`) {there}"
     if rollout_sleeps and rollout == _ACTOR:
-        raise ConfigError(
-            "grpo.train: option `rollout_sleeps` is for a role that only generates; `rollout` is the actor"
-        )
+        yield "rollout_sleeps", "is for a role that only generates; `rollout` is the actor"
     if staleness not in (0, 1):
-        raise ConfigError(f"grpo.train: option `staleness` must be 0 or 1, not {staleness}")
-    if staleness:
-        words = f"grpo.train: with `staleness: 1` the role {rollout!r} generates while the actor learns, so it"
+        yield "staleness", f"must be 0 or 1, not {staleness}"
+    if rollout not in roles:
+        yield "rollout", f"names no role {there}{did_you_mean(rollout, roles)}"
+    elif staleness:
+        words = f"has the role {rollout!r} generate while the actor learns, so it"
         if rollout_sleeps:
-            raise ConfigError(f"{words} mustn't sleep (`rollout_sleeps`)")
-        try:
-            workers.pause(rollout)  # which only background roles can be
-        except ConfigError as error:
-            raise ConfigError(f"{words} needs `background: true` in the config") from error
-        workers.resume(rollout)
+            yield "staleness", f"{words} mustn't sleep (`rollout_sleeps`)"
+        elif rollout == _ACTOR:
+            yield "staleness", "needs a role with an engine that generates; `rollout` is the actor"
+        elif not is_background(rollout):
+            yield "staleness", f"{words} needs `background: true` in the config"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from colocate import Role, method, needs
+from colocate import Role, checks, method, needs
 
 if TYPE_CHECKING:
     import nothing_like_this
@@ -39,6 +39,37 @@ class Together(Role):
     @method
     def act(self) -> int:
         return 1
+
+
+def wrong(options, own, before):
+    if options["size"] % 2:
+        yield "size", "must be even"
+    if options["beside"] not in before:
+        yield ("names", 0), f"{own.target} comes after {', '.join(before) or 'none'}"
+    if options["size"] == 100:
+        raise ArithmeticError("no idea")
+
+
+@checks(wrong)
+class Checked(Role):
+    def __init__(self, size: int = 3, beside: str = "actor", names: list[str] | None = None) -> None: ...
+
+    @method
+    def act(self) -> int:
+        return 1
+
+
+class Below(Checked):
+    pass
+
+
+def wrong_job(options, groups):
+    if options["steps"] > len(groups):
+        yield "steps", f"more than {', '.join(f'{name} ({len(roles)})' for name, roles in groups.items())}"
+
+
+@checks(wrong_job)
+def judged(run: Any, *, steps: int = 3) -> None: ...
 
 
 class Open(Role):

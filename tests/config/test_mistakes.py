@@ -435,3 +435,30 @@ class TestWarnings:
 
     def test_pools_alone_are_for_code_that_spawns_its_own_groups(self, write: Write) -> None:
         assert list(load_config(write("pools: {main: {slots: 1}}")).pools) == ["main"]
+
+
+def test_what_roles_and_jobs_check_themselves(write: Write) -> None:
+    """It is told with the line of its option, or of what stands for it; signatures go first."""
+    path = write(
+        """\
+        pools: {main: {slots: 1}}
+        groups:
+          policy:
+            pool: main
+            roles:
+              first: {use: "config_roles:Checked", with: {size: 2, names: [a]}}
+              actor: {use: "config_roles:Open"}
+              second:
+                use: config_roles:Below
+              third: {use: "config_roles:Checked", with: {size: wide}}
+              fourth: {use: "config_roles:Checked", with: {size: 100}}
+        job: {use: "config_roles:judged"}
+        """
+    )
+    assert [str(each) for each in mistakes(path)] == [
+        "line 6: groups.policy.roles.first.with.names[0]: config_roles:Checked comes after none",
+        "line 8: groups.policy.roles.second.with.size: must be even",
+        "line 10: groups.policy.roles.third.with.size: must be an integer, not the text 'wide'",
+        "line 11: groups.policy.roles.fourth.use: what checks its options raised ArithmeticError: no idea",
+        "line 12: job.with.steps: more than policy (5)",
+    ]

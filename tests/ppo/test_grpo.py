@@ -11,8 +11,10 @@ from typing import Any
 
 import attrs
 import pytest
+import ruamel.yaml as yaml
 import torch
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from tests.ppo.test_job import EASY, EXAMPLES, Recorder
 
@@ -114,7 +116,7 @@ def test_weights_are_truncated() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 3))
+@drawn(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 3))
 def test_minibatches_have_as_many_tokens(tokens: list[int], k: int, epochs: int) -> None:
     """But for one row; every epoch uses every row once."""
     lengths = torch.tensor(tokens, dtype=torch.int64)
@@ -287,28 +289,52 @@ def test_with_shuffled_rewards_it_does_not(tmp_path: Path, changes: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("given", "words"),
     [
-        (["job.with.samples=1"], "`samples` must be 2 or more, as answers are compared, not 1"),
+        ({"samples": 1}, "samples: must be 2 or more, as answers are compared, not 1"),
         (
-            ["+job.with.kl_coefficient=0.1"],
-            "`kl_coefficient: 0.1` needs a role 'reference' in the group 'policy', which",
+            {"kl_coefficient": 0.1},
+            "kl_coefficient: above 0 needs a role 'reference' (`reference: ppo.reference`) in the group 'policy', "
+            "which has actor, rollout, reward",
         ),
         (
-            ["job.with.rollout=engine"],
-            "`rollout: engine` needs a role 'engine' in the group 'policy', which has actor, ",
+            {"rollout": "rolout"},
+            "rollout: names no role in the group 'policy', which has actor, rollout, reward; did you mean 'rollout'?",
         ),
-        ([STALE[1]], "the role 'rollout' generates while the actor learns, so it needs `background: true`"),
-        ([*LARGER, *STALE, "+job.with.rollout_sleeps=[cache]"], r"so it mustn't sleep \(`rollout_sleeps`\)"),
         (
-            ["job.with.rollout=actor", "+job.with.rollout_sleeps=[cache]"],
-            "`rollout_sleeps` is for a role that only generates; `rollout` is the",
+            {"rollout": "rollout", "staleness": 1},
+            "staleness: has the role 'rollout' generate while the actor learns, so it needs `background: true` in the "
+            "config",
         ),
+        (
+            {"rollout": "rollout", "staleness": 1, "rollout_sleeps": ["cache"]},
+            "staleness: has the role 'rollout' generate while the actor learns, so it mustn't sleep (`rollout_sleeps`)",
+        ),
+        ({"staleness": 1}, "staleness: needs a role with an engine that generates; `rollout` is the actor"),
+        (
+            {"rollout_sleeps": ["cache"]},
+            "rollout_sleeps: is for a role that only generates; `rollout` is the actor",
+        ),
+        ({"group": "polcy"}, "group: must name the group to train in; the config has policy"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(tmp_path: Path, change: list[str], words: str) -> None:
-    with pytest.raises(colocate.ConfigError, match=words):
-        run([TINY[0], *change], tmp_path)
+def test_options_that_do_not_fit(given: dict[str, Any], words: str) -> None:
+    """A config is told before anything starts; `train` refuses them where it is called otherwise."""
+    config: Any = yaml.YAML(typ="safe").load(EXAMPLES / "grpo.yaml")
+    config["job"]["with"] = given
+    with pytest.raises(colocate.ConfigError) as caught:
+        colocate.load_config(config)
+    assert [str(each) for each in caught.value.mistakes] == [f"job.with.{words}"]
+
+
+def test_train_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    """Where it wasn't called by a config's job."""
+    config = colocate.load_config(EXAMPLES / "grpo.yaml", set=TINY[:1])
+    with colocate.launch(config) as job:
+        with pytest.raises(colocate.ConfigError, match=r"^grpo.train: option `samples` must be 2 or more, .*, not 1$"):
+            train(Recorder(job.runtime, job.groups, tmp_path), samples=1)  # type: ignore[arg-type]
+        with pytest.raises(colocate.ConfigError, match=r"option `staleness` .* needs `background: true` in"):
+            train(Recorder(job.runtime, job.groups, tmp_path), rollout="rollout", staleness=1)  # type: ignore[arg-type]
 
 
 def test_a_ppo_actor_is_refused(tmp_path: Path) -> None:

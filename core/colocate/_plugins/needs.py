@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from colocate._definitions.names import MAINS, is_installed_file
 from colocate._definitions.sources import is_shipped_with_python, shadowing
@@ -18,8 +18,13 @@ from colocate.gpus import KIND, KINDS
 from colocate.worker.birth.template import LONG
 
 C = TypeVar("C", bound=type[Any])
+F = TypeVar("F", bound=Callable[..., Any])
+
+Said: TypeAlias = Iterable[tuple[str | Sequence[str | int], str]]
+"""What is wrong with options: the name of each, or the keys to a value inside it, and what is to be said of that."""
 
 _NEEDS = "__colocate_needs__"
+_CHECK = "__colocate_check__"
 _KNOWN = ("process_group", "process")
 _OF_TORCH = {"device", "generator", "process_group"}  # what a role asks its context for, and is torch's
 
@@ -49,6 +54,32 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
 def needed_by(cls: type) -> frozenset[str]:
     """What a role class says that it needs."""
     found: frozenset[str] = getattr(cls, _NEEDS, frozenset())
+    return found
+
+
+def checks(function: Callable[..., Said]) -> Callable[[F], F]:
+    """Declare what a signature doesn't say of options: a decorator of role classes (and subclasses), and of jobs.
+
+    `colocate check`, and whatever else reads a config, calls the function when the options fit the signature, and
+    tells what it yields with the option's line. `pool.spawn` doesn't: a constructor refuses what it can't take.
+
+    Args:
+        function: Yields `(option, what is wrong with it)`; for an option's name may stand the keys to a value inside.
+            For a role it is called with a mapping of the constructor's arguments, the role's own `RoleSpec`, and a
+            mapping of those that are declared before it in its group; for a job with a mapping of its arguments, and
+            one of groups, each a mapping of `RoleSpec`s. Arguments that the config doesn't give have their defaults.
+    """
+
+    def declare(target: F) -> F:
+        setattr(target, _CHECK, function)
+        return target
+
+    return declare
+
+
+def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
+    """Return the function that says what is wrong with the options of a role class or a job, if there is one."""
+    found: Callable[..., Said] | None = getattr(target, _CHECK, None)
     return found
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +12,7 @@ import attrs
 from colocate import RoleSpec
 from colocate.errors import ConfigError, PluginError
 from colocate.executor import Executor, OwnProcess, SharedSlots
-from colocate.plugins import find_executor, find_job, find_observer, find_role, lacks_processes, lacks_vmm
+from colocate.plugins import check_of, find_executor, find_job, find_observer, find_role, lacks_processes, lacks_vmm
 from colocate.signatures import (
     NO_BUDGET,
     Arguments,
@@ -107,7 +108,10 @@ def _job(config: Config, trust: Trust, document: Document) -> None:
     except PluginError as error:
         document.wrong(("job", "use"), error.message)
     else:
-        _with(arguments_of(function, f"job {config.job.use}", skip=1), config.job.with_, ("job",), document)
+        arguments = arguments_of(function, f"job {config.job.use}", skip=1)
+        if _with(arguments, config.job.with_, ("job",), document):
+            groups = {name: _specs(group) for name, group in config.groups.items()}
+            _own(function, arguments, config.job.with_, (groups,), ("job",), document)
 
 
 def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Document) -> None:
@@ -216,7 +220,7 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
             document.wrong((*place, "restarts"), f"{problem}; a group that isn't restarted has on_failure: fail")
         for role_name, role in group.roles.items():
             below = (*place, "roles", role_name)
-            cls = _role(role_name, role, pool, trust, below, document)
+            cls = _role(role_name, role, group, pool, trust, below, document)
             ranks = len(role.slots) if role.slots is not None else pool.slots if pool is not None else 1
             if (
                 cls is not None
@@ -246,7 +250,13 @@ def _pool_of(pool: str, found: PoolConfig | None, others: Sequence[str], place: 
 
 
 def _role(
-    name: str, role: RoleConfig, pool: PoolConfig | None, trust: Trust, place: Place, document: Document
+    name: str,
+    role: RoleConfig,
+    group: GroupConfig,
+    pool: PoolConfig | None,
+    trust: Trust,
+    place: Place,
+    document: Document,
 ) -> type | None:
     """Its class, when it can be had."""
     if not name.isidentifier():
@@ -261,8 +271,49 @@ def _role(
     except PluginError as error:
         document.wrong((*place, "use"), error.message)
         return None
-    _with(arguments_of(cls, role.use), role.with_, place, document)
+    arguments = arguments_of(cls, role.use)
+    if _with(arguments, role.with_, place, document):
+        specs = _specs(group)
+        before = dict(itertools.takewhile(lambda each: each[0] != name, specs.items()))
+        _own(cls, arguments, role.with_, (specs[name], before), place, document)
     return cls
+
+
+def _specs(group: GroupConfig) -> dict[str, RoleSpec[Any]]:
+    """The roles of a group as they would be declared in Python; not all of them need be right."""
+    return {
+        name: RoleSpec(
+            role.use,
+            kwargs=role.with_,
+            slots=None if role.slots is None else tuple(role.slots),
+            mesh=role.mesh,
+            default_group=role.default_group,
+            env=role.env,
+            sleep=role.sleep,
+            weights=role.weights,
+            background=role.background,
+        )
+        for name, role in group.roles.items()
+    }
+
+
+def _own(
+    target: Callable[..., Any],
+    arguments: Arguments,
+    given: Mapping[str, Any],
+    around: tuple[Any, ...],
+    place: Place,
+    document: Document,
+) -> None:
+    """Note what a role or a job itself has against its options (`colocate.checks`)."""
+    if (function := check_of(target)) is None:
+        return
+    defaults = {name: each.default for name, each in arguments.parameters.items() if each.default is not each.empty}
+    try:
+        for at, said in function({**defaults, **arguments.built(given)}, *around):
+            document.wrong((*place, "with", *((at,) if isinstance(at, str) else at)), said)
+    except Exception as error:  # of a plugin's
+        document.wrong((*place, "use"), f"what checks its options raised {type(error).__name__}: {error}")
 
 
 def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document) -> bool:
@@ -292,12 +343,14 @@ def _mesh(mesh: Mapping[str, Any] | None, slots: int, place: Place, document: Do
         document.wrong(place, error.message)
 
 
-def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document: Document) -> None:
+def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document: Document) -> bool:
+    """Whether arguments fit what takes them."""
+    before = len(document.mistakes)
     for problem in arguments.problems(given):
         at = (*place, "with", *problem.place) if problem.place else place
         document.wrong(at, problem.message, problem.nearest)
     if not arguments.open:
-        return
+        return len(document.mistakes) == before
     founded = [name for name in given if (*place, "with", name) not in document.unfounded]
     for name in given:
         if name not in founded and name not in arguments.parameters:
@@ -305,3 +358,4 @@ def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document
             near = nearest(name, [*arguments.parameters, *founded])
             text = f"{arguments.owner} takes any name, and the config doesn't give it this one; to add it, write a +"
             document.wrong(at, f"{text}: --set +{path_text(at)}=...", near)
+    return len(document.mistakes) == before
