@@ -20,7 +20,6 @@ import colocate
 from colocate import Child, ChildDied, ConfigError, Context, Role, Weights
 from colocate.texts import parse_bytes
 from colocate_rollout.contract import Prompt, Row, Sampling, engine_class, refuse_wrong
-from colocate_rollout.models import model_in
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -372,6 +371,8 @@ def _error(packed: bytes, said: str, text: str) -> BaseException:
 
 def _with_config(ctx: Context, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with the config of a role's model in the place of the role."""
+    from colocate_rollout.models import model_in  # which imports torch, as this module is not to
+
     name = options["role"]
     with ctx.borrow(name, object, awake=()) as role:
         module = model_in(role, name)
