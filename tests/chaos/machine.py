@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
 
-Row: TypeAlias = tuple[int, int]
-"""What comes of a row, and the last call that its worker had begun then."""
+Row: TypeAlias = tuple[int, int, int]
+"""What comes of a row, the last call that its worker had begun then, and its rank."""
 
 FOR_EVER_S = 3600
 _HOLDS = "holds the gil"
@@ -236,7 +236,7 @@ class Machine(Role):
             yield place, self._row(ident, index)
 
     def _row(self, ident: int, index: int) -> Row:
-        return mixed(ident, index, b"row"), self.notes[-1]
+        return mixed(ident, index, b"row"), self.notes[-1], self.ctx.rank
 
     @method(collect=Gather())
     def add(self, ident: int, failing: Sequence[int]) -> Seen:
@@ -287,6 +287,42 @@ class Target(Machine):
         found = self.ballast.digest()
         self.notes.append(ident)
         return self._seen((self.ctx.weights_version, self.source, self.told, found))
+
+
+class Generator(Target):
+    """A role in the background: it has notes of its own, and its memory is what it has got by syncs."""
+
+    def __init__(self) -> None:
+        super().__init__(main="")
+
+    def _note(self, ident: int, work_s: float = 0.0) -> None:
+        if self.rows:
+            raise AssertionError(f"call {ident} begins while rows of another one run")
+        self.notes.append(ident)
+        time.sleep(work_s)
+
+    @method(collect=Gather())
+    def talk(self, ident: int, steps: int, work_s: float) -> Seen:
+        """The versions of the weights in so many steps; it stops between two of them."""
+        self._note(ident)
+        versions: list[int] = []
+        while len(versions) < steps and not self.ctx.cancelled:
+            time.sleep(work_s)
+            self.ctx.pause_point()
+            versions.append(self.ctx.weights_version)
+        return self._seen(versions)
+
+    @method(collect=Gather(), concurrency=PLACES)
+    async def talk_async(self, ident: int, steps: int, work_s: float) -> Seen:
+        """As `talk`; it rests in each step."""
+        self._note(ident)
+        _, _, begun, _ = self._seen(None)
+        versions: list[int] = []
+        for _ in range(steps):
+            async with self.ctx.resting():
+                await asyncio.sleep(work_s)
+            versions.append(self.ctx.weights_version)
+        return self.nonce, self.ctx.rank, begun, versions
 
 
 @attrs.frozen

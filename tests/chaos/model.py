@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.chaos import rollouts, training
 from tests.chaos.machine import CHANGED, digest_after, size_of
-from tests.chaos.programs import PEERS
+from tests.chaos.programs import BACKGROUND, PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, history, leaves, short
 
 from colocate._calls.stacks import HAS_LEFT
@@ -29,6 +29,7 @@ DEADLY = ("kill", "lane", "keeper", "envoy")  # faults that end a worker
 HANGING = ("stop", "gil")  # faults after which a worker doesn't answer, and lives
 
 AT_A_PEER = "colocate/worker/residents/peers.py"  # in the stack of a rank that asks another one for a part of a value
+_ABORTED = "was aborted: group.pause"
 AMPLE_S = 1.0  # A grace in which every rank that isn't hit by anything ends
 
 
@@ -72,7 +73,7 @@ def _of_call(sent: Sent, group: Played, mine: Applied | None) -> Iterator[str]:
             yield f"wrong result: {wrong}"
         elif mine is not None and mine.kind == "kill" and mine.rank in sent.ranks and sent.submitted > mine.done:
             yield f"succeeded although rank {mine.rank} had been killed before"
-        elif (step := training.torn_by(sent, group)) is not None:
+        elif sent.role != BACKGROUND and (step := training.torn_by(sent, group)) is not None:
             yield f"succeeded although {step} had left ranks without a common state"
         return
     if not allowed(sent, sent.error, group, mine):
@@ -87,6 +88,10 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
         return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine)
     if sent.fails and sent.is_told_by(error):
         return True
+    if sent.aborted and isinstance(error, RoleError) and _ABORTED in str(error):
+        return True
+    if sent.what == "pause" and type(error) is TimeoutError:
+        return mine is not None and mine.kind in HANGING
     if isinstance(error, StaleWeightsError):
         return rollouts.may_be_stale(sent, group)
     if isinstance(error, ChildDied):
@@ -95,6 +100,8 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
         return training.explains(error, sent, group)
     if sent.times_out and isinstance(error, CallTimeout):
         return set(error.stacks) <= set(sent.ranks)
+    if isinstance(error, CallTimeout) and _is_behind_a_sync(sent, group):
+        return True
     if isinstance(error, ClosedError) or _all_have_left(error):
         closings = [each.closing for each in (group, sent.giver) if each is not None and each.closing is not None]
         return sent.settled is not None and any(sent.settled >= closing for closing in closings)
@@ -109,12 +116,21 @@ def _all_have_left(error: BaseException) -> bool:
     return isinstance(error, CallTimeout) and set(error.stacks.values()) == {HAS_LEFT}
 
 
+def _is_behind_a_sync(sent: Sent, group: Played) -> bool:
+    """Whether it came after one that has waited for another group's weights in vain."""
+    return any(
+        each.giver not in (None, group) and each.ident < sent.ident and isinstance(each.error, CallTimeout)
+        for each in group.sent
+    )
+
+
 def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
     """Whether it waited on one rank for others when an earlier call failed there: it is withdrawn, and says why."""
-    waits = ("take", "add", "train", "sleep", "wake", "weights", "play", "each")
+    waits = ("take", "add", "train", "sleep", "wake", "weights", "play", "each", "talk", "talk_async")
     if sent.what not in waits or not isinstance(error, RoleError):
         return False
-    earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
+    calls = [*group.sent, *(sent.giver.sent if sent.giver is not None else ())]
+    earlier = [each.error for each in calls if each.ident < sent.ident and each.error is not None]
     return any(cause == each for cause in chain(error)[1:] for each in earlier)  # each who waits has a copy
 
 
@@ -139,12 +155,12 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
         # It may have ended its own share before, and others wait for a part of a value that lies with it.
         waits = [AT_A_PEER in stack for stack in error.stacks.values()]
         return fault.rank in error.stacks or (bool(waits) and all(waits))
-    # The group has failed, for a rank that isn't back from a call that timed out; it is named, and so is the cause.
+    # The group has failed, for a rank that isn't back from a call that was given up; it is named, and so is the cause.
     return (
         isinstance(error, RoleError)
         and error.rank == fault.rank
         and "did not come back" in str(error)
-        and any(isinstance(cause, CallTimeout) for cause in chain(error)[1:])
+        and any(isinstance(cause, CallTimeout) or _ABORTED in str(cause) for cause in chain(error)[1:])
     )
 
 

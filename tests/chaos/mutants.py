@@ -134,6 +134,24 @@ def unmissed_child() -> None:
     _replace(Children, "check", lambda self, role, since=0.0: None)
 
 
+def unpaused_role() -> None:
+    """A role that is paused goes on."""
+    from colocate._calls.pauses import Pauses
+
+    _replace(Pauses, "pause", lambda self, role, how, timeout: None)
+
+
+def lost_rows() -> None:
+    """Rows that a restart has ended don't begin anew, and nobody misses them."""
+    from colocate._views.rows import _Stream
+
+    def ends(self: Any) -> bool:
+        self._end()
+        return False
+
+    _replace(_Stream, "_begins_anew", ends)
+
+
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: the mutant breaks nothing"
     setattr(owner, name, patch)

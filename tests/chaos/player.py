@@ -9,17 +9,16 @@ from typing import Any
 
 from tests.chaos import model
 from tests.chaos.faults import Injector
-from tests.chaos.machine import Machine, Parent, Target, holds_the_gil
-from tests.chaos.programs import PEERS, TURNERS, Episode, Step
+from tests.chaos.machine import Generator, Machine, Parent, Target, holds_the_gil
+from tests.chaos.programs import BACKGROUND, PEERS, TURNERS, Episode, Step
 from tests.chaos.records import Applied, Outcome, Played, Sent, leaves
-from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
+from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, SPAWN_S, STACKS_S, Say, Steps
 from tests.chaos.trainer import Trainer
 
 import colocate
 from colocate import Pool, Runtime
 from colocate.testing.waiting import becomes_true
 
-SPAWN_S = 60.0  # each worker that trains imports what torch has for it: seconds, and many on a busy machine
 SPAWN_HUNG_S = 2.0
 CLOSE_S = 1.0  # what a close may take beside its grace
 ENVOY_S = 10.0  # how long an envoy that is told to leave may take to: Ray is asked kindly first
@@ -103,7 +102,7 @@ class Player:
         roles = declared(episode, takes_s, hangs)
         if episode.second:
             played.second = (0,) if episode.second == "first" else tuple(range(played.slots))
-        played.budget = episode.budget
+        played.budget, played.background = episode.budget, episode.background
         played.restarts = episode.restart and played is self._faulty
         played.hurried = timeout < SPAWN_S
         more: dict[str, Any] = {"on_failure": "restart" if played.restarts else "fail", "restarts": RESTARTS}
@@ -208,7 +207,11 @@ class Player:
             target, giver = self._fault.others
             self._steps.do(Step("weights", "b", target, 0.02, size=1 << 16, count=3, giver=giver), timeout)
         elif moment == "rows":
-            self._steps.do(Step("rows", group=group, work_s=0.02, where=self._fault.where), timeout)
+            fault = self._fault
+            self._steps.do(Step("rows", group=group, work_s=0.02, where=fault.where, retry=fault.retry), timeout)
+        elif moment == "pause":
+            fault = self._fault
+            self._steps.do(Step("pause", group=group, work_s=0.02, where=fault.where, how=fault.how), timeout)
         elif moment not in ("idle", "spawn", "close"):
             what = {"call": "submit", "collective": "add"}.get(moment, moment)
             self._steps.do(Step(what, group=group, work_s=0.12), timeout)
@@ -241,6 +244,8 @@ class Player:
         self._steps.do(Step("step", group=played.index))
         if self._episode.trains:
             self._steps.do(Step("train", group=played.index))
+        if played.background:
+            self._steps.do(Step("pause", group=played.index, where="talk", how="keep"))
         if played.budget:
             self._steps.do(Step("turns", group=played.index, count=2, roles=("a", *TURNERS)))
             self._steps.do(Step("memory", group=played.index))
@@ -260,7 +265,8 @@ class Player:
                 break
         told = [each.settled for each in played.sent if each.error is not None and each.settled is not None]
         after = [at - applied.began for at in told if at >= applied.began]
-        if after and applied.moment != "spawn":
+        # Rows that begin anew are waited for, and that is no error.
+        if after and applied.moment != "spawn" and not (played.restarts and applied.moment == "rows"):
             self._outcome.error_s = min([self._outcome.error_s or after[0], *after])
 
     def _restarted(self, played: Played) -> None:
@@ -368,6 +374,8 @@ def declared(episode: Episode, takes_s: float, hangs: int | None) -> dict[str, c
         roles["s"] = colocate.role(Target, "a")
     if "child" in episode.rollout:
         roles["k"] = colocate.role(Parent, "a")
+    if episode.background:
+        roles[BACKGROUND] = colocate.role(Generator).on(background=True)
     if episode.trains:
         roles["t"] = colocate.role(Trainer, "a")
     if episode.budget:

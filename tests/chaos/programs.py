@@ -36,6 +36,12 @@ CHILD_BYTES = 128 << 10  # what a child has for itself, at most
 WAYS = ("stream", "stream", "return", "early", "all", "batch")
 """In which rows are read: as they end, with errors raised or returned, until the stream is closed, all at once, as a
 batched method yields them."""
+LANES = 0.3  # the share of episodes without turns that have a role in the background
+BACKGROUND = "g"
+"""The name of that role."""
+HOWS = ("wait", "keep", "abort")
+AMID = ("talk", "talk_async", "submit", "stream", "batch")
+"""What a background role does when it is paused."""
 SLOTS = 3
 FREED = ("before", "backward")  # where a step of training raises when the other ranks are to wait for it
 
@@ -50,6 +56,9 @@ class Step:
     size: int = 0  # bytes of what is passed on; of a sync, those of its bucket
     count: int = 1  # how many calls
     where: str = ""  # in a step of training, where the ranks raise; of rows, how they are read
+    how: str = ""  # of a pause: one of `HOWS`
+    retry: int = 0  # of rows, and `sticky`: as in options
+    sticky: bool = False
     giver: int | None = None  # of a sync, the group whose weights it brings, if that is another one
     roles: tuple[str, ...] = ()  # the order in which roles are called, again and again
 
@@ -65,7 +74,9 @@ class Fault:
     # how what hangs is ended: by the group's close, the pool's, the group's own grace, or (of a stop) by going on
     ending: str = "close"
     grace: float = 0.2  # that of the close
-    where: str = ""  # amid rows, how they are read
+    where: str = ""  # amid rows, how they are read; amid a pause, what is paused
+    how: str = ""  # amid a pause, one of `HOWS`
+    retry: int = 0  # amid rows
     others: tuple[int, int] = (0, 0)  # amid a sync, the group that gets weights, and the one that gives them
 
 
@@ -85,6 +96,7 @@ class Episode:
     declared: tuple[str, ...] = ()  # the order of calls of which the groups are told
     child: bool = False  # whether role "a" has a process of its own, which does a part of its steps
     rollout: tuple[str, ...] = ()  # which of `ROLLOUT` there are
+    background: bool = False  # whether there is a role in the background
 
 
 @attrs.frozen
@@ -115,6 +127,12 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     episodes = tuple(attrs.evolve(each, child=children.random() < CHILDREN and not each.budget) for each in episodes)
     rolls = random.Random(f"rollouts {seed}")  # as well
     episodes = tuple(_rolling_out(rolls, each) if rolls.random() < ROLLOUTS else each for each in episodes)
+    lanes = random.Random(f"lanes {seed}")  # also
+    episodes = tuple(
+        _in_lanes(lanes, each) if lanes.random() < LANES and not each.budget else each for each in episodes
+    )
+    asked = random.Random(f"asked {seed}")  # and here
+    episodes = tuple(_asking(asked, each) for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 
@@ -198,6 +216,44 @@ def _rolling_out(draw: random.Random, episode: Episode) -> Episode:
         budget=episode.budget + CHILD_BYTES if episode.budget and "child" in rollout else episode.budget,
         rollout=rollout,
     )
+
+
+def _in_lanes(draw: random.Random, episode: Episode) -> Episode:
+    """An episode with a role in the background, which is paused, and perhaps a fault amid that."""
+
+    def more(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        changed = [attrs.evolve(step, role=BACKGROUND) if draw.random() < 0.3 else step for step in steps]
+        for _ in range(draw.randint(0, 2)):
+            group, where = draw.randrange(len(episode.groups)), draw.choice(AMID)
+            ranks = (draw.randrange(episode.groups[group]),) if draw.random() < 0.2 else ()
+            step = Step("pause", BACKGROUND, group, draw.choice((0.0, 0.005, 0.02)), ranks)
+            changed.insert(draw.randint(0, len(changed)), attrs.evolve(step, where=where, how=_how(draw, where)))
+        return tuple(changed)
+
+    fault = episode.fault
+    if fault.moment not in ("spawn", "close", *TOGETHER) and fault.target not in PEERS and draw.random() < 0.6:
+        where = draw.choice(AMID)
+        fault = attrs.evolve(fault, moment="pause", where=where, how=_how(draw, where))
+    return attrs.evolve(episode, before=more(episode.before), fault=fault, after=more(episode.after), background=True)
+
+
+def _how(draw: random.Random, where: str) -> str:
+    """A way to pause: who reads a stream doesn't wait for its end."""
+    return draw.choice(HOWS[1:] if where in ("stream", "batch") else HOWS)
+
+
+def _asking(draw: random.Random, episode: Episode) -> Episode:
+    """An episode whose rows are asked for with options."""
+
+    def of(step: Step) -> Step:
+        retry, sticky = draw.choice((0, 0, 1, 2)), draw.random() < 0.3
+        return attrs.evolve(step, retry=retry, sticky=sticky) if step.what == "rows" else step
+
+    fault = attrs.evolve(episode.fault, retry=draw.choice((0, 1, 2)))
+    if episode.restart and fault.moment in ("idle", "call", "queue") and draw.random() < 0.5:
+        fault = attrs.evolve(fault, moment="rows", where=draw.choice(WAYS))
+    before, after = tuple(map(of, episode.before)), tuple(map(of, episode.after))
+    return attrs.evolve(episode, before=before, fault=fault, after=after)
 
 
 def _fails_alone(fault: Fault) -> bool:

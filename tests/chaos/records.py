@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 from tests.chaos.machine import Deliberate
-from tests.chaos.programs import TURNERS
+from tests.chaos.programs import BACKGROUND, TURNERS
 
 from colocate import Call, ColocatedGroup
 from colocate.errors import RoleError, RoleStartError
@@ -39,11 +39,14 @@ class Sent:
     rows: list[tuple[int, Any]] = attrs.field(factory=list)  # those that have come, in the order in which they did
     closed: bool = False  # whether its stream was closed before its end
     failing: tuple[int, ...] = ()  # the rows that raise, and whose errors are returned
+    sticky: bool = False  # whether rows with one key are to have one rank
+    aborted: bool = False  # whether a pause of its role gives it up, if it runs
+    beside: bool = False  # whether it was made while its role was paused: syncs made after it come before it
     bereaved: tuple[int, ...] = ()  # the slots on which a child of the role was killed, by this call or before it
 
     @property
     def noted(self) -> str:
-        return self.role if self.role in TURNERS else "a"
+        return self.role if self.role in (*TURNERS, BACKGROUND) else "a"
 
     @property
     def writes(self) -> bool:
@@ -99,15 +102,21 @@ class Played:
     restored: dict[int, int | None] = attrs.field(factory=dict)
     wrong: list[str] = attrs.field(factory=list)
     hurried: bool = False
+    background: bool = False  # whether it has a background role
     budget: int = 0  # what its roles may have of each slot's memory, where they take turns
     spawn_error: BaseException | None = None
 
 
 def history(group: Played, generation: int) -> list[Sent]:
-    """The calls that a generation may have begun, and those that the checkpoint has which it was restored from."""
+    """The calls that a generation may have begun, and those that the checkpoint has which it was restored from.
+
+    Rows that hadn't ended in the last generation may have begun anew.
+    """
     tag = group.restored.get(generation)
     before = [] if tag is None else [sent for sent in history(group, group.saved[tag]) if sent.ident < tag]
-    return before + [sent for sent in group.sent if sent.generation == generation]
+    again = [sent for sent in group.sent if sent.count is not None and sent.generation == generation - 1]
+    here = [sent for sent in group.sent if sent.generation == generation]
+    return before + [sent for sent in again if sent not in before] + here
 
 
 @attrs.define(eq=False)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.chaos.machine import digest_after, mixed
+from tests.chaos.programs import BACKGROUND
 from tests.chaos.records import Played, Sent, history, short
 
 
 def complaints(group: Played) -> Iterator[str]:
     for sent in group.sent:
         if sent.count is not None:
-            yield from (f"{sent}: {words}" for words in _of_rows(sent, sent.count))
+            yield from (f"{sent}: {words}" for words in _of_rows(sent, sent.count, group))
         elif sent.what == "peek" and sent.fine:
             yield from (f"{sent}: {words}" for words in _of_weights(sent, group))
         elif sent.fine and sent.role == "k" and (rank := _must_miss(sent, group)) is not None:
@@ -27,14 +28,19 @@ def _syncs(sent: Sent, group: Played) -> list[Sent]:
     return [
         each
         for each in group.sent
-        if each.what == "weights" and each.ident < sent.ident and each.generation == sent.generation
+        if each.what == "weights"
+        and each.role == sent.role
+        and (each.ident < sent.ident or sent.beside)
+        and each.generation == sent.generation
     ]
 
 
 def may_be_stale(sent: Sent, group: Played) -> bool:
     """Whether the last sync before it has failed, or there was none since a restart."""
     syncs = _syncs(sent, group)
-    return sent.what == "peek" and (not syncs[-1].fine if syncs else sent.generation > 0)
+    if sent.beside and any(not sync.fine for sync in syncs):
+        return True
+    return sent.role in ("s", BACKGROUND) and (not syncs[-1].fine if syncs else sent.generation > 0)
 
 
 def synced(sent: Sent, group: Played) -> Callable[[Any], str | None]:
@@ -58,7 +64,7 @@ def _of_weights(sent: Sent, group: Played) -> Iterator[str]:
         if source < 0:
             if last is not None:
                 yield f"rank {rank} has no weights after {syncs[last]}"
-            elif digest != digest_after("s", rank, ()):
+            elif digest != digest_after(sent.role, rank, ()):
                 yield f"rank {rank} has weights, of version {version}, that are a part of some"
             continue
         whole = [each for each in since if digest == _digest(each, source, told)]
@@ -70,7 +76,11 @@ def _of_weights(sent: Sent, group: Played) -> Iterator[str]:
             yield f"rank {rank} has version {version} after {syncs[last]}, which has brought {syncs[last].value}"
         elif not any(set(_before(each, source)) <= set(told) for each in whole):
             yield f"rank {rank} has weights of rank {source} after {told}, which are older than {since[0]}"
-        elif all(each.giver is group and each.given == "a" for each in whole) and told != notes[: len(told)]:
+        elif (
+            sent.role == "s"
+            and all(each.giver is group and each.given == "a" for each in whole)
+            and told != notes[: len(told)]
+        ):
             yield f"rank {rank} has weights of rank {source} after {told}, and its own calls were {notes}"
 
 
@@ -101,7 +111,7 @@ def look_at_errors(sent: Sent) -> None:
         sent.error = errors[0]
 
 
-def _of_rows(sent: Sent, count: int) -> Iterator[str]:
+def _of_rows(sent: Sent, count: int, group: Played) -> Iterator[str]:
     """Each row comes once and is right, those that were told to raise do, and the others have one error."""
     indices = [index for index, _ in sent.rows]
     if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
@@ -115,8 +125,31 @@ def _of_rows(sent: Sent, count: int) -> Iterator[str]:
                 yield f"row {index} ended with {short(value)}, and others with {short(sent.error)}"
         elif index in (*sent.failing, *sent.fails):
             yield f"row {index} should have raised, but gave {value!r}"
-        elif value != (mixed(sent.ident, index, b"row"), sent.ident):
+        elif value[:2] != (mixed(sent.ident, index, b"row"), sent.ident):
             yield f"row {index} gave {value!r} instead of {(mixed(sent.ident, index, b'row'), sent.ident)}"
+    if sent.sticky and not (sent.fails or sent.failing or group.restarts):
+        homes = {(key_of(index), value[2]) for index, value in sent.rows if isinstance(value, tuple)}
+        if len(homes) > len({key for key, _ in homes}):
+            yield f"rows with one key have run on several ranks: {sorted(homes)}"
+
+
+def key_of(row: int) -> int:
+    """By which rows stick to a rank."""
+    return row % 3
+
+
+# -- background
+
+
+def versions_of(ranks: Sequence[int]) -> Callable[[Any], str | None]:
+    """Compares the versions of weights that each rank has seen: they never go back."""
+
+    def look(value: Any) -> str | None:
+        told = [(rank, versions) for _, rank, _, versions in value]
+        right = [rank for rank, _ in told] == list(ranks) and all(each == sorted(each) for _, each in told)
+        return None if right else f"these versions were seen: {told}"
+
+    return look
 
 
 # -- children

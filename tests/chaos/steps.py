@@ -8,13 +8,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, cast
 
 import attrs
 from tests.chaos import rollouts
 from tests.chaos.machine import Failing, mixed, put_in, row
 from tests.chaos.model import as_written, seen_by, within
-from tests.chaos.programs import FREED, TURNERS, Step
+from tests.chaos.programs import BACKGROUND, FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
@@ -25,6 +25,7 @@ from colocate._views.sleeping import start_sleep, start_wake
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
 """The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
 SHORT_S = 0.3
+SPAWN_S = 60.0  # each worker that trains imports what torch has for it: seconds, and many on a busy machine
 STACKS_S = 0.5  # how long a timed out call asks its late ranks for their stacks
 HANG_S = 5.0  # what outlives its bound by so much hangs
 
@@ -45,6 +46,10 @@ def moved(outcomes: Sequence[Any]) -> str | None:
     """Compares with memory that has gone, or come back, on all workers."""
     refused = [each.refusal for each in outcomes if each.refusal is not None]
     return f"refused: {refused}" if refused else None
+
+
+def _key(row: int) -> int:
+    return rollouts.key_of(row)
 
 
 class Steps:
@@ -144,6 +149,8 @@ class Steps:
             return "b", played.second
         if step.role in TURNERS and played.budget:
             return step.role, tuple(range(played.slots))
+        if step.role == BACKGROUND and played.background:
+            return step.role, tuple(range(played.slots))
         return "a", tuple(range(played.slots))
 
     def _plain(self, step: Step, played: Played, timeout: float | None, chosen: tuple[int, ...] = ()) -> Sent:
@@ -180,14 +187,22 @@ class Steps:
 
     def _memory(self, step: Step, played: Played, timeout: float | None) -> Sent:
         self.settle(played.sent)
-        sent = self.new("memory", (), timeout)
+        sent = self._now(played, "memory", LONG_S, lambda group: group.memory(LONG_S))
         sent.expected = within(played.budget)
-        assert played.group is not None
+        return sent
+
+    def _now(
+        self, played: Played, what: str, timeout: float, do: Callable[[colocate.ColocatedGroup], Any], role: str = "a"
+    ) -> Sent:
+        """Something of the group that no rank notes, and that is over when it returns."""
+        sent = self.new(what, (), timeout)
+        group = played.group
+        assert group is not None
         played.sent.append(sent)
-        sent.generation, sent.submitted = played.generation, time.monotonic()
-        with self.bound("memory()", LONG_S):
+        sent.generation, sent.role, sent.submitted = played.generation, role, time.monotonic()
+        with self.bound(f"{what}()", timeout):
             try:
-                sent.value = played.group.memory(LONG_S)
+                sent.value = do(group)
             except Exception as error:
                 sent.error = error
         sent.settled = time.monotonic()
@@ -330,7 +345,13 @@ class Steps:
         return sent
 
     def _one_weights(
-        self, step: Step, played: Played, giver: Played, timeout: float | None, fails: tuple[int, ...]
+        self,
+        step: Step,
+        played: Played,
+        giver: Played,
+        timeout: float | None,
+        fails: tuple[int, ...],
+        target: str = "s",
     ) -> Sent:
         source = "b" if giver.second else "a"
         fails = tuple(rank for rank in fails if rank < played.slots)
@@ -345,11 +366,23 @@ class Steps:
                 giver.group.role(source), view, names=names, bucket=step.size, timeout=timeout
             )
 
-        self.submit(played, sent, later, "s")
+        self.submit(played, sent, later, target)
         return sent
 
     def _rows(self, step: Step, played: Played, timeout: float | None) -> Sent:
         """A call whose rows end one by one, some of which raise, with calls behind it."""
+        sent, stream = self._begin_rows(step, played, timeout)
+        for _ in range(step.count):
+            self._plain(step, played, timeout)
+        if step.where == "all":
+            self.wait(sent)
+            sent.rows += enumerate(sent.value or ())
+        elif stream is not None:
+            self._read(stream, sent, played, 3 if step.where == "early" else None)
+        rollouts.look_at_errors(sent)
+        return sent
+
+    def _begin_rows(self, step: Step, played: Played, timeout: float | None) -> tuple[Sent, RowStream[Any] | None]:
         role, slots = self._role(played, step)
         count = 4 * len(slots) + 1
         fails = tuple(3 * rank for rank in step.ranks) if step.where in ("stream", "return") else ()
@@ -359,25 +392,23 @@ class Steps:
         options: dict[str, Any] = {"timeout": timeout}
         if returned:
             options["on_error"] = "return"
+        if step.where != "batch":
+            sent.sticky = step.sticky
+            options |= {"sticky": _key if step.sticky else None, "retry": step.retry}
+            if step.where == "all" and played.restarts:  # no new workers for what isn't read
+                options["retry"] = 0
 
         def begin(view: Any, ident: int) -> Any:
             call = getattr(view, sent.what).options(**options)
             more = () if step.where == "batch" else (fails,)
             return (call.submit if step.where == "all" else call.stream)([*range(count)], ident, step.work_s, *more)
 
-        stream = self.submit(played, sent, begin, role)
-        for _ in range(step.count):
-            self._plain(step, played, timeout)
-        if step.where == "all":
-            self.wait(sent)
-            sent.rows += enumerate(sent.value or ())
-        elif stream is not None:
-            self._read(stream, sent, 3 if step.where == "early" else count + 1)
-        rollouts.look_at_errors(sent)
-        return sent
+        return sent, self.submit(played, sent, begin, role)
 
-    def _read(self, stream: RowStream[Any], sent: Sent, most: int) -> None:
-        with self.bound(str(sent), (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S), stream:
+    def _read(self, stream: RowStream[Any], sent: Sent, played: Played, most: int | None = None) -> None:
+        """Read a stream to its end, or until so many rows have come, and close it."""
+        patience = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
+        with self.bound(str(sent), patience + SPAWN_S if played.restarts else patience), stream:
             try:
                 for found in stream:
                     sent.rows.append(found)
@@ -397,6 +428,51 @@ class Steps:
         self._own(played, timeout)
         self.call(played, "revive", slots, timeout, role="k").expected = seen_by([(rank, True) for rank in slots])
         return self._own(played, timeout)
+
+    def _pause(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """The background role is paused amid something, gets weights meanwhile, and goes on."""
+        slots = tuple(range(played.slots))
+        step, beside = attrs.evolve(step, role=BACKGROUND, size=1 << 16), attrs.evolve(step, role="a", size=0)
+        stream: RowStream[Any] | None = None
+        if step.where in ("stream", "batch"):
+            running, stream = self._begin_rows(attrs.evolve(step, ranks=()), played, timeout)
+            if stream is not None and (first := self._first(stream, running)) is not None:
+                running.rows.append(first)
+        elif step.where == "submit":
+            running = self._plain(attrs.evolve(step, size=0), played, timeout)
+        else:
+            running = self.call(played, step.where, slots, timeout, 5, step.work_s, role=BACKGROUND)
+            running.expected = rollouts.versions_of(slots)
+        if step.how == "abort":
+            for each in played.sent:
+                each.aborted |= each.role == BACKGROUND and each.settled is None
+        limit, how = LONG_S if timeout is None else timeout, cast("Literal['wait', 'keep', 'abort']", step.how)
+        paused = self._now(
+            played, "pause", limit, lambda group: group.pause(BACKGROUND, how=how, timeout=limit), BACKGROUND
+        )
+        if paused.fine:
+            queued = self._plain(attrs.evolve(step, size=0), played, timeout)
+            queued.beside = True
+            for fails in {step.ranks, ()} if step.ranks else {()}:
+                self.wait(self._one_weights(step, played, played, timeout, fails, BACKGROUND))
+            self.wait(self._plain(beside, played, timeout))
+            if queued.call is not None and queued.call.done() and queued.call.exception() is None:
+                played.wrong.append(f"{queued} has run while its role was paused")
+        self._now(played, "resume", LONG_S, lambda group: group.resume(BACKGROUND), BACKGROUND)
+        if stream is not None and running.settled is None:
+            self._read(stream, running, played)
+        if stream is not None:
+            rollouts.look_at_errors(running)
+        return self.call(played, "peek", slots, timeout, role=BACKGROUND)
+
+    def _first(self, stream: RowStream[Any], sent: Sent) -> tuple[int, Any] | None:
+        """The first row; None where there is none."""
+        with self.bound(f"the first row of {sent}", (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S):
+            try:
+                return next(stream)
+            except Exception as error:
+                sent.error, sent.settled = error, time.monotonic()
+                return None
 
     def _own(self, played: Played, timeout: float | None) -> Sent:
         """A call of the role with children."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
-from tests.chaos import model
+from tests.chaos import model, rollouts
 from tests.chaos.ledger import ROOT, Ledger
 from tests.chaos.machine import Deliberate, digest_after, mixed
 from tests.chaos.records import Applied, Played, Sent
@@ -110,7 +110,7 @@ def test_weights() -> None:
         right = digest_after("a", 0, told)
         group.sent = [
             sent(1, [1], ranks=(0,)),
-            sent(2, what="weights", ranks=(), giver=group, given="a", value=WeightSync(1, 0, 0.0, ())),
+            sent(2, what="weights", role="s", ranks=(), giver=group, given="a", value=WeightSync(1, 0, 0.0, ())),
         ]
         peek = sent(3, what="peek", role="s", ranks=(0,))
         peek.value = [("n0", 0, (1, 3), (1, 0, tuple(told), right if digest is None else digest))]
@@ -130,9 +130,23 @@ def test_weights() -> None:
     assert "ended with StaleWeightsError" in wrong(sent(3, what="peek", role="s", error=stale))
 
 
+def test_pauses() -> None:
+    """Only a pause that may aborts a call; only a rank that hangs makes one late; versions never go back."""
+    aborted = RoleError("g.talk was aborted: group.pause('g', how='abort') of group 'g'")
+    assert wrong(sent(1, what="talk", role="g", error=aborted, aborted=True)) == ""
+    assert "was aborted" in wrong(sent(1, what="talk", role="g", error=aborted))
+    late = sent(1, what="pause", role="g", ranks=(), error=TimeoutError("role 'g' isn't paused"))
+    assert "isn't paused" in wrong(late)
+    assert wrong(late, applied=STOPPED) == ""
+    seen = rollouts.versions_of((0, 1))
+    assert seen([("n0", 0, (1,), [0, 1]), ("n1", 1, (1,), [1, 1])]) is None
+    assert seen([("n0", 0, (1,), [1, 0]), ("n1", 1, (1,), [1, 1])]) is not None
+    assert seen([("n0", 0, (1,), [0])]) is not None
+
+
 def test_rows() -> None:
     """Each row comes once, is right, and fails if it was told to; where a fault ends a call its rows have one error."""
-    first, second = (0, (mixed(1, 0, b"row"), 1)), (1, (mixed(1, 1, b"row"), 1))
+    first, second = (0, (mixed(1, 0, b"row"), 1, 0)), (1, (mixed(1, 1, b"row"), 1, 1))
 
     def seen(*rows: Any, **more: Any) -> str:
         return wrong(sent(1, what="play", ranks=(), count=2, rows=[*rows], **more))
@@ -140,8 +154,11 @@ def test_rows() -> None:
     assert seen(first, second) == seen(second, first) == seen(first, closed=True) == ""
     assert "only these have come: [0]" in seen(first)
     assert "these have come: [0, 0, 1]" in seen(first, first, second)
-    assert "row 1 gave" in seen(first, (1, (mixed(1, 1, b"row"), 2)))
+    assert "row 1 gave" in seen(first, (1, (mixed(1, 1, b"row"), 2, 1)))
     assert "should have raised" in seen(first, second, failing=(1,))
+    assert seen(first, second, sticky=True) == ""
+    fourth = (3, (mixed(1, 3, b"row"), 1, 1))  # with the key of the first
+    assert "several ranks" in wrong(sent(1, what="play", ranks=(), count=4, rows=[first, fourth], sticky=True))
     told = RoleError("it raised", rank=0, row=1, remote_traceback="...")
     told.__cause__ = Deliberate(1, 1)
     assert seen(first, (1, told), failing=(1,)) == ""

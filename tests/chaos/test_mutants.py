@@ -77,6 +77,17 @@ def with_a_child(episode: Episode) -> bool:
     return any(step.what == "child" for step in episode.before) and episode.settled and amid(episode)
 
 
+def with_a_pause(episode: Episode) -> bool:
+    pauses = [step.where for step in (*episode.before, *episode.after) if step.what == "pause"]
+    begun = any(step.what == "pause" for step in episode.before) and episode.fault.moment != "pause"
+    return begun and not {"stream", "batch"} & {*pauses} and not episode.restart and amid(episode)
+
+
+def with_rows_over_a_restart(episode: Episode) -> bool:
+    fault = episode.fault
+    return episode.restart and fault.moment == "rows" and fault.retry > 0 and fault.where == "stream"
+
+
 def anything(episode: Episode) -> bool:
     return True
 
@@ -118,6 +129,8 @@ CASES = [
     (mutants.half_synced, "kill", with_a_sync_that_fails, "has weights, of version"),
     (mutants.doubled_rows, "kill", with_a_stream, "rows these have come"),
     (mutants.unmissed_child, "kill", with_a_child, "has lost its child"),
+    (mutants.unpaused_role, "kill", with_a_pause, "has run while its role was paused"),
+    (mutants.lost_rows, "kill", with_rows_over_a_restart, "rows only these have come"),
 ]
 
 
