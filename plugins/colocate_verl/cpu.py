@@ -10,6 +10,8 @@ a platform. What it adds or replaces:
 - what lies on the host isn't pinned: without an accelerator there is no pinned memory.
 """
 
+# verl isn't there when types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib
@@ -50,7 +52,7 @@ def _nothing(*_: Any) -> None: ...
 
 
 @PlatformRegistry.register(platform="cpu")
-class CpuPlatform(PlatformCUDA):  # type: ignore[misc]  # verl isn't there when types are checked
+class CpuPlatform(PlatformCUDA):  # type: ignore[misc]
     """The CPU as verl's accelerator. In Ray that is a "GPU", which is what verl counts: say `ray.init(num_gpus=)`."""
 
     device_name = "cpu"

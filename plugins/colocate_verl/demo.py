@@ -6,6 +6,8 @@ Model, tokenizer and data are made at run time. Trainers, engines (FSDP2), losse
 since verl's own are vLLM and Ray actors: how answers are sampled, and what rewards them (`demo_rollout`).
 """
 
+# verl isn't there when types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -59,7 +61,8 @@ def make(folder: Path, steps: int) -> None:
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast  # its signature is not typed
+    tokenizer = fast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
     )
     shape: dict[str, Any] = {
@@ -286,7 +289,9 @@ def ray_processes() -> list[str]:
 
 def main() -> None:
     """Train, and print the losses and norms of each step."""
-    parser = argparse.ArgumentParser(prog="python -m colocate_verl.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m colocate_verl.demo", description="verl's own trainers with a tiny model on the CPU."
+    )
     parser.add_argument("--trainer", choices=["v1", "v0", "sft"], required=True)
     parser.add_argument(
         "--executor", choices=["ray", "dask", "local", "verl"], required=True, help="verl: its own groups"

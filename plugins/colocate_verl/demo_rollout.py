@@ -3,6 +3,8 @@
 They run on the driver, with the weights that the actor's workers have written to a file: no Ray, and no accelerator.
 """
 
+# verl isn't there when types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ RESPONSE = 12
 """Tokens of each answer."""
 
 
-class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]  # verl isn't there when types are checked
+class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]
     """The workers' end: the actor's new weights go into a file, from the first rank."""
 
     async def resume(self, tags: list[str]) -> None:
@@ -58,7 +60,8 @@ class Rewards:
     """In the place of `RewardLoopManager`: rewards come with the answers."""
 
     def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
-        self.reward_loop_workers = self.reward_loop_worker_handles = []
+        self.reward_loop_workers: list[Any] = []
+        self.reward_loop_worker_handles: list[Any] = []
 
 
 class Answers:
