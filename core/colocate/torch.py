@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from colocate._role.child_weights import receive_weights as receive_weights
@@ -28,6 +28,8 @@ from colocate.errors import ConfigError
 M = TypeVar("M", bound=nn.Module)
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What modules that wrap others put before the names of these."""
+_SMALL, _TOGETHER = 1 << 20, 16 << 20
+"""Bytes of a weight, when it is whole, that is gathered with others, and of all of these."""
 _KNOWN = ("2.11", "2.12", "2.13", "2.14")
 """Versions of torch in which models are renewed in place: `make versions` runs the suite's renewals there."""
 
@@ -131,9 +133,47 @@ class NamedWeights:
         return {name: WeightSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        together: list[tuple[str, DTensor]] = []
         for name, each in self._tensors.items():
-            tensor = each.whole() if isinstance(each, _Merged) else each
-            yield name, tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+            tensor = (each.whole() if isinstance(each, _Merged) else each).detach()
+            if together and not _goes_with(tensor, together):
+                yield from _gathered(together)
+                together = []
+            if _goes_with(tensor, together):
+                together.append((name, cast("DTensor", tensor)))
+            else:
+                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield from _gathered(together)
+
+
+def _goes_with(tensor: torch.Tensor, others: list[tuple[str, DTensor]]) -> bool:
+    """Whether a weight is a small one, by rows of one mesh as the others are, that there is room for beside them."""
+    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),) or tensor.nbytes > _SMALL:
+        return False
+    if not others:
+        return True
+    first = others[0][1]
+    room = _TOGETHER - sum(each.nbytes for _, each in others)
+    return tensor.device_mesh == first.device_mesh and tensor.dtype == first.dtype and tensor.nbytes <= room
+
+
+def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather several weights by one collective: for small ones its latency is all that counts."""
+    if not shards:
+        return
+    mesh = shards[0][1].device_mesh
+    ranks, parts = mesh.size(), []
+    for _, each in shards:
+        own = each.to_local()
+        part = own.new_zeros(-(-each.shape[0] // ranks), *each.shape[1:])  # the last ranks may have fewer rows, or none
+        part[: len(own)] = own
+        parts.append(part)
+    mine = torch.cat([part.flatten() for part in parts])
+    whole = mine.new_empty(ranks * len(mine))
+    torch.distributed.all_gather_into_tensor(whole, mine, group=mesh.get_group())
+    columns = torch.split(whole.view(ranks, -1), [part.numel() for part in parts], 1)
+    for (name, each), part, column in zip(shards, parts, columns, strict=True):
+        yield name, column.reshape(ranks * len(part), *each.shape[1:])[: each.shape[0]]
 
 
 class _Merged(NamedTuple):
@@ -191,7 +231,8 @@ def named_weights(
     They are the module's parameters and the buffers that it saves, under the names of its `state_dict()`, without what
     DDP, `torch.compile` and activation checkpointing put before these. A weight that is there under several names comes
     under each. Of a model that is sharded by FSDP2 or tensor parallelism each is gathered as it comes, on the mesh that
-    it lies on: all ranks go through them together, and whole is one weight at a time.
+    it lies on, small ones of FSDP2's together: all ranks go through them together, and whole is one large weight at a
+    time.
 
     Args:
         module: The module.

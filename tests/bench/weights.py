@@ -45,10 +45,10 @@ class Source(Role):
 
     @method
     def gather(self) -> float:
-        """Seconds in which all is gathered by itself."""
+        """Seconds in which torch gathers all by itself."""
         start = time.perf_counter()
-        for _ in colocate.torch.named_weights(self.net):
-            pass
+        for shard in self.net.state_dict().values():
+            shard.full_tensor()
         return time.perf_counter() - start
 
 

@@ -311,6 +311,10 @@ class WeightSyncs(ExecutorCase):
             taker.generate()
         giver.fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 2
+        for width in (7, 1):  # the last rank has fewer rows, or none
+            odd = spawn({"giver": colocate.role(Giver, width, sharded=True)}).role("giver", Giver)
+            names = ["0.weight", "0.bias", "0.scale", "1.weight"]
+            assert odd.as_torch_gathers() == [[(name, True) for name in names]] * 2
         sharded = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, sharded=True)})
         giver, taker = sharded.role("giver", Giver), sharded.role("taker", Taker)
         with pytest.raises(ConfigError, match=r"is sharded \(0\.weight and 2 more\) and takes no whole weights"):

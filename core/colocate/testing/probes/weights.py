@@ -79,6 +79,15 @@ class _HasNet(Role):
         if self.ctx.rank == rank:
             self.fault = fault
 
+    @method
+    def as_torch_gathers(self) -> list[tuple[str, bool]]:
+        """Whether each weight, in order, is what torch makes of its shards."""
+        own, found = self.net.state_dict(), []
+        for name, tensor in colocate.torch.named_weights(self.net):
+            whole = own[name].full_tensor() if hasattr(own[name], "full_tensor") else own[name]
+            found.append((name, torch.equal(tensor, whole)))
+        return found
+
     @method(awake=())
     def restart(self, rank: int) -> None:
         if self.ctx.rank == rank:
