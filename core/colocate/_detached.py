@@ -84,7 +84,7 @@ class GroupRecord:
     def declared(self) -> Declared:
         """Return its roles, or raise ColocateError where they can't be imported."""
         try:
-            (default_group, torchrun, distributions, budgets, roles), definitions = unpack_whole(self.roles)
+            (default_group, torchrun, distributions, budgets, env, roles), definitions = unpack_whole(self.roles)
         except ColocateError as error:
             raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
         except Exception as error:  # a module or class that isn't there; anything that its import raises
@@ -97,7 +97,7 @@ class GroupRecord:
             for name, (cls, _, slots, meshes, origin) in roles.items()
         }
         specs = {name: spec for name, (_, spec, *_) in roles.items()}
-        return Declared(infos, specs, distributions, default_group, torchrun, definitions, budgets)
+        return Declared(infos, specs, distributions, default_group, torchrun, definitions, budgets, env)
 
 
 @attrs.frozen
@@ -120,7 +120,8 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
             role: (info.cls, declared.specs[role], info.slots, info.meshes, info.origin)
             for role, info in declared.infos.items()
         }
-        whole = declared.default_group, declared.torchrun, dict(declared.distributions), declared.budgets, roles
+        how = dict(declared.distributions), declared.budgets, dict(declared.env)
+        whole = declared.default_group, declared.torchrun, *how, roles
         records.append(
             GroupRecord(
                 group.name,

@@ -107,6 +107,7 @@ def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
             host_memory=entry.host_memory,
             residency=entry.residency,
             step=entry.step,
+            env=entry.env,
         )
 
 

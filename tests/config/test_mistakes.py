@@ -272,6 +272,14 @@ class TestRoles:
         path = write(GROUP.replace("    roles:", "    restarts: 0\n    roles:") + "        with: {hidden: 1}\n")
         assert "line 5: groups.policy.restarts: must be a whole number from 1 to 1,000,000, not 0" in only(path)
 
+    def test_an_environment_of_a_group(self, write: Write) -> None:
+        text = GROUP.replace("    roles:", "    env: {'A=B': x}\n    roles:") + "        with: {hidden: 1}\n"
+        processes = write("executor: {use: local, with: {processes: true}}\n" + text)
+        assert "groups.policy.env.A=B: is 'x'; no environment can have such a variable" in only(processes)
+        threads = [str(mistake) for mistake in mistakes(write(text.replace("'A=B'", "A")))]
+        assert len(threads) == 1
+        assert "groups.policy.env: slots of 'local' are threads of this process" in threads[0]
+
 
 class TestWhole:
     def test_a_pool_takes_one_group(self, write: Write) -> None:

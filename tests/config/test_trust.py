@@ -140,6 +140,12 @@ class TestCodeThatIsNotNamed:
             load_config(config, allow_import=False)
         assert len(caught.value.mistakes) == 1
 
+    def test_a_group_can_not_set_one_either(self) -> None:
+        group = {"pool": "main", "env": {"LD_PRELOAD": "x"}, "roles": {"a": "ppo.reward"}}
+        config = {**PROCESSES, "pools": {"main": {"slots": 1}}, "groups": {"group": group}}
+        with pytest.raises(ConfigError, match=r"groups\.group\.env\.LD_PRELOAD: .*can't set 'LD_PRELOAD'"):
+            load_config(config, allow_import=False)
+
     def test_an_option_can_not_set_one_either(self, write: Write) -> None:
         config = write("executor: {use: local, with: {processes: true}}\npools: {main: {slots: 1}}")
         with pytest.raises(ConfigError, match=r"can't set 'PYTHONPATH'.*from --set \+pools.main.env.PYTHONPATH=x"):

@@ -39,6 +39,7 @@ PARTS = {
         "TestChildren",
         "TestRows",
         "TestWeights",
+        "TestSharing",
         "TestBackground",
         "TestEngines",
         "TestSync",

@@ -41,6 +41,7 @@ from colocate.testing.executors import (  # noqa: E402
     ExecutorCase,
     Failures,
     Residents,
+    Sharing,
     Streams,
     TensorResidents,
     WeightSyncs,
@@ -234,6 +235,30 @@ class TestEngines:
                 group.sleep("rollout", ["cache"])
                 assert [rows[0] for rows in rollout.generate(PROMPTS, sampling=sampling)] == rows
                 trainer.step()
+
+
+class TestSharing(Sharing):
+    """Groups that share slots with a GPU."""
+
+    device: ClassVar[str] = DEVICE
+    test_threads_are_divided = None  # CPUs aren't counted here
+
+    def connect(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+    def test_values_stay_on_the_gpu(self, runtime: Runtime) -> None:
+        """From the process of one group to that of another one on the same GPU they don't come to the host."""
+        told: list[colocate.TransferRecord] = []
+        count = 1 << 20
+        with runtime.reserve(1, groups=2) as pool:
+            maker = pool.spawn({"maker": colocate.role(Maker)}).role("maker", Maker)
+            user = pool.spawn({"user": colocate.role(User)}).role("user", User)
+            observer = SimpleNamespace(colocate_call_finished=lambda record: told.extend(record.transfers))
+            runtime.observe(observer)
+            with maker.make.keep(count) as kept:
+                assert torch.equal(user.echo(kept.ref).cpu(), torch.arange(count).float())
+            runtime._node.services.settle()
+        assert [(each.refusal, each.lent) for each in told] == [("", 0 if DRY else 4 * count)]
 
 
 class Maker(Role):

@@ -24,13 +24,13 @@ from colocate._signals.at_work import Section, refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import REPLACED_EVERY_S
-from colocate._system.numbers import amount_problem, limit, name_problem
+from colocate._system.numbers import amount_problem, limit, name_problem, shown, variable_problem
 from colocate._system.tracebacks import without_own_frames
 from colocate._worker_group.spawn import Declared, declare
 from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
 from colocate._worker_group.workforce import Worker
-from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
-from colocate.executor import Place, Request, Reservation
+from colocate.errors import ColocateError, ConfigError, Mistake, PlacementError, PlacementTimeout
+from colocate.executor import OwnProcess, Place, Request, Reservation
 
 
 class Slots(Home):
@@ -284,10 +284,11 @@ class PoolPart:
         host_memory: str | int | None = None,
         residency: Literal["swap"] | None = None,
         step: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> ColocatedGroup:
         """As `Pool.spawn`, on these slots."""
         budget = Budget.of(device_memory, host_memory, "spawn() ")
-        how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step
+        how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step, env
         return self.pool._spawn(self.indices, roles, *how)
 
 
@@ -336,6 +337,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         host_memory: str | int | None = None,
         residency: Literal["swap"] | None = None,
         step: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> ColocatedGroup:
         """Start one worker per slot and construct the roles in it; returns when every role of every rank is there.
 
@@ -356,13 +358,14 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
                 its call.
             step: The roles in the order in which they are called, again and again, as in `("actor", "critic")`: then
                 turns are planned from the first one on. By default that is found from the calls.
+            env: Environment variables of its workers, on top of the pool's (`Runtime.reserve`).
 
         Raises:
             ConfigError: The declaration is wrong; says all mistakes.
             RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
         """
         budget = Budget.of(device_memory, host_memory, "spawn() ")
-        how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step
+        how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step, env
         return self._spawn(tuple(range(len(self))), roles, *how)
 
     def _spawn(
@@ -378,6 +381,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         budget: Budget,
         residency: Literal["swap"] | None,
         step: Sequence[str] | None,
+        env: Mapping[str, str] | None,
     ) -> ColocatedGroup:
         node = self._node
         node.check()
@@ -388,10 +392,13 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         if (problem := amount_problem(restarts, whole=True, least=1)) is not None:
             raise ConfigError(f"spawn(restarts) {problem}; a group that isn't restarted has on_failure='fail'")
         timeout = limit(timeout, "spawn(timeout)")
+        variables = environment(env, "spawn(...)")
+        if variables:
+            node.connection.require(OwnProcess, "set the environment of a worker (env=)")
         declared = declare(roles, len(indices), mesh)
         is_shared = node.request.groups > 1
         limits = budgets(node.budget, budget, declared.specs, residency, step, is_shared)
-        declared = attrs.evolve(declared, budgets=limits)
+        declared = attrs.evolve(declared, budgets=limits, env=variables)
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
             check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
@@ -443,3 +450,15 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             ExceptionGroup: What went wrong, after everything has been freed.
         """
         self._node.close_by_caller(grace, force)
+
+
+def environment(env: Any, what: str) -> dict[str, str]:
+    """Return environment variables as they were given to `what`, or raise `ConfigError` with all that is wrong."""
+    given = {} if env is None else env
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{what} env must be a mapping from variables to values, not {shown(env)}")
+    problems = {key: variable_problem(key, value) for key, value in given.items()}
+    mistakes = [Mistake(f"env.{key!r}", None, why) for key, why in problems.items() if why is not None]
+    if mistakes:
+        raise ConfigError(f"{what} was asked for what can't be", mistakes=tuple(mistakes))
+    return {key: str(value) for key, value in given.items()}

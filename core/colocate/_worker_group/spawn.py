@@ -41,6 +41,7 @@ class Declared:
     torchrun: bool
     definitions: ReceivedDefinitions | None = None
     budgets: Budgets = NO_BUDGETS
+    env: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def background(self) -> Sequence[str]:

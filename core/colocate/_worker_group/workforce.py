@@ -289,7 +289,7 @@ class Workforce:
         body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process, stale)
         imports = () if executor.in_process else imports_of(info.cls for info in declared.infos.values())
         for worker, place in zip(self.workers, self._places, strict=True):
-            worker.boot = attrs.evolve(worker.boot, imports=imports)
+            worker.boot = attrs.evolve(worker.boot, imports=imports, env={**worker.boot.env, **declared.env})
             try:
                 worker.host = executor.launch(place, worker.boot, worker)
             except ColocateError:

@@ -91,13 +91,14 @@ def _connect_arguments(executor: type[Executor]) -> Arguments:
 
 
 def _variables(trust: Trust, document: Document) -> None:
-    """Environments are judged as they were written: also those of pools of which something else is wrong."""
-    pools = document.data.get("pools")
-    for name, pool in pools.items() if isinstance(pools, dict) else ():
-        env = pool.get("env") if isinstance(pool, dict) else None
-        for variable in env if isinstance(env, dict) else ():
-            if (why := trust.objection_to_variable(variable)) is not None:
-                document.wrong(("pools", name, "env", variable), why)
+    """Environments are judged as they were written: also those of entries of which something else is wrong."""
+    for key in ("pools", "groups"):
+        entries = document.data.get(key)
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            env = entry.get("env") if isinstance(entry, dict) else None
+            for variable in env if isinstance(env, dict) else ():
+                if (why := trust.objection_to_variable(variable)) is not None:
+                    document.wrong((key, name, "env", variable), why)
 
 
 def _job(config: Config, trust: Trust, document: Document) -> None:
@@ -130,15 +131,7 @@ def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Do
 
 
 def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
-    if pool.env and executor is not None and not issubclass(executor, OwnProcess):
-        text = (
-            f"slots of {executor.name!r} are threads of this process, whose environment they share: set it where that "
-            "is started, or use executor.with.processes=true"
-        )
-        document.wrong((*place, "env"), text)
-    for variable, value in pool.env.items():
-        if (why := variable_problem(variable, value)) is not None:
-            document.wrong((*place, "env", variable), why)
+    _environment(pool.env, executor, (*place, "env"), document)
     _sizes(pool, ("host_memory", "device_memory"), place, document)
     if (problem := amount_problem(pool.slots, whole=True, least=1)) is not None:
         document.wrong((*place, "slots"), problem)
@@ -153,6 +146,19 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
                 "device_memory and host_memory of this pool, or use executor.with.processes=true"
             )
             document.wrong((*place, "groups"), text)
+
+
+def _environment(env: Mapping[str, str], executor: type[Executor] | None, place: Place, document: Document) -> None:
+    """Whether workers can have such an environment."""
+    if env and executor is not None and not issubclass(executor, OwnProcess):
+        text = (
+            f"slots of {executor.name!r} are threads of this process, whose environment they share: set it where that "
+            "is started, or use executor.with.processes=true"
+        )
+        document.wrong(place, text)
+    for variable, value in env.items():
+        if (why := variable_problem(variable, value)) is not None:
+            document.wrong((*place, variable), why)
 
 
 def _sizes(entry: attrs.AttrsInstance, names: Sequence[str], place: Place, document: Document) -> bool:
@@ -216,6 +222,7 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
         if pool is not None:
             _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
         _budgets(group, pool, place, document)
+        _environment(group.env, executor, (*place, "env"), document)
         if (problem := amount_problem(group.restarts, whole=True, least=1)) is not None:
             document.wrong((*place, "restarts"), f"{problem}; a group that isn't restarted has on_failure: fail")
         for role_name, role in group.roles.items():

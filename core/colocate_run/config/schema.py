@@ -108,6 +108,7 @@ class GroupConfig:
         host_memory: How much of the host's, with what sleeps.
         residency: `swap` for roles that take turns: who isn't called sleeps, so that `device_memory` is kept.
         step: The roles in the order in which they are called again and again; found from the calls by default.
+        env: Environment variables of its workers, on top of the pool's.
     """
 
     pool: str
@@ -119,6 +120,7 @@ class GroupConfig:
     host_memory: int | str | None = None
     residency: Literal["swap"] | None = None
     step: list[str] | None = None
+    env: dict[str, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen

@@ -24,6 +24,7 @@ from colocate.executor import Detachable, OwnProcess, SharedSlots
 from colocate.testing.executors._base import ExecutorCase, needs, of_executor
 from colocate.testing.executors.detaching import TTL_S, DetachedCase
 from colocate.testing.gate import Gate
+from colocate.testing.probes.early import Early
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.holders import Holding
 from colocate.testing.probes.lasting import Lasting
@@ -40,8 +41,8 @@ ROLES: dict[str, RoleSpec[Any]] = {
 _MIB_FLOATS = 2**18
 
 
-def _threads(ctx: colocate.Context) -> str | None:
-    return os.environ.get("OMP_NUM_THREADS")
+def _variable(ctx: colocate.Context, name: str) -> str | None:
+    return os.environ.get(name)
 
 
 def _leave(ctx: colocate.Context) -> None:
@@ -138,6 +139,17 @@ class Sharing(ExecutorCase):
 
     @needs(OwnProcess)
     @of_executor
+    def test_an_environment_of_its_own(self, reserve: Callable[..., Pool]) -> None:
+        """On top of the pool's, before a role is imported; also what is read at a process's start."""
+        pool = reserve(1, env={"COLOCATE_PROBE": "the pool's", "COLOCATE_OTHER": "the pool's"})
+        plain = pool.spawn({"early": colocate.role(Early)})
+        own = pool.spawn({"early": colocate.role(Early)}, env={"COLOCATE_PROBE": "its own", "PYTHONHASHSEED": "7"})
+        assert [each.role("early", Early).at_import() for each in (plain, own)] == [["the pool's"], ["its own"]]
+        assert own.run(_variable, "COLOCATE_OTHER") == ["the pool's"]
+        assert plain.run(_variable, "PYTHONHASHSEED") != own.run(_variable, "PYTHONHASHSEED") == ["7"]
+
+    @needs(OwnProcess)
+    @of_executor
     def test_all_groups_of_a_lost_slot_get_others(self, runtime: Runtime) -> None:
         """The slots are reserved anew once, and each is restarted there."""
         self._share(runtime)
@@ -160,7 +172,7 @@ class Sharing(ExecutorCase):
         with self.connect_privately(cpus=4) as own:
             for groups, count in ((1, 4), (2, 2), (3, 1)):
                 with own.reserve(1, cpus=4, groups=groups) as pool:
-                    assert pool.spawn({"echo": colocate.role(Echo)}).run(_threads) == [str(count)]
+                    assert pool.spawn({"echo": colocate.role(Echo)}).run(_variable, "OMP_NUM_THREADS") == [str(count)]
 
     # -- budgets
 
@@ -262,6 +274,18 @@ class Sharing(ExecutorCase):
         assert list(runtime._node.children) == before
         with pytest.raises(ConfigError, match=r"groups: must be a whole number from 1"):
             runtime.reserve(1, cpus=0, groups=0)
+
+    def test_environments_that_can_not_be(self, runtime: Runtime) -> None:
+        """They are refused before anything starts."""
+        with runtime.reserve(1, cpus=0) as pool:
+            wrong: dict[str, Any] = {r"env\.'A=B': .*no environment can have": {"A=B": "1"}, "must be a mapping": "A"}
+            for words, env in wrong.items():
+                with pytest.raises(ConfigError, match=words):
+                    pool.spawn({"echo": colocate.role(Echo)}, env=env)
+            if not isinstance(runtime._node.services.executor, OwnProcess):
+                with pytest.raises(CapabilityError, match="can't set the environment of a worker"):
+                    pool.spawn({"echo": colocate.role(Echo)}, env={"A": "1"})
+            assert not pool.groups
 
     def _share(self, runtime: Runtime) -> None:
         if not isinstance(runtime._node.services.executor, SharedSlots):

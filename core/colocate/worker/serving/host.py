@@ -125,7 +125,8 @@ class WorkerHost(WorkerContext):
                     self.lane.do(self.accounts.tell)
             case to_worker.Beside() as message:
                 # Made anew, as the lane may be reading what was there.
-                self.accounts.beside = {**self.accounts.beside, message.group: message.roles}
+                others = {name: roles for name, roles in self.accounts.beside.items() if name != message.group}
+                self.accounts.beside = {**others, message.group: message.roles} if message.roles else others
             case to_worker.Define() as message:
                 self.definitions.arrived(message, body)
             case to_worker.Build() as message:
