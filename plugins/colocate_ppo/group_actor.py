@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from colocate import Concat, OnRank, Reduce, Scatter, method
+from colocate import Concat, ConfigError, OnRank, Reduce, Scatter, method
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.forward import INFERENCE, response_logits
@@ -64,9 +64,14 @@ class GroupActor(Actor):
 
         Returns:
             A row for each sample, those of a problem one after the other.
+
+        Raises:
+            ConfigError: An engine had no room for an answer.
         """
         asked = problems.repeated(len(responses[0]))
         flat = [each for group in responses for each in group]
+        if not all(each.token_ids for each in flat):
+            raise ConfigError("a question fills all the room that the engine has: raise max_length of its role")
         prompts = self._prompts(asked)
         prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         tokens = torch.full((len(flat), max_new_tokens), self.tokenizer.pad)

@@ -83,7 +83,7 @@ class Row:
         log_probs: Of each token, in nats, as it was drawn: of the logits divided by the temperature, among the tokens
             that `top_k` and `top_p` have left. At temperature 0 of the logits as they are.
         finish_reason: "stop": by a token that ends it. "length": `max_tokens` are there, or the engine has no room
-            for a longer one. "aborted": it wasn't waited for to the end.
+            for a longer one, or for any, if the prompt has filled it. "aborted": it wasn't waited for to the end.
         versions: The versions of the weights that have drawn it, each with the number of tokens, in order.
     """
 
@@ -124,7 +124,7 @@ class Engine(Protocol):
                 rows go on afterwards, by the weights that are there.
 
         Raises:
-            ConfigError: A prompt is empty, too long, or has tokens that the model hasn't; nothing has begun.
+            ConfigError: A prompt is empty, or has tokens that the model hasn't; nothing has begun.
         """
         ...
 

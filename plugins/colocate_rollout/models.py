@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from colocate import ConfigError
-from colocate_rollout.contract import Prompt
+from colocate_rollout.contract import Prompt, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -94,11 +94,15 @@ def stop_ids(config: Any) -> frozenset[int]:
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
-def check_prompts(prompts: Sequence[Prompt], vocabulary: int, longest: int) -> None:
+def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
     """Refuse prompts that a model can't go on with.
 
+    Args:
+        prompts: What it is given.
+        vocabulary: How many tokens it has.
+
     Raises:
-        ConfigError: The first of them, and why.
+        ConfigError: The first of them that is empty, or has other tokens.
     """
     for prompt in prompts:
         if not prompt.token_ids:
@@ -106,8 +110,15 @@ def check_prompts(prompts: Sequence[Prompt], vocabulary: int, longest: int) -> N
         wrong = next((each for each in prompt.token_ids if not 0 <= each < vocabulary), None)
         if wrong is not None:
             raise ConfigError(f"prompt {prompt.index} has the token {wrong}, and the model has {vocabulary} tokens")
-        if len(prompt.token_ids) >= longest:
-            raise ConfigError(
-                f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, and the engine has room for {longest} of "
-                "prompt and response together (max_length)"
-            )
+
+
+def with_room(prompts: Sequence[Prompt], longest: int) -> tuple[list[Prompt], list[Row]]:
+    """Return the prompts that leave room for a response, and the rows of the others, whose response is empty.
+
+    Args:
+        prompts: All.
+        longest: How many tokens prompt and response may have together.
+    """
+    full = [each for each in prompts if len(each.token_ids) >= longest]
+    rows = [Row(each.index, sample, (), (), "length", ()) for each in full for sample in range(len(each.seeds))]
+    return [each for each in prompts if len(each.token_ids) < longest], rows

@@ -58,7 +58,7 @@ class EngineRole(Role):
         else:
             self.engine = ChildEngine(self.ctx, engine, options, child)
 
-    @method(dispatch=_Numbered("prompts"), awake=("weights", "cache"))
+    @method(dispatch=_Numbered("prompts", empty="run"), awake=("weights", "cache"))
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -244,11 +244,12 @@ class EngineSuite:
     def test_stop_tokens(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """What ends a response is its last token, and there is none before."""
         longest = max(rows.values(), key=lambda row: len(set(row.token_ids)))
-        token = longest.token_ids[1]
+        at = next(at for at, each in enumerate(longest.token_ids) if each != longest.token_ids[0])
+        token = longest.token_ids[at]
         sampling = Sampling(max_tokens=16, stop_token_ids=(token,))
         found = by_number(role._engine.rows(prompts(), sampling, _NEVER))
         ended = found[longest.index, longest.sample]
-        assert (ended.token_ids, ended.finish_reason) == (longest.token_ids[:2], "stop")
+        assert (ended.token_ids, ended.finish_reason) == (longest.token_ids[: at + 1], "stop")
         for row in found.values():
             assert token not in row.token_ids[:-1]
             assert (row.finish_reason == "stop") == (row.token_ids[-1] == token)
@@ -320,11 +321,19 @@ class EngineSuite:
 
     def test_wrong_prompts(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """A prompt that nobody can go on with is refused before anything has begun, by its number."""
-        for wrong in ((), (5, 1 << 40), (-1,), (5,) * 100_000):
+        for wrong in ((), (5, 1 << 40), (-1,)):
             given = [Prompt(0, (5, 6)), Prompt(1, wrong)]
             with pytest.raises(ConfigError, match="prompt 1 "):
                 next(iter(role._engine.rows(given, self.sampling, _NEVER)))
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
+    def test_full(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """A prompt that leaves no room ends without a response, as dialogues may; the others have theirs."""
+        given = [Prompt(len(PROMPTS), (5,) * 100_000, (1, 2)), *prompts()]
+        found = by_number(role._engine.rows(given, self.sampling, _NEVER))
+        for row in (found.pop((len(PROMPTS), sample)) for sample in range(2)):
+            assert row.token_ids or (row.finish_reason, row.log_probs, row.versions) == ("length", (), ())
+        assert_alike(found, rows)
 
     @pytest.mark.usefixtures("without")
     def test_wrong_options(self) -> None:

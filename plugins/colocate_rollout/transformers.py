@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import colocate
-from colocate import ConfigError, Context, Weights, hookimpl
+from colocate import ConfigError, Context, Role, Weights, hookimpl
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
-from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids
+from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids, with_room
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,13 +76,31 @@ class TransformersEngine:
             size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             shape = max_rows, heads, length + 1, size  # the last token is what nobody reads
             self._cache = _Cache(config.num_hidden_layers, shape, next(module.parameters()).dtype, ctx.device)
+            if role is not None:
+                self._check_ranks(module, role)
         self.apart = (self._cache,)  # it is told by `managed`
+
+    def _check_ranks(self, module: PreTrainedModel, name: str) -> None:
+        """Refuse a model whose other ranks would wait in vain for this role's.
+
+        Raises:
+            ConfigError: It is sharded over ranks that this role hasn't.
+        """
+        with self._ctx.borrow(name, Role, awake=()) as role:
+            theirs = role.ctx.world_size
+        if theirs != self._ctx.world_size and _is_sharded(module):
+            raise ConfigError(
+                f"engine 'transformers': role {name!r} shards its model over its {theirs} slots, which compute it "
+                f"together, and role {self._ctx.role!r} is on {self._ctx.world_size} of them: give it the same slots"
+            )
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
         """See `Engine`."""
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
-        check_prompts(prompts, self._vocabulary, self._longest)
+        check_prompts(prompts, self._vocabulary)
+        prompts, full = with_room(prompts, self._longest)
+        yield from full
         waiting = deque(
             _Running(prompt, sample, random.Random(seed), self._longest - len(prompt.token_ids))
             for prompt in prompts
@@ -168,9 +186,13 @@ class TransformersEngine:
 
     def update(self, weights: Weights, version: int) -> None:
         """See `Engine`."""
-        if self._own is None:  # it has them
-            for _ in weights:
-                pass
+        if self._own is None:
+            if weights.source != self._role:
+                raise ConfigError(
+                    f"the engine generates by the model of role {self._role!r}, whose weights it has, and takes none "
+                    f"of {weights.source}"
+                )
+            weights.skip()
         else:
             self._missing = "an update of them has failed in the middle"
             try:
@@ -388,6 +410,15 @@ def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         out = (before >= top_p).index_fill(1, torch.tensor([0], device=logits.device), False)
         logits = logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
     return logits
+
+
+def _is_sharded(module: PreTrainedModel) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(each, FSDPModule) for each in module.modules()) or any(
+        isinstance(each, DTensor) for each in module.parameters()
+    )
 
 
 @contextlib.contextmanager

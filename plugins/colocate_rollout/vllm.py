@@ -26,7 +26,7 @@ from colocate import ColocateError, ConfigError, Context, PluginError, Weights, 
 from colocate.plugins import pip_line
 from colocate.texts import did_you_mean, parse_bytes
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
-from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids
+from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids, with_room
 from colocate_rollout.process import Guest
 
 _OWN = {
@@ -282,7 +282,9 @@ class VllmEngine:
         """See `Engine`."""
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
-        check_prompts(prompts, self._vocabulary, self._longest)
+        check_prompts(prompts, self._vocabulary)
+        prompts, full = with_room(prompts, self._longest)
+        yield from full
         engine, asked = self._engine, dict[str, tuple[int, int]]()
         waiting = deque(self._parameters(prompts, sampling))
         try:

@@ -59,11 +59,13 @@ OWN = [*engine(layers=1, hidden=16, heads=2, feed_forward=32), *ENGINE]
 LARGER = engine(layers=2, hidden=64, heads=4, feed_forward=128, phrases=[PHRASE])
 
 
-def run(changes: Iterable[str], directory: Path, **how: Any) -> Recorder:
+def run(changes: Iterable[str], directory: Path, *observers: object, **how: Any) -> Recorder:
     """Run the job of the example with changes."""
     config = colocate.load_config(EXAMPLES / "grpo.yaml", set=list(changes))
     assert config.job is not None
     with colocate.launch(config) as job:
+        for observer in observers:
+            job.runtime.observe(observer)
         recorder = Recorder(job.runtime, job.groups, directory, **how)
         train(recorder, **config.job.with_)  # type: ignore[arg-type]
     return recorder
@@ -217,8 +219,11 @@ def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> No
 
 def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
     """Then nothing is sent; and what it has may sleep while the actor learns."""
-    recorder = run([*TINY, *ENGINE, "+job.with.rollout_sleeps=[cache]"], tmp_path)
+    moved = Moved()
+    recorder = run([*TINY, *ENGINE, "+job.with.rollout_sleeps=[cache]"], tmp_path, moved)
     assert [row["step"] for row in recorder.rows] == [0, 1, 2, 3, 4]
+    # It is awake for each of three more generations, and for a moment in each of two checkpoints.
+    assert [kind for role, kind in moved.moves if role == "rollout"] == ["sleep", "wake"] * 5 + ["sleep"]
     assert max(row["engine_gap"] for row in recorder.rows[1:]) < 1e-4
 
 
@@ -240,14 +245,8 @@ def test_staleness(tiny: Recorder, tmp_path: Path) -> None:
 
 def test_turns_within_a_budget(tmp_path: Path) -> None:
     """Actor and engine don't fit together, and all goes as if they did."""
-    config = colocate.load_config(EXAMPLES / "grpo.yaml", set=[*TINY, *OWN, *BUDGET])
-    assert config.job is not None
     moved = Moved()
-    with colocate.launch(config) as job:
-        job.runtime.observe(moved)
-        recorder = Recorder(job.runtime, job.groups, tmp_path)
-        train(recorder, **config.job.with_)  # type: ignore[arg-type]
-    assert recorder.rows == run([*TINY, *OWN], tmp_path).rows
+    assert run([*TINY, *OWN, *BUDGET], tmp_path, moved).rows == run([*TINY, *OWN], tmp_path).rows
     assert {("actor", "sleep"), ("rollout", "wake")} <= {*moved.moves}
 
 
@@ -335,6 +334,13 @@ def test_train_refuses_what_does_not_fit(tmp_path: Path) -> None:
             train(Recorder(job.runtime, job.groups, tmp_path), samples=1)  # type: ignore[arg-type]
         with pytest.raises(colocate.ConfigError, match=r"option `staleness` .* needs `background: true` in"):
             train(Recorder(job.runtime, job.groups, tmp_path), rollout="rollout", staleness=1)  # type: ignore[arg-type]
+
+
+def test_an_engine_without_room(tmp_path: Path) -> None:
+    """Answers of no token teach nothing, so that there are none is an error of the engine's options."""
+    changes = [*TINY, *engine(layers=1, hidden=16, heads=2, feed_forward=32), *ENGINE]
+    with pytest.raises(colocate.RoleError, match="raise max_length of its role"):
+        run([*changes, "groups.policy.roles.rollout.with.max_length=4"], tmp_path)
 
 
 def test_a_ppo_actor_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conformance.shared import cluster
 
 import colocate
 from colocate import CallTimeout, ConfigError, DispatchError, PluginError, RoleError, RoleStartError
@@ -68,18 +69,46 @@ def test_seeds(group: colocate.ColocatedGroup) -> None:
         view.generate(PROMPTS, sampling={"tokens": 12})
 
 
+def drawn(slots: int, executor: str = "local", **options: Any) -> list[list[tuple[Row, ...]]]:
+    """Return the rows of two calls."""
+    role = colocate.role("rollout.engine", model=LLAMA, **OPTIONS)
+    with colocate.connect(executor, seed=5, **options) as runtime, runtime.reserve(slots=slots) as pool:
+        view = pool.spawn({"rollout": role}, name="policy").role("rollout")
+        return [view.generate(PROMPTS, 2, sampling=SAMPLING) for _ in range(2)]
+
+
+def tokens(calls: list[list[tuple[Row, ...]]]) -> list[list[list[tuple[int, ...]]]]:
+    return [[[row.token_ids for row in rows] for rows in call] for call in calls]
+
+
 def test_seeds_and_ranks() -> None:
     """Rows are equal on threads and processes, and by whatever number of ranks; calls draw other ones."""
-    role = colocate.role("rollout.engine", model=LLAMA, **OPTIONS)
-    found = []
-    for slots, options in ((1, {}), (3, {}), (2, {"processes": True})):
-        with colocate.connect("local", seed=5, **options) as runtime, runtime.reserve(slots=slots) as pool:
-            view = pool.spawn({"rollout": role}, name="policy").role("rollout")
-            found.append([view.generate(PROMPTS, 2, sampling=SAMPLING) for _ in range(2)])
-    first, *others = ([[[row.token_ids for row in rows] for rows in call] for call in calls] for calls in found)
+    found = [drawn(1), drawn(3), drawn(2, processes=True)]
+    first, *others = map(tokens, found)
     assert all(other == first for other in others)
     assert first[0] != first[1]
     assert [row.index for rows in found[1][0] for row in rows[:1]] == [*range(len(PROMPTS))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("executor", ["ray", "dask"])
+def test_seeds_on_clusters(executor: str) -> None:
+    """Rows are equal on each executor."""
+    pytest.importorskip({"dask": "distributed"}.get(executor, executor))
+    with cluster(executor) as options:
+        assert tokens(drawn(2, executor, **options)) == tokens(drawn(1))
+
+
+def test_full_dialogues() -> None:
+    """One that leaves no room ends without a token, one that leaves some gets as many, and others aren't touched."""
+    role = colocate.role("rollout.engine", model=LLAMA, max_length=8, **OPTIONS)
+    with colocate.spawn({"rollout": role}) as group:
+        prompts = [[5] * length for length in (6, 7, 8, 99, 2)]
+        endless = Sampling(max_tokens=4, stop_token_ids=())
+        found = group.role("rollout").generate(prompts, 2, sampling=endless)
+    assert [[len(row.token_ids) for row in rows] for rows in found] == [[2] * 2, [1] * 2, [0] * 2, [0] * 2, [4] * 2]
+    assert {row.finish_reason for rows in found for row in rows} == {"length"}
+    assert [row.sample for row in found[3]] == [0, 1]
 
 
 def test_stream(group: colocate.ColocatedGroup) -> None:

@@ -39,6 +39,7 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         specs: All names that will come, in order, with shape and dtype.
         shared: Whether the target is to have these very tensors.
         loaded: How many have come.
+        skipped: Whether the target takes none of them.
         mismatch: What `check` has found.
     """
 
@@ -50,6 +51,7 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         self.specs = specs
         self.shared = shared
         self.loaded = 0
+        self.skipped = False
         self.mismatch: ConfigError | None = None
         self._given = given
 
@@ -57,6 +59,13 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         found = next(self._given)
         self.loaded += 1
         return found
+
+    def skip(self) -> None:
+        """Take none of them, as a target that computes by the source's own module, on all of its ranks.
+
+        Nothing is gathered then, and the version counts.
+        """
+        self.skipped = True
 
     def check(self, wanted: Mapping[str, torch.Tensor], whose: str = "the target") -> None:
         """Compare what will come with what there is, before anything is written.

@@ -141,7 +141,7 @@ class WeightSyncs:
             written = Watch([*shared.values()], contents=self._worker_context.store.strict).written
         received.came(shared, written)
         target.ctx.weights_version = received.version
-        return Synced(received.version, nbytes, time.time() - start, by)
+        return Synced(received.version, nbytes, time.time() - start, "shared" if weights.skipped else by)
 
     # -- the source
 
@@ -339,7 +339,10 @@ class WeightSyncs:
             if (ours := weights.mismatch or self._told) is not None:  # and not what the target makes of it
                 raise ours.with_traceback(None) from None
             raise
-        if (left := next(weights._given, None)) is not None:
+        if weights.skipped:
+            if plan.serves or plan.takes or source is None or source.ctx.world_size > plan.members:
+                deque(weights._given, maxlen=0)  # others take them, or are at what is done in common with them
+        elif (left := next(weights._given, None)) is not None:
             raise RoleError(
                 f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
                 f"{weights.loaded} of {len(weights.specs)} had come, and {left[0]} is next"

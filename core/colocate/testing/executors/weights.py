@@ -295,6 +295,17 @@ class WeightSyncs(ExecutorCase):
         assert taker.generate() == [3, 3]
         group.close()
 
+    def test_weights_that_a_target_skips(self, spawn: Spawn) -> None:
+        """They count as come, and its ranks elsewhere get them all the same."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
+        giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+        taker.fail(1, "skips")
+        own = _sums(taker)[1]
+        done = colocate.sync_weights(giver, taker)
+        assert (done.version, done.by) == (1, ("shared", "peers"))
+        assert taker.look() == [(_sums(giver)[0], 1), (own, 1)]
+
     @needs(OwnProcess)
     def test_sharded_weights(self, spawn: Spawn) -> None:
         """Weights of FSDP2 come whole."""

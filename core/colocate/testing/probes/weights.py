@@ -28,6 +28,7 @@ Fault = Literal[
     "keeps",
     "leaves",
     "takes nothing",
+    "skips",
     "writes",
     "scratch",
     "buffers",
@@ -195,6 +196,8 @@ class Taker(_HasNet):
             pass
         elif self.fault == "leaves":
             next(weights)
+        elif self.fault == "skips":
+            weights.skip()
         elif self.fault == "writes":
             for _, tensor in weights:
                 tensor.add_(1)

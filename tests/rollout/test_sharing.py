@@ -1,0 +1,123 @@
+"""The engine `transformers` by another role's module: whole on each rank as it generates, and in sync by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import colocate
+from colocate import ConfigError, RoleError, RoleStartError, method
+from colocate_rollout import Sampling
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer
+
+ENDLESS = Sampling(max_tokens=12, stop_token_ids=())
+SHARES = colocate.role("rollout.engine", engine="transformers", role="trainer", max_rows=4, max_batch_tokens=16)
+
+
+class _Gathered:
+    """A module's weights, which counts those that anybody asks for."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.weights: Any = colocate.torch.named_weights(module)
+        self.specs = self.weights.specs
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for each in self.weights:
+            self.count += 1
+            yield each
+
+
+class Sharded(Trainer):
+    """A trainer whose ranks have a part of its model each, or take the mean of their gradients."""
+
+    def __init__(self, model: Mapping[str, Any], parallel: str) -> None:
+        super().__init__(model)
+        self.trained: Any = self.model
+        if parallel == "ddp":
+            self.trained = torch.nn.parallel.DistributedDataParallel(
+                self.model, process_group=self.ctx.process_group(), broadcast_buffers=False
+            )
+        else:
+            for layer in (*self.model.model.layers, self.model):
+                torch.distributed.fsdp.fully_shard(layer, mesh=self.ctx.device_mesh())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.gathered = _Gathered(self.model)
+
+    @method
+    def learn(self) -> None:
+        """An update, whose forward and backward passes are those of all ranks together."""
+        self.model.train()
+        logits = self.trained(torch.tensor([[5, 6, 7, 8 + self.ctx.rank]]), use_cache=False).logits
+        logits.square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def named_weights(self) -> Any:
+        """See `Trainer`."""
+        return self.gathered
+
+    @method
+    def state(self) -> tuple[int, bool]:
+        """How many weights anybody has asked for, and whether the model trains."""
+        return self.gathered.count, self.model.training
+
+
+def spawned(parallel: str, **engine: Any) -> Any:
+    roles = {"trainer": colocate.role(Sharded, LLAMA, parallel), "shares": SHARES.on(**engine)}
+    return colocate.spawn(roles, slots=2, processes=True)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
+def test_a_module_of_several_ranks(parallel: str) -> None:
+    """It generates as it is after each update, also where ranks have other numbers of rows; a sync gathers nothing."""
+    with spawned(parallel) as group:
+        trainer, shares = group.role("trainer", Sharded), group.role("shares")
+        for version in range(1, 3):
+            trainer.learn()
+            assert colocate.sync_weights(trainer, shares).by == ("shared",)
+            for count in (1, 3):  # of one prompt the other rank has none
+                found = shares.generate(PROMPTS[-count:], sampling=ENDLESS)
+                (rows,) = zip(*found, strict=True)
+                for row, wanted in zip(rows, trainer.log_probs(PROMPTS[-count:], rows)[0], strict=True):
+                    assert row.log_probs == pytest.approx(wanted, abs=1e-5)
+                    assert row.versions == ((version, 12),)
+        assert trainer.state() == [(0, True)] * 2
+
+
+def test_ranks_that_would_be_missing() -> None:
+    """A sharded module needs all its ranks; one that each rank has whole doesn't."""
+    with pytest.raises(RoleStartError, match=r"'trainer' shards its model over its 2 slots.* 'shares' is on 1 of them"):
+        spawned("fsdp2", slots=[1])
+    with spawned("ddp", slots=[1]) as group:
+        trainer, shares = group.role("trainer", Sharded), group.role("shares")
+        assert colocate.sync_weights(trainer, shares).version == 1
+        (((row,),),) = (shares.generate(PROMPTS[:1], sampling=ENDLESS),)
+        assert row.log_probs == pytest.approx(trainer.log_probs(PROMPTS[:1], [row])[1][0], abs=1e-5)
+
+
+def test_weights_of_another_role() -> None:
+    """What generates by one role's module takes no weights of another one's."""
+    roles = {"trainer": colocate.role(Trainer, LLAMA), "other": colocate.role(Trainer, LLAMA), "shares": SHARES}
+    with colocate.spawn(roles) as group:
+        with pytest.raises((ConfigError, RoleError), match=r"by the model of role 'trainer', .* takes none of other"):
+            colocate.sync_weights(group.role("other"), group.role("shares"))
+        assert group.role("shares").generate(PROMPTS[:1])
+
+
+def test_fewer_prompts_than_ranks() -> None:
+    """A loop of turns goes on until its last row has ended, as with any number of ranks."""
+    role = colocate.role("rollout.engine", engine="transformers", model=LLAMA)
+    with colocate.spawn({"rollout": role}, slots=2) as group:
+        view = group.role("rollout")
+        assert view.generate([]) == []
+        assert [*view.generate.stream([])] == []
+        for count in (2, 1):
+            assert [len(rows) for rows in view.generate(PROMPTS[:count], 3, sampling=ENDLESS)] == [3] * count
+        ((index, (row,)),) = view.generate.stream(PROMPTS[:1], sampling=ENDLESS)
+        assert (index, row.index, len(row.token_ids)) == (0, 0, 12)
+        kept = view.generate.keep(PROMPTS[:1], sampling=ENDLESS)
+        assert [len(rows) for rows in kept.fetch()] == [1]
