@@ -31,6 +31,7 @@ from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems, Task
+from colocate_rollout.role import EngineRole
 
 _EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 _STEPS = 1200
@@ -57,7 +58,9 @@ _DEMOS = {
         {"batch": 256},
     ),
     "GRPO": _Demo(
-        "grpo.yaml", {"actor": "GroupActor", "reward": "Reward"}, {"batch": 32, "samples": 8, "rollout": "actor"}
+        "grpo.yaml",
+        {"actor": "GroupActor", "rollout": "EngineRole", "reward": "Reward"},
+        {"batch": 32, "samples": 8},
     ),
 }
 
@@ -69,6 +72,9 @@ def _rows_asked(arguments: dict[str, Any]) -> int:
 
 
 def _record(cls: type, spec: MethodSpec) -> Callable[..., Any]:
+    if spec.yields:
+        return _record_yielded(cls, spec)
+
     @functools.wraps(spec.function)
     def body(self: Any, *given: Any, **named: Any) -> Any:
         arguments = spec.bind(given, named)
@@ -79,7 +85,20 @@ def _record(cls: type, spec: MethodSpec) -> Callable[..., Any]:
     return body
 
 
+def _record_yielded(cls: type, spec: MethodSpec) -> Callable[..., Any]:
+    @functools.wraps(spec.function)
+    def body(self: Any, *given: Any, **named: Any) -> Any:
+        arguments = spec.bind(given, named)
+        _recorded[cls.__name__, spec.name, _rows_asked(arguments)] = found = [*spec.function(self, **arguments)]
+        yield from found
+
+    return body
+
+
 def _replay(cls: type, spec: MethodSpec) -> Callable[..., Any]:
+    if spec.yields:
+        return _replay_yielded(cls, spec)
+
     @functools.wraps(spec.function)
     def body(self: Any, **arguments: Any) -> Any:
         return self.recorded[cls.__name__, spec.name, _rows_asked(arguments)]
@@ -87,10 +106,18 @@ def _replay(cls: type, spec: MethodSpec) -> Callable[..., Any]:
     return body
 
 
+def _replay_yielded(cls: type, spec: MethodSpec) -> Callable[..., Any]:
+    @functools.wraps(spec.function)
+    def body(self: Any, **arguments: Any) -> Any:
+        yield from self.recorded[cls.__name__, spec.name, _rows_asked(arguments)]
+
+    return body
+
+
 def _with_bodies(cls: type, make: Callable[[type, MethodSpec], Callable[..., Any]], **more: Any) -> type:
     """The same role with other method bodies."""
     methods = {
-        name: colocate.method(dispatch=spec.dispatch, collect=spec.collect)(make(cls, spec))
+        name: colocate.method(dispatch=spec.dispatch, collect=None if spec.yields else spec.collect)(make(cls, spec))
         for name, spec in methods_of(cls).items()
     }
     return type(cls.__name__, (cls,), {**methods, **more, "__module__": __name__})
@@ -110,6 +137,7 @@ def _nothing(self: Any, directory: str) -> None:
 
 
 class Recording:
+    EngineRole = _with_bodies(EngineRole, _record)
     Actor = _with_bodies(Actor, _record)
     Critic = _with_bodies(Critic, _record)
     GroupActor = _with_bodies(GroupActor, _record)
@@ -118,6 +146,7 @@ class Recording:
 
 
 class Replaying:
+    EngineRole = _replaying(EngineRole)
     Actor = _replaying(Actor)
     Critic = _replaying(Critic)
     GroupActor = _replaying(GroupActor)
