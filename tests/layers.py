@@ -99,7 +99,7 @@ AROUND = {
     ],
     "plugins/colocate_rollout": ["contract plugin process", "models", "child transformers vllm", "role", "testing"],
     "plugins/colocate_verl": [
-        "results roles",
+        "data results roles",
         "private",
         "driver",
         "pools",

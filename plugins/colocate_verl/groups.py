@@ -12,6 +12,7 @@ from verl.single_controller.base import Worker, WorkerGroup  # pyright: ignore[r
 from colocate import Call
 from colocate.errors import CapabilityError, ConfigError
 
+from . import data as data  # which colocate is to know in each process that has worker groups
 from . import private
 from .driver import ENGINE, Workers
 from .pools import RayResourcePool, ResourcePoolManager, SubRayResourcePool, merge_resource_pool
