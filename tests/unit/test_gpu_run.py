@@ -62,7 +62,7 @@ def test_the_checkout_is_installed(tmp_path: Path) -> None:
     assert (found.read_text("top_level.txt") or "").split() == sorted(
         [
             *("colocate", "colocate_run", "colocate_report", "colocate_local", "colocate_ray", "colocate_dask"),
-            *("colocate_ppo", "colocate_rollout", "colocate_observers"),
+            *("colocate_ppo", "colocate_rollout", "colocate_observers", "colocate_verl"),
         ]
     )
     assert [Path(line).name for line in (tmp_path / "colocate.pth").read_text().splitlines()] == [*run.SOURCES]
