@@ -348,7 +348,9 @@ class _Serving:
     def _weights(self) -> Generator[tuple[str, Tensor]]:
         """Weights as they come, which they do when the engine wants the first."""
         self._say("wants")
-        yield from colocate.torch.receive_weights(self._connection)
+        with contextlib.closing(colocate.torch.receive_weights(self._connection)) as received:
+            for name, tensor in received:
+                yield name, tensor.clone()  # vLLM has each until its layer is whole, and this memory has others by then
 
 
 def _told(error: BaseException) -> tuple[bytes, str, str]:

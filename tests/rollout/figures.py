@@ -36,6 +36,7 @@ LARGE = {
     "initializer_range": 0.02,
 }
 SMALL = {**LLAMA, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256}
+SEEDED = Sampling(max_tokens=64, seed=7)
 OPTIONS: dict[str, Any] = {"engine": "vllm", "kv_cache_memory_bytes": "64MiB"}
 
 
@@ -128,8 +129,26 @@ def groups() -> Iterator[tuple[str, float, float]]:
             trainer.step()
             late.append(time.monotonic() - begun - 1.0 - step)
         yield "vLLM: seconds from a timeout, and a step, to the trainer's next step", statistics.median(late), 0.5
+        late = []
+        for _ in range(7):
+            own = group.run(first_row)[0]
+            begun = time.monotonic()
+            with engine.generate.stream(PROMPTS * 8, sampling=SEEDED) as rows:
+                next(rows)
+                late.append(time.monotonic() - begun - own)
+        yield "vLLM: seconds of the first row of a stream, above those in the worker", statistics.median(late), 0.02
         gone = group.sleep("engine", ["cache"])
         yield "vLLM: bytes of a cache of 64 MiB that are left when it sleeps", 1 - gone / (64 << 20), 0.02
+
+
+def first_row(ctx: colocate.Context) -> float:
+    """Seconds until the engine has it, as the worker sees it."""
+    begun = time.monotonic()
+    rows = iter(ctx.sibling("engine", EngineRole).generate(PROMPTS * 8, sampling=SEEDED))
+    next(rows)
+    found = time.monotonic() - begun
+    rows.close()  # type: ignore[attr-defined]
+    return found
 
 
 def main() -> int:

@@ -111,6 +111,23 @@ class TestVllm(ModelSuite):
                 EngineRole("vllm", **{**self.options, **options})
 
 
+class TestInAChild(ModelSuite):
+    """In a process of its own, which takes seconds to start: of the models one is tried."""
+
+    engine = "vllm"
+    options: ClassVar[dict[str, Any]] = {**TestVllm.options, "child": {"bucket": "4KiB"}}
+
+    @pytest.fixture
+    def leave_nothing(self) -> None:
+        """As above."""
+
+    @pytest.mark.usefixtures("without")
+    @pytest.mark.parametrize("kind", ["tied"])
+    def test_updates(self, kind: str) -> None:
+        """See `ModelSuite`."""
+        super().test_updates(kind)
+
+
 def state() -> dict[str, Any]:
     """What there is once in a process."""
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
     _hand_on(connection, None)
 
 
-def receive_weights(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
+def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor]]:
     """Yield the names and weights that a role hands on (`send_weights`): in its child.
 
     A tensor is there until the next one is asked for: copy it, as `load_weights` of engines and of

@@ -197,7 +197,7 @@ def engine(connection: Any) -> None:
         elif asked == "one":
             weights = colocate.torch.receive_weights(connection)
             next(weights)
-            weights.close()  # type: ignore[attr-defined]
+            weights.close()
         elif asked == "die":
             name, tensor = next(colocate.torch.receive_weights(connection))
             os._exit(1)
