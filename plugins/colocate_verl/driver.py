@@ -183,8 +183,9 @@ class Slots:
                     f"{self.name!r} has been reserved without: make a pool of its own for this worker group"
                 )
             return held
+        runtime = ENGINE.runtime()  # which is what tells the engine's environment
         env = {"COLOCATE_VERL": ENGINE.executor, "WG_BACKEND": "ray", **ENGINE.environment, **environment}
-        pool = ENGINE.runtime().reserve(slots=sum(self.nodes), gpus=gpus, env=env, groups=self.groups)
+        pool = runtime.reserve(slots=sum(self.nodes), gpus=gpus, env=env, groups=self.groups)
         self._check_nodes(pool)
         held = self._reserved[gpus] = _Held(pool, environment)
         weakref.finalize(held, ENGINE.end_later, pool).atexit = False
