@@ -373,11 +373,9 @@ def _error(packed: bytes, said: str, text: str) -> BaseException:
 
 def _with_config(ctx: Context, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with the config of a role's model in the place of the role."""
-    from colocate_rollout.models import model_in  # which imports torch, as this module is not to
+    from colocate_rollout.models import described_in  # which imports torch, as this module is not to
 
     name = options["role"]
-    with ctx.borrow(name, object, awake=()) as role:
-        module = model_in(role, name)
-        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        fields = {**module.config.to_dict(), "dtype": dtype}
-    return {**{each: value for each, value in options.items() if each != "role"}, "model": fields}
+    fields, dtype = described_in(ctx, name)
+    model = {**fields, "dtype": dtype}
+    return {**{each: value for each, value in options.items() if each != "role"}, "model": model}

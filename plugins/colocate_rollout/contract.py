@@ -176,14 +176,20 @@ def engine_class(engine: str | type[Any], options: Mapping[str, Any]) -> type[An
         PluginError: There is no such engine, or it can't be imported.
         ConfigError: It doesn't take them.
     """
-    if isinstance(engine, str) and ":" in engine:
+    found = engine_named(engine) if isinstance(engine, str) else engine
+    name = engine if isinstance(engine, str) else engine.__qualname__
+    refuse_wrong(found, f"engine {name!r}", options, skip=1)
+    return found
+
+
+def engine_named(engine: str) -> type[Any]:
+    """Return the class of an installed engine; raise as `engine_class`."""
+    if ":" in engine:
         raise ConfigError(
             f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
             "class does as well"
         )
-    found: Any = find_engine(engine).load() if isinstance(engine, str) else engine
-    name = engine if isinstance(engine, str) else engine.__qualname__
-    refuse_wrong(found, f"engine {name!r}", options, skip=1)
+    found: Any = find_engine(engine).load()
     cls: type[Any] = found
     return cls
 

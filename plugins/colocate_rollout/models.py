@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
+import ssl
 import threading
-from collections.abc import Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from colocate import ConfigError
+from colocate import ColocateError, ConfigError, Context
+from colocate.signatures import brief
+from colocate.texts import did_you_mean
 from colocate_rollout.contract import Prompt, Row
 
 if TYPE_CHECKING:
@@ -16,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _IMPORTING = threading.Lock()
+_ASKS_S = 5.0
 
 
 def imported() -> Any:
@@ -23,7 +30,7 @@ def imported() -> Any:
     with _IMPORTING:
         import transformers
 
-        for name in ("AutoConfig", "AutoModelForCausalLM", "PreTrainedModel"):
+        for name in ("AutoConfig", "AutoModelForCausalLM", "CONFIG_MAPPING", "PreTrainedModel"):
             getattr(transformers, name)
     return transformers
 
@@ -41,26 +48,110 @@ def given_once(engine: str, model: object, role: object) -> None:
         )
 
 
-def config_of(model: str | Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the config of a folder or hub id, or what its fields say.
+def reading(model: str) -> dict[str, Any]:
+    """Return the options by which transformers reads a folder, or a model of the hub.
+
+    Where the hub can't be reached, what was once read of it will do: transformers would ask again for half a minute.
 
     Raises:
-        ConfigError: There is no such model.
+        ConfigError: There is no such folder; or no model of this name has been read, and the hub can't be asked.
     """
-    auto = imported().AutoConfig
+    if os.path.isdir(model):
+        return {"trust_remote_code": False, "local_files_only": True}
+    nowhere = f"model={model!r}: there is no such folder on node {platform.node()}"
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ConfigError(nowhere)
+    if why := _unreached():
+        import huggingface_hub
+
+        if not isinstance(huggingface_hub.try_to_load_from_cache(model, "config.json"), str):
+            raise ConfigError(f"{nowhere}, no model of this name was read there before, and {why}")
+    return {"trust_remote_code": False, "local_files_only": why is not None}
+
+
+def _unreached() -> str | None:
+    """Why the hub of models can't be asked, if it can't."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "the hub isn't asked, as HF_HUB_OFFLINE is set"
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_ASKS_S).close()
+    except urllib.error.HTTPError:  # it answers
+        return None
+    except OSError as error:
+        why = getattr(error, "reason", error)
+        # Its certificate is for the hub's own client to judge, which may know others.
+        return None if isinstance(why, ssl.SSLError) else f"the hub {constants.ENDPOINT} can't be reached ({why})"
+    return None
+
+
+def config_of(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Return the config of a folder or hub id, or what its fields say.
+
+    Args:
+        model: The folder, the id or the fields.
+        how: What `reading` says of the former two, where it was asked already.
+
+    Raises:
+        ConfigError: There is no such model, or it is no causal language model.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    found: PreTrainedConfig
     try:
         if isinstance(model, str):
-            found: PreTrainedConfig = auto.from_pretrained(model, trust_remote_code=False)
-            return found
-        fields = dict(model)
-        if "model_type" not in fields:
-            raise ConfigError("model: the fields of a config have a model_type, as in config.json of a model's folder")
-        made: PreTrainedConfig = auto.for_model(fields.pop("model_type"), **fields)
-        return made
-    except (OSError, ValueError) as error:
+            found = imported().AutoConfig.from_pretrained(model, **(how or reading(model)))
+        else:
+            found = _made(model)
+    except (OSError, ValueError, StrictDataclassError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"model={model!r} is no model of transformers: {str(error).splitlines()[0]}") from error
+        why = str(error) if isinstance(error, StrictDataclassError) else str(error).partition("\n")[0]
+        raise ConfigError(f"model={brief(repr(model))} is no model of transformers: {' '.join(why.split())}") from error
+    if type(found) not in imported().AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"model={brief(repr(model))} is no causal language model of transformers: its model_type is "
+            f"{found.model_type!r}"
+        )
+    return found
+
+
+def _made(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    kinds: Any = imported().CONFIG_MAPPING
+    others = dict(fields)
+    kind = others.pop("model_type", None)
+    if kind is None:
+        raise ConfigError("model: the fields of a config have a model_type, as in config.json of a model's folder")
+    if kind not in kinds:
+        raise ConfigError(f"model: transformers has no model_type {kind!r}{did_you_mean(str(kind), kinds)}")
+    made: PreTrainedConfig = kinds[kind](**others)
+    return made
+
+
+@contextlib.contextmanager
+def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
+    """A block with the role that an engine's option `role` names.
+
+    Raises:
+        ConfigError: There is none, or it can't be had.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(ctx.borrow(name, object, awake=awake))
+        except ColocateError as error:
+            if type(error) is not ColocateError:  # it is there, and sleeps or the like
+                raise
+            raise ConfigError(f"option `role: {name}`: {error.message}") from error
+        yield found
+
+
+def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
+    """Return the fields of the config of a role's model, and the dtype that the model has."""
+    with role_of(ctx, name, ()) as role:
+        module = model_in(role, name)
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        return {**module.config.to_dict(), "architectures": [type(module).__name__]}, dtype
 
 
 def model_in(role: object, name: str) -> PreTrainedModel:
@@ -69,6 +160,8 @@ def model_in(role: object, name: str) -> PreTrainedModel:
     Raises:
         ConfigError: There is none, or there are several.
     """
+    from torch import nn
+
     kind: Any = imported().PreTrainedModel
     found: dict[int, PreTrainedModel] = {}
     for value in vars(role).values():

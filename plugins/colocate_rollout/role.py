@@ -8,9 +8,11 @@ from typing import Any
 
 import attrs
 
-from colocate import ConfigError, DispatchError, Role, Scatter, Weights, method
+from colocate import ConfigError, DispatchError, PluginError, Role, RoleSpec, Scatter, Weights, checks, method
+from colocate.signatures import arguments_of
+from colocate.texts import did_you_mean
 from colocate_rollout.child import ChildEngine, ChildOptions
-from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_class
+from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_class, engine_named
 
 
 class _Numbered(Scatter):
@@ -28,6 +30,28 @@ class _Numbered(Scatter):
         return super().split(arguments, ranks)
 
 
+def _wrong(
+    options: Mapping[str, Any], own: RoleSpec[Any], before: Mapping[str, RoleSpec[Any]]
+) -> Iterator[tuple[str | Sequence[str | int], str]]:
+    """Yield what is wrong with options in a config, as far as it is known without a worker."""
+    engine, child = options["engine"], options["child"]
+    others = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
+    if not isinstance(child, ChildOptions) or child.python is None:  # in another environment others are installed
+        try:
+            cls = engine_named(engine)
+        except (ConfigError, PluginError) as error:
+            yield "engine", error.message
+        else:
+            for each in arguments_of(cls, f"engine {engine!r}", skip=1).problems(others):
+                near = f"; did you mean {each.nearest!r}?" if each.nearest else ""
+                yield each.place or ("engine",), each.message + near
+    role = others.get("role")
+    if isinstance(role, str) and role not in before:
+        there = ", ".join(before) or "none"
+        yield "role", f"no role {role!r} is declared before this one; there are {there}{did_you_mean(role, before)}"
+
+
+@checks(_wrong)
 class EngineRole(Role):
     """Generates with an engine.
 

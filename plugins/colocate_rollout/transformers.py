@@ -20,7 +20,18 @@ from torch import Tensor
 import colocate
 from colocate import ConfigError, Context, Role, Weights, hookimpl
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
-from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids, with_room
+from colocate_rollout.models import (
+    check_prompts,
+    config_of,
+    described_in,
+    given_once,
+    imported,
+    model_in,
+    reading,
+    role_of,
+    stop_ids,
+    with_room,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +50,9 @@ class TransformersEngine:
         ctx: The role's context.
         model: A folder or a hub id, or the fields of a config (`model_type` among them), whose weights are random until
             others come. Code that comes with a model isn't run.
-        role: In place of a model, the role of the group whose model generates; it is declared before this one.
+        role: In place of a model, the role of the group whose model generates; it is declared before this one. In a
+            background role one of its own, with the config and the dtype of that; then weights come by
+            `colocate.sync_weights`.
         dtype: Of a model of its own.
         max_rows: Rows that are generated at once.
         max_length: Tokens of prompt and response together; None for what the model takes, and no more than 2048.
@@ -60,10 +73,14 @@ class TransformersEngine:
         for name, value in (("max_rows", max_rows), ("max_length", max_length), ("max_batch_tokens", max_batch_tokens)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: at least 1")
-        self._ctx, self._role, self._max_batch_tokens = ctx, role, max_batch_tokens
-        self._own = None if model is None else _own_model(model, getattr(torch, dtype), ctx.device)
-        self._version = 0
         self._missing: str | None = None  # why its weights can't be used
+        kind: str = dtype
+        if role is not None and ctx.background:  # that one may be amid a call when this one generates
+            model, kind = described_in(ctx, role)
+            role, self._missing = None, "none have come yet; colocate.sync_weights brings them"
+        self._ctx, self._role, self._max_batch_tokens = ctx, role, max_batch_tokens
+        self._own = None if model is None else _own_model(model, getattr(torch, kind), ctx.device)
+        self._version = 0
         with self._module() as module:
             config: Any = module.config.get_text_config()
             longest = getattr(config, "max_position_embeddings", 2048)
@@ -194,12 +211,12 @@ class TransformersEngine:
                 )
             weights.skip()
         else:
-            self._missing = "an update of them has failed in the middle"
+            before, self._missing = self._missing, "an update of them has failed in the middle"
             try:
                 colocate.torch.load_weights(self._own, weights)
             except BaseException:
                 if not weights.loaded:
-                    self._missing = None
+                    self._missing = before
                 raise
             self._missing = None
         self._cache.emptied += 1
@@ -233,7 +250,7 @@ class TransformersEngine:
             assert self._own is not None
             yield self._own
         else:
-            with self._ctx.borrow(self._role, object, awake=("weights",)) as role:
+            with role_of(self._ctx, self._role, ("weights",)) as role:
                 yield model_in(role, self._role)
 
 
@@ -449,9 +466,10 @@ def _whole(module: PreTrainedModel) -> Iterator[None]:
 def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Make a model, ready to generate. Random weights are the same on all ranks."""
     auto = imported().AutoModelForCausalLM
-    config = config_of(model)
-    if isinstance(model, str):
-        made: PreTrainedModel = auto.from_pretrained(model, dtype=dtype, trust_remote_code=False)
+    how = reading(model) if isinstance(model, str) else None
+    config = config_of(model, how)
+    if how is not None:
+        made: PreTrainedModel = auto.from_pretrained(model, dtype=dtype, **how)
     else:
         made = auto.from_config(config, dtype=dtype, trust_remote_code=False)
         generator = torch.Generator(device=device).manual_seed(0) if device.type != "meta" else None

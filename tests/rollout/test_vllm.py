@@ -103,8 +103,8 @@ class TestVllm(ModelSuite):
             ({"trust_remote_code": True}, "'trust_remote_code' of vLLM's isn't for users"),
             ({"max_model_len": 4096}, "vLLM refuses the model or an option: .*max_model_len"),
             ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 doesn't divide the role's 1 slots"),
-            ({"model": "/nowhere"}, "'/nowhere' is no model of transformers"),
-            ({"model": {**LLAMA, "model_type": "lama"}}, "is no model of transformers"),
+            ({"model": "/nowhere"}, "'/nowhere': there is no such folder on node"),
+            ({"model": {**LLAMA, "model_type": "lama"}}, "has no model_type 'lama'; did you mean 'llama'"),
             ({"kv_cache_memory_bytes": "1KiB"}, "vLLM refuses the model or an option"),
         ):
             with pytest.raises(ConfigError, match=said):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import attrs
 
 from colocate._system.installed import pip_line
+from colocate._system.nearest import did_you_mean
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, ColocateError, ConfigError
 
@@ -238,6 +239,11 @@ class Context:
         return running_call.get() or self.last_call
 
     @property
+    def background(self) -> bool:
+        """Whether the role is a background role."""
+        return self.role in self._background
+
+    @property
     def call_seed(self) -> int:
         """A number derived from seed, group, role and call: the same on all ranks, another one in each call."""
         return derive_seed(self._seed_of_rows, str(self.calls_before + self._call.seq), None, -1)
@@ -246,7 +252,8 @@ class Context:
     def borrow(self, name: str, cls: type[R] | None = None, *, awake: Sequence[str] | None = None) -> Iterator[R]:
         """A block with the other role's instance in this worker, of whose memory not all has to be awake.
 
-        Unlike `sibling` it isn't remembered: where roles take turns, the other one may be asleep in later calls.
+        Unlike `sibling` it isn't remembered: where roles take turns, the other one may be asleep in later calls. And a
+        background role has one in its constructor, while nothing is called.
 
         Args:
             name: The role's name in the group.
@@ -261,7 +268,7 @@ class Context:
         """
         if isinstance(awake, str):
             raise ConfigError(f"ctx.borrow(awake={awake!r}) is a string; write awake=({awake!r},)")
-        found = self._sibling(name, cls)
+        found = self._sibling(name, cls, begins=self.role not in self._siblings)
         if self._reach is not None:
             self._reach(self, name) if awake is None else self._reach(self, name, tuple(awake))
         before, self._borrowed = self._borrowed, (*self._borrowed, name)
@@ -290,13 +297,14 @@ class Context:
             self._asked.add(name)
         return found
 
-    def _sibling(self, name: str, cls: type[R] | None) -> R:
+    def _sibling(self, name: str, cls: type[R] | None, begins: bool = False) -> R:
         if name not in self._siblings:
             raise ColocateError(
                 f"role {self.role!r} asked for its sibling {name!r}, but slot {self.slot} of group {self.group!r} has "
                 f"{sorted(self._siblings) or 'no other role'} (roles are constructed in the order of their declaration)"
+                f"{did_you_mean(name, self._siblings)}"
             )
-        if name != self.role and (apart := {name, self.role} & self._background.keys()):
+        if name != self.role and not begins and (apart := {name, self.role} & self._background.keys()):
             raise ColocateError(
                 f"role {self.role!r} asked for its sibling {name!r}, but {apart.pop()!r} is a background role of group "
                 f"{self.group!r}: the other one may be amid a call. Pass values, or bring weights by "

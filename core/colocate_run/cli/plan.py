@@ -213,6 +213,7 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
             siblings=siblings,
             slots=range(len(where)),
             groups=_PlannedGroups(),
+            background={key: None for key, each in group.roles.items() if each.background},
         )
         ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # there is none for the meta device
         made.append(RolePlan(role, where, ctx))
