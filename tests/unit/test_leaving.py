@@ -27,7 +27,18 @@ class Rollout:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("make", [lambda x: [{"x": (x,)}], Batch, lambda x: UserDict(x=x), lambda x: [Rollout(x)]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: [{"x": (x,)}],
+        Batch,
+        lambda x: UserDict(x=x),
+        lambda x: [Rollout(x)],
+        lambda x: Batch((1, 2), ((1, "a"), (x, 3))),
+        lambda x: Batch((1, 2), ((1, (2, (x,))),)),
+        lambda x: Batch(0, (1, Batch(x))),
+    ],
+)
 def test_a_write(make: Any, strict: bool) -> None:
     """It is noticed wherever in the value it is, and the bytes count; strictly one behind torch as well."""
     x = torch.ones(10)

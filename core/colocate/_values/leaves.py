@@ -394,6 +394,14 @@ def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from named_leaves(item, f"{path}[{key!r}]")
 
 
+def are_plain(items: Sequence[Any], depth: int = 2) -> bool:
+    """Whether these are numbers, texts and the like, also in tuples and in tuples of these: as a row's tokens are."""
+    kinds = set(map(type, items)) - PLAIN
+    return not kinds or (
+        depth > 0 and kinds == {tuple} and all(are_plain(each, depth - 1) for each in items if type(each) is tuple)
+    )
+
+
 def map_leaves(
     value: Any,
     leaf: Callable[[Any], Any],

@@ -25,7 +25,7 @@ from colocate._devices.copies import Copies, exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._system.jobs import error_text
-from colocate._values.leaves import PLAIN, is_collection, map_leaves
+from colocate._values.leaves import PLAIN, are_plain, is_collection, map_leaves
 from colocate.errors import DispatchError
 from colocate.gpus import KIND
 
@@ -345,7 +345,7 @@ class _Ordinary:
             return item.apply(self._leaf, filter_empty=False)
         if not is_record(kind) or isinstance(item, torch.nn.Module):
             return item
-        if PLAIN.issuperset(map(type, _inside(item))):
+        if are_plain(_inside(item)):
             return item
         is_inside, self._is_inside = self._is_inside, True
         try:
@@ -480,7 +480,8 @@ def _find(found: list[Any], looked_at: dict[int, Any], item: Any) -> Any:
         found.append(item)
     elif id(item) not in looked_at:
         looked_at[id(item)] = item  # it may lead to itself
-        for part in _inside(item):
+        inside = _inside(item)
+        for part in () if are_plain(inside) else inside:
             map_leaves(part, functools.partial(_find, found, looked_at), _may_have_memory)
     return item
 
