@@ -94,13 +94,19 @@ def test_seeds_and_ranks() -> None:
     assert [row.index for rows in found[1][0] for row in rows[:1]] == [*range(len(PROMPTS))]
 
 
+@pytest.fixture(scope="module", params=["ray", "dask"])
+def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
+    """An executor, and what to connect with."""
+    pytest.importorskip({"dask": "distributed"}.get(request.param, request.param))
+    with cluster(request.param) as options:
+        yield request.param, options
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("executor", ["ray", "dask"])
-def test_seeds_on_clusters(executor: str) -> None:
+def test_seeds_on_clusters(engine: tuple[str, dict[str, Any]]) -> None:
     """Rows are equal on each executor."""
-    pytest.importorskip({"dask": "distributed"}.get(executor, executor))
-    with cluster(executor) as options:
-        assert tokens(drawn(2, executor, **options)) == tokens(drawn(1))
+    executor, options = engine
+    assert tokens(drawn(2, executor, **options)) == tokens(drawn(1))
 
 
 def test_full_dialogues() -> None:
