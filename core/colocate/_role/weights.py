@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -113,6 +113,12 @@ def _fits(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
     floats = spec.dtype.is_floating_point and tensor.dtype.is_floating_point
     alike = spec.dtype == tensor.dtype or (floats and not shared)
     return alike and spec.shape == tuple(tensor.shape)
+
+
+def awake_for(cls: type, name: str) -> Sequence[str]:
+    """Return what of a role's memory its method needs in a sync: what it is declared with, else the weights."""
+    spec = getattr(getattr(cls, name, None), "spec", None)
+    return ("weights",) if spec is None or spec.awake is None else spec.awake
 
 
 def described(weights: Iterable[tuple[str, torch.Tensor]], source: str) -> dict[str, WeightSpec]:

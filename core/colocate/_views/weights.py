@@ -21,6 +21,7 @@ from colocate._protocol.weights import BUCKETS, SyncPlan
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
+from colocate._role.weights import awake_for
 from colocate._signals.at_work import at_work, refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.nearest import did_you_mean
@@ -91,9 +92,9 @@ def sync_weights(
     very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` do it for modules.
 
     A sync takes its place in the order of the group's calls. Memory that sleeps is woken as far as it is needed:
-    the weights of both roles. Until all ranks of the target have all weights, and after a failure amid that, calls
-    of the target are refused (`StaleWeightsError`); so they are when a source whose tensors it shares has written
-    into them, and after a restart or a `restore` of the group.
+    the weights of both roles, or what `@method(awake=...)` of these two methods says. Until all ranks of the target
+    have all weights, and after a failure amid that, calls of the target are refused (`StaleWeightsError`); so they are
+    when a source whose tensors it shares has written into them, and after a restart or a `restore` of the group.
 
     Args:
         source: The view of the role that has the weights.
@@ -111,7 +112,7 @@ def sync_weights(
     Raises:
         ConfigError: They don't fit; all that doesn't is told, and nothing was written.
         RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
-        SleepingError: Memory of one of them sleeps, and is only woken by `group.wake`.
+        SleepingError: Memory of one of them sleeps, and is only woken by `group.wake`; or weights aren't a module's.
     """
     limited = limit(timeout, "sync_weights(timeout)", positive=True)
     (worker_group, giver), (other, taker) = _viewed(source, "source"), _viewed(target, "target")
@@ -244,7 +245,10 @@ def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: floa
     info, spec = everyone(worker_group), SPECS[SYNC]
     planned = plan(spec.dispatch, {"plan": given}, info.ranks)
     draft = ready(worker_group, PendingCall(label, "", SYNC, info.slots), info, spec, planned, [], timeout)
-    draft.wakes = {role: ("weights",) for role in (given.source, given.target) if role is not None}
+    roles = {given.source: "named_weights", given.target: "load_weights"}
+    draft.wakes = {
+        role: awake_for(worker_group.roles[role].cls, name) for role, name in roles.items() if role is not None
+    }
     return draft
 
 

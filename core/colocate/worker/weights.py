@@ -25,16 +25,17 @@ from colocate._protocol.uses import Peers, Source, Taking
 from colocate._protocol.weights import BUCKETS, Synced, SyncPlan
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method import RoleMethod
-from colocate._role.weights import Received, Weights, WeightSpec, described
+from colocate._role.weights import Received, Weights, WeightSpec, awake_for, described
 from colocate._system.jobs import error_text
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
 from colocate._values.codec import Codec
 from colocate._values.leaving import Watch
-from colocate.errors import ColocateError, ConfigError, RoleError
+from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError
 from colocate.wire import Area
 from colocate.worker.memory.context import Worker, beside
 from colocate.worker.memory.holdings import Objects, WeakStorage, held_by
+from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.turns import Residency
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
@@ -42,7 +43,6 @@ from colocate.worker.serving.role_instance import RoleInstance
 if TYPE_CHECKING:
     import torch
 
-_TAGS = ("weights",)
 _IN_CACHE = 16 << 20
 """What goes by the host's memory goes in so large parts, or weight by weight: what one process writes the other reads
 from the processor's cache."""
@@ -57,6 +57,7 @@ class _Worker(Worker, Protocol):
     codec: Codec
     peers: Peers
     residency: Residency
+    sleeper: Sleeper
 
     def why_not(self) -> str | None:
         """Why the call that asks mustn't wait for another worker."""
@@ -95,6 +96,7 @@ class WeightSyncs:
         Raises:
             ConfigError: The weights don't fit, or a role doesn't do what a source or a target does.
             RoleError: The target has kept what it was to copy, or hasn't taken all; a weight isn't finite.
+            SleepingError: Weights that no module has sleep.
             BaseException: A role's code has raised.
         """
         roles, residency = self._worker_context.roles, self._worker_context.residency
@@ -102,8 +104,11 @@ class WeightSyncs:
         start, slot = time.time(), self._worker_context.boot.slot
         self._told = None
         self._over.clear()  # of one that has failed
-        for role in filter(None, (source, target)):
-            residency.have_awake(str(role.name), _TAGS)
+        for role, method, whose in ((source, "named_weights", plan.giver), (target, "load_weights", plan.taker)):
+            if role is not None:
+                residency.have_awake(str(role.name), awake_for(type(role.instance), method))
+                if self._worker_context.sleeper.has_plain_weights(role):
+                    raise _asleep(whose, method)
         if source is not None and source.received is not None and not source.received.whole:
             source.received.check(str(source.name), f"the sync of {plan.giver} to {plan.taker}")
         if source is not None and slot not in plan.takes:
@@ -180,6 +185,7 @@ class WeightSyncs:
         import torch
 
         dtype, left, came = _dtype(plan), iter(specs.items()), set[str]()
+        away = self._worker_context.sleeper.asleep.away
         for name, tensor in _each(source, weights):
             wanted, spec = next(left, ("nothing", None))
             if not isinstance(tensor, torch.Tensor):
@@ -195,6 +201,9 @@ class WeightSyncs:
                 )
             if (called := plan.names.get(name, name)) is None:
                 continue
+            if away and tensor.untyped_storage()._cdata in away:
+                self._told = _asleep(plan.giver, "named_weights")
+                raise self._told
             if plan.finite and not bool(torch.isfinite(tensor).all()):
                 raise self._ours(f"weight {name} of {plan.giver} isn't finite: it has inf or nan")
             found = tensor.detach()
@@ -480,6 +489,13 @@ def _in_its_place(role: RoleInstance, code: Callable[..., Any], *args: Any) -> A
     finally:
         setting.have(before)
         reset_current(token)
+
+
+def _asleep(whose: str, method: str) -> SleepingError:
+    return SleepingError(
+        f"a sync wakes the weights that modules of {whose} have, and others of its weights sleep: declare {method} "
+        'with @method(awake=("weights", "cache")), or call group.wake before'
+    )
 
 
 _END = object()

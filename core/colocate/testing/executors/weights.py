@@ -18,13 +18,14 @@ from colocate.errors import (
     GroupRestarted,
     PipelineError,
     RoleError,
+    SleepingError,
     StaleWeightsError,
     WorkerDied,
 )
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
-from colocate.testing.probes.weights import Asker, Failure, Giver, Sharer, Swapper, Taker
+from colocate.testing.probes.weights import Asker, Declared, Failure, Giver, Plain, Sharer, Swapper, Taker
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -268,6 +269,37 @@ class WeightSyncs(ExecutorCase):
         asleep = [role.asleep for slot in both.memory().slots for role in slot.roles]
         assert asleep == [1 << 20] * 4
         assert _sums(taker) == _sums(giver)
+
+    @pytest.mark.parametrize("role", ["giver", "taker"])
+    @pytest.mark.parametrize("elsewhere", [False, True])
+    def test_a_sync_of_weights_that_no_module_has(self, spawn: Spawn, role: str, elsewhere: bool) -> None:
+        """What has to be awake for it is declared, or woken before: who hasn't is told, and nothing is read."""
+        pytest.importorskip("torch")
+
+        def both(kind: Any, has_module: bool = False) -> tuple[ColocatedGroup, Any, Any]:
+            giver, taker = colocate.role(kind, 1.0, has_module), colocate.role(kind)
+            if not elsewhere:
+                group = spawn({"giver": giver, "taker": taker}, slots=1)
+                return group, group.role("giver"), group.role("taker")
+            groups = {"giver": spawn({"giver": giver}, slots=1), "taker": spawn({"taker": taker}, slots=1)}
+            return groups[role], groups["giver"].role("giver"), groups["taker"].role("taker")
+
+        group, giver, taker = both(Plain)
+        group.sleep(role)
+        with pytest.raises(SleepingError, match=r"others of its weights sleep: declare .*_weights with"):
+            colocate.sync_weights(giver, taker)
+        group.wake(role)
+        assert colocate.sync_weights(giver, taker).version == 1
+        assert taker.look() == [[1.0, 1.0]]
+        if role == "giver":
+            group, giver, taker = both(Plain, has_module=True)
+            group.sleep(role)
+            with pytest.raises(SleepingError, match="declare named_weights with"):
+                colocate.sync_weights(giver, taker)
+        group, giver, taker = both(Declared)
+        group.sleep(role)
+        assert colocate.sync_weights(giver, taker).version == 1
+        assert taker.look() == [[1.0, 1.0]]
 
     @needs(OwnProcess)
     def test_weights_after_a_restart_and_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:

@@ -231,6 +231,42 @@ class Sharer(_HasNet):
             raise Failure("behind the weights")
 
 
+class _HasPlain(Role):
+    def __init__(self, value: float = 0.0, has_module: bool = False) -> None:
+        self.own = {name: torch.full((1 << 18,), value, device=self.ctx.device) for name in ("one", "other")}
+        self.net = torch.nn.Linear(8, 8) if has_module else None
+
+    @method
+    def look(self) -> list[float]:
+        return [float(tensor.mean()) for tensor in self.own.values()]
+
+    def _load(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            self.own[name].copy_(tensor)
+
+
+class Plain(_HasPlain):
+    """Gives weights of its own that no module has, or gets some."""
+
+    def named_weights(self) -> Any:
+        return iter(self.own.items())
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        self._load(weights)
+
+
+class Declared(_HasPlain):
+    """Says what of its memory that needs."""
+
+    @method(awake=("cache",))
+    def named_weights(self) -> Any:
+        return iter(self.own.items())
+
+    @method(awake=("cache",))
+    def load_weights(self, weights: Weights, version: int) -> None:
+        self._load(weights)
+
+
 class Asker(Role):
     """Has a look at another role's weights by itself."""
 
