@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for all metrics, as JSON")
     options = parser.parse_args()
     if importlib.util.find_spec("verl") is None:
-        parser.error("verl isn't installed: pip install 'colocate[verl]'")
+        parser.error("verl isn't installed: pip install '.[verl]' in a checkout of colocate")
     if options.steps < 2:
         parser.error("--steps: the first step warms up, so give at least 2")
     if options.trainer == "v1" and options.executor not in ("ray", "verl"):

@@ -17,6 +17,7 @@ from tests.forked import Forks
 from colocate import load_config
 
 NOT_RUN: dict[tuple[str, str], int] = {
+    ("README.md", "vLLM is not installed with the tests; `make engines` checks it"): 1,
     ("README.md", "installs; tests/docs/test_first_hour.py does, in a fresh environment"): 2,
     ("README.md", "trains for about a minute; tests/docs/test_first_hour.py does"): 1,
     ("README.md", "trains for about a minute; the test test_the_commands_of_the_demo checks it"): 2,

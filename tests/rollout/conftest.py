@@ -3,8 +3,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.register_assert_rewrite("colocate_rollout.testing")
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:

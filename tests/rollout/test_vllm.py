@@ -277,3 +277,12 @@ def test_on_each_executor(executor: str, rows_elsewhere: dict[str, Any]) -> None
 def rows_elsewhere() -> dict[str, Any]:
     """What executors have drawn so far."""
     return {}
+
+
+def test_the_first_config_of_the_readme(tmp_path: Path) -> None:
+    """It is sound, but for its executor, which is not installed here."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").partition("```yaml\n")[2]
+    config = text.partition("```")[0].replace("executor: ray", "executor: {use: local, with: {processes: true}}", 1)
+    (tmp_path / "config.yaml").write_text(config)
+    found = colocate.load_config(tmp_path / "config.yaml")
+    assert [*found.groups["policy"].roles] == ["actor", "rollout", "reward"]

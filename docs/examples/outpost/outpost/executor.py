@@ -57,10 +57,8 @@ class Outposts(Executor, OwnProcess, SharedSlots):
         posts: list[Post] = []
         try:
             posts += [self.start_post(place, request) for place in reservation.places]
-            places = [
-                attrs.evolve(place, handle=post.connected())
-                for place, post in zip(reservation.places, posts, strict=True)
-            ]
+            kept = zip(reservation.places, [post.connected() for post in posts], strict=True)
+            places = [attrs.evolve(place, handle=slot) for place, slot in kept]
         except BaseException:
             for post in posts:
                 post.end()
