@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,12 @@ class ChildConnection(Connection):
     def __init__(self, handle: int, child: Child) -> None:
         super().__init__(handle)
         self._child = child
+        self._closing = threading.Lock()
+
+    def close(self) -> None:
+        """Close it, once: the role and whoever ends its worker may do so at the same time."""
+        with self._closing:
+            super().close()
 
 
 def _telling(name: str) -> Any:
