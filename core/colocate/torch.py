@@ -134,27 +134,26 @@ class NamedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         together: list[tuple[str, DTensor]] = []
+        room = _TOGETHER
         for name, each in self._tensors.items():
             tensor = (each.whole() if isinstance(each, _Merged) else each).detach()
-            if together and not _goes_with(tensor, together):
+            if together and not _goes_with(tensor, together[0][1], room):
                 yield from _gathered(together)
-                together = []
-            if _goes_with(tensor, together):
+                together, room = [], _TOGETHER
+            if _goes_with(tensor, together[0][1] if together else tensor, room):
                 together.append((name, cast("DTensor", tensor)))
+                room -= tensor.nbytes
             else:
                 yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield from _gathered(together)
 
 
-def _goes_with(tensor: torch.Tensor, others: list[tuple[str, DTensor]]) -> bool:
-    """Whether a weight is a small one, by rows of one mesh as the others are, that there is room for beside them."""
-    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),) or tensor.nbytes > _SMALL:
+def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
+    """Whether a weight is a small one, by rows of one mesh of several ranks as the other is, that there is room for."""
+    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),) or tensor.nbytes > min(_SMALL, room):
         return False
-    if not others:
-        return True
-    first = others[0][1]
-    room = _TOGETHER - sum(each.nbytes for _, each in others)
-    return tensor.device_mesh == first.device_mesh and tensor.dtype == first.dtype and tensor.nbytes <= room
+    mesh = cast("DTensor", other).device_mesh
+    return tensor.device_mesh == mesh and mesh.size() > 1 and tensor.dtype == other.dtype
 
 
 def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -170,7 +169,9 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
         parts.append(part)
     mine = torch.cat([part.flatten() for part in parts])
     whole = mine.new_empty(ranks * len(mine))
-    torch.distributed.all_gather_into_tensor(whole, mine, group=mesh.get_group())
+    dist: Any = torch.distributed
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # of torch before 2.13
+    gather(whole.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())  # some have fewer kinds of numbers
     columns = torch.split(whole.view(ranks, -1), [part.numel() for part in parts], 1)
     for (name, each), part, column in zip(shards, parts, columns, strict=True):
         yield name, column.reshape(ranks * len(part), *each.shape[1:])[: each.shape[0]]

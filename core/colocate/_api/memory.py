@@ -127,7 +127,7 @@ class GroupMemory:
         slots: One for each worker.
         weights: By role that has got weights from another one (`sync_weights`) their version, and when they came, in
             seconds of time.time().
-        stale: By role why its weights can't be used before the next sync.
+        stale: By role why its weights aren't in sync, as far as the driver knows.
     """
 
     group: str
@@ -202,9 +202,9 @@ class GroupMemory:
 
 
 def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
-    """Return which weights a role has got from another one, how old they are, and why they can't be used if so."""
+    """Return which weights a role has got from another one, how old they are, and why they aren't in sync if so."""
     found = "no weights yet" if came is None else f"weights version {came[0]}, {time.time() - came[1]:.0f} s old"
-    return found if stale is None else f"{found}, stale: {stale}"
+    return found if stale is None else f"{found}, not in sync: {stale}"
 
 
 def memory(worker_group: WorkerGroup, deadline: Deadline) -> GroupMemory:

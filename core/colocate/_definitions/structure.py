@@ -34,6 +34,8 @@ class Structure:
                 return opened
             if isinstance(found, Mapping):
                 return dict(found)
+            if isinstance(found, list | tuple):
+                return [*found]
         except Exception as error:
             raise DispatchError(f"{name}: the leaves given to register_batch failed: {error_text(error)}") from error
         raise DispatchError(

@@ -30,7 +30,7 @@ from colocate._values.collect import Gather
 from colocate._values.dispatch import plan
 from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, send_now, submit
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ColocateError, ConfigError
+from colocate.errors import CallCancelled, ColocateError, ConfigError, SleepingError
 from colocate.worker.serving.functions import SPECS, SYNC
 
 if TYPE_CHECKING:
@@ -296,6 +296,6 @@ def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: st
         worker_group.described.add(source)
         other.synced[target] = found.version, time.time()
         other.stale.pop(target, None)
-    elif not isinstance(error, ConfigError):
+    elif not isinstance(error, ConfigError | CallCancelled | SleepingError):
         other.stale[target] = "a sync has failed since"
     other.home.changed()

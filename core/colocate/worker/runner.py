@@ -403,6 +403,7 @@ class Runner:
         worker_context = self._worker_context
         error = worker_context.children.blamed(error, role)
         worker_context.accounts.changed(role)
+        worker_context.accounts.tell()  # what the call has let go of, or has now besides
         if failure.is_out_of_memory(error):
             with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look
                 failure.note(error, worker_context.accounts.told())

@@ -196,8 +196,10 @@ class Sharing(ExecutorCase):
             r"after model\.make, 4\.5 MiB of .* are in use, and the pool's slots may have 4 MiB .*Who has it: model "
             r"2\.5 MiB \(.*\); of group 'other': model 2 MiB \(parameters 1 MiB, buffers 4 KiB, residents 1 MiB\)\. "
         )
+        refused = held(one).make.keep(_MIB_FLOATS)
         with pytest.raises(MemoryBudgetError, match=too_much):
-            held(one).make.keep(_MIB_FLOATS).wait()
+            refused.wait()
+        held(other).make(1)  # to others, too, what was refused isn't there
         kept.free()
         held(other).make(1)  # with which the workers are told
         second = held(one).make.keep(_MIB_FLOATS)

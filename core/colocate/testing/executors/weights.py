@@ -198,13 +198,13 @@ class WeightSyncs(ExecutorCase):
         for _ in range(2):
             with pytest.raises(StaleWeightsError, match=r"a sync of giver to it has failed when \d of 4 had come"):
                 taker.generate()
-        wait_until(lambda: ", stale: a sync has failed since" in str(both.memory()), "the table says it")
-        assert re.search(r"role taker rank 0/2 .*weights version 1, \d+ s old, stale: a sync", shown(both))
+        wait_until(lambda: ", not in sync: a sync has failed since" in str(both.memory()), "the table says it")
+        assert re.search(r"role taker rank 0/2 .*weights version 1, \d+ s old, not in sync: a sync", shown(both))
         assert giver.look()[0][1] == 0
         both.role(role).fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 2
         assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
-        wait_until(lambda: "stale" not in shown(both), "it isn't")
+        wait_until(lambda: "not in sync" not in shown(both), "it isn't")
 
     @pytest.mark.parametrize(
         ("role", "fault", "text"),
@@ -310,13 +310,13 @@ class WeightSyncs(ExecutorCase):
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         with pytest.raises(StaleWeightsError, match="from sync"):
             taker.generate()
-        assert "no weights yet, stale: it was declared" in shown(group)
+        assert "no weights yet, not in sync: it was declared" in shown(group)
         assert colocate.sync_weights(giver, taker).version == 1
         group.checkpoint(tmp_path / "saved")
         group.restore(tmp_path / "saved")
         with pytest.raises(StaleWeightsError, match="was restored since from a checkpoint"):
             taker.generate()
-        assert "stale: the group was restored from a checkpoint since" in shown(group)
+        assert "not in sync: the group was restored from a checkpoint since" in shown(group)
         assert colocate.sync_weights(giver, taker).version == 2
         with pytest.raises(GroupRestarted):
             giver.restart(1)
@@ -354,6 +354,8 @@ class WeightSyncs(ExecutorCase):
             taker.generate()
         giver.fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 2
+        alone = spawn({"giver": colocate.role(Giver, sharded=True), "sharer": colocate.role(Sharer)}, slots=1)
+        assert colocate.sync_weights(alone.role("giver"), alone.role("sharer")).by == ("shared",)
         for width in (7, 1):  # the last rank has fewer rows, or none
             odd = spawn({"giver": colocate.role(Giver, width, sharded=True)}).role("giver", Giver)
             names = ["0.weight", "0.bias", "0.scale", "1.weight"]
