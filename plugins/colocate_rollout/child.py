@@ -7,6 +7,7 @@ question between any two steps, at which the child does what else it is told, un
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pickle
 import traceback
 from collections import deque
@@ -174,25 +175,33 @@ class ChildEngine:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         self._ask("managed")  # what hangs already is found out before it is sent more than fits
         self._line.send(("rows", ([*prompts], sampling)))
-        runs, asks = True, False
+        runs, asks, child = True, False, self._child
         try:
             while runs:
                 kind, value, managed = self._next()
                 if asks := kind == "asks":
-                    self._line.send(("goes on", stop()))
+                    stops = stop()  # it may rest in there, paused, and the engine be made anew
+                    self._same(child)
+                    self._line.send(("goes on", stops))
                 elif kind == "row":
                     yield value
+                    self._same(child)
                 else:
                     runs = False
                     if kind == "failed":
                         raise _error(*value)
                     self._has_managed(managed, self._child)
         finally:
-            while runs and self._child.alive:
+            while runs and child is self._child and child.alive:
                 if asks:
                     self._line.send(("goes on", True))
                 kind, _, _ = self._next()
                 runs, asks = kind in ("asks", "row"), kind == "asks"
+
+    def _same(self, child: Child) -> None:
+        """Raise unless the child of a generation is still there."""
+        if child is not self._child:
+            raise ChildDied("the engine's process has ended amid these rows, and another one has begun since")
 
     def update(self, weights: Weights, version: int) -> None:
         """See `Engine`: weights go through shared memory, or by CUDA IPC."""
@@ -200,6 +209,7 @@ class ChildEngine:
             self._begin()
             if self._has_got:
                 self._missing = "its process has ended, with those that it had"
+        self._ask("managed")  # what hangs already is found out before it is sent more than fits
         self._line.send(("update", (weights.source, dict(weights.specs), version)))
         kind, value = self._answer()
         if kind == "wants":
@@ -295,8 +305,11 @@ class _Serving:
 
     def make(self, engine: str | type[Any], options: Mapping[str, Any], place: Mapping[str, Any]) -> None:
         """Make the engine, which is alone in this process."""
-        ctx = attrs.evolve(Role().ctx, **place)
-        self._engine = engine_class(engine, options)(ctx, **options)
+        ctx, cls = attrs.evolve(Role().ctx, **place), engine_class(engine, options)
+        model = options.get("model")
+        if isinstance(model, Mapping) and "dtype" in model and "dtype" in inspect.signature(cls).parameters:
+            options = {"dtype": model["dtype"], **options}
+        self._engine = cls(ctx, **options)
 
     def _say(self, kind: str, value: Any = None, managed: Mapping[str, int] | None = None) -> None:
         self._connection.send((kind, value, managed))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import colocate
-from colocate import ConfigError, Context, Role, Weights, hookimpl
+from colocate import ConfigError, Context, Weights, hookimpl
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
 from colocate_rollout.models import (
     check_prompts,
@@ -103,9 +103,11 @@ class TransformersEngine:
         Raises:
             ConfigError: It is sharded over ranks that this role hasn't.
         """
-        with self._ctx.borrow(name, Role, awake=()) as role:
-            theirs = role.ctx.world_size
-        if theirs != self._ctx.world_size and _is_sharded(module):
+        if not _is_sharded(module):
+            return
+        with self._ctx.borrow(name, object, awake=()) as role:  # which may be of any class
+            theirs = getattr(getattr(role, "ctx", self._ctx), "world_size", self._ctx.world_size)
+        if theirs != self._ctx.world_size:
             raise ConfigError(
                 f"engine 'transformers': role {name!r} shards its model over its {theirs} slots, which compute it "
                 f"together, and role {self._ctx.role!r} is on {self._ctx.world_size} of them: give it the same slots"

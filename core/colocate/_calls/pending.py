@@ -192,7 +192,7 @@ class PendingCall(Underway):
                 # Perhaps nobody has it any more but an exception and its own frames, and who is told of what was read.
                 settle(_SETTLES_WITHIN_S)
                 gc.collect()
-                if stream not in half_read:
+                if stream not in half_read or stream.done():
                     continue
                 who = "task" if awaits else "thread"
                 what = self.label if call is self else f"{self.label} waits for {call.label}, which"

@@ -306,7 +306,7 @@ def _task() -> weakref.ref[Any] | None:
     asyncio = sys.modules.get("asyncio")
     try:
         task = None if asyncio is None else asyncio.current_task()
-    except RuntimeError:  # no loop runs here
+    except (RuntimeError, AttributeError):  # no loop runs here; or another thread just imports it
         return None
     return None if task is None else weakref.ref(task)
 

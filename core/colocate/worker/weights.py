@@ -78,6 +78,7 @@ class WeightSyncs:
         self._told: ColocateError | None = None  # what is wrong with a source
         self._areas = [Area() for _ in range(_AREAS)]  # of what is offered: new memory costs more than a copy
         self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # what was taken and isn't told to be over
+        self._buffered: list[WeakStorage] = []  # what was taken, and was there when it was told to be over
 
     def run(self, plan: SyncPlan) -> Synced | None:
         """Do this worker's part of a sync (`_run`). Who waits afterwards for what it was to offer is told."""
@@ -298,10 +299,15 @@ class WeightSyncs:
         they lie in is mapped once, and until the end.
         """
         keys, over, taking = _keys(plan), self._over, Taking(deque(maxlen=_AREAS))
+        self._buffered.clear()
         over.append((next(keys), []))
         for key in keys:
             first = over.popleft() if len(over) > 1 else None
-            taking.over = None if first is None else (first[0], _is_kept(first[1]))
+            taking.over = None
+            if first is not None:
+                taking.over = first[0], _is_kept(first[1])
+                if taking.over[1]:
+                    self._buffered += first[1]  # perhaps until the target has all of them
             bucket: dict[str, torch.Tensor] | None = self._take(plan, key, taking)
             over.append((key, [WeakStorage(each.untyped_storage()) for each in (bucket or {}).values()]))
             if bucket is None:
@@ -310,7 +316,16 @@ class WeightSyncs:
             del bucket
 
     def _tell_over(self, plan: SyncPlan) -> None:
-        """Tell that the last buckets are over, now that the target has nothing of them that it doesn't keep."""
+        """Tell that the last buckets are over, now that the target has nothing of them.
+
+        Raises:
+            RoleError: It has: others may have the same memory.
+        """
+        taken = [*self._buffered, *(each for _, storages in self._over for each in storages)]
+        if self._worker_context.codec.name != "reference" and _is_kept(taken):  # else `_load` has looked
+            gc.collect()  # some may be part of a circle
+            if _is_kept(taken):
+                raise self._keeps(plan)
         while self._over:
             assert plan.offers is not None
             key, storages = self._over.popleft()
@@ -365,12 +380,16 @@ class WeightSyncs:
                 keeps = False
             new = self._storages(target) - before if looks else set()
             if keeps or any(not each.expired() and each.storage()._cdata in new for each in handed):
-                raise RoleError(
-                    f"load_weights of {plan.taker} keeps tensors of {plan.giver} that it was given: copy what is "
-                    "needed (param.copy_), or declare it with @method(shares=True)"
-                )
+                raise self._keeps(plan)
             self._copies.add(names)
         return shared
+
+    @staticmethod
+    def _keeps(plan: SyncPlan) -> RoleError:
+        return RoleError(
+            f"load_weights of {plan.taker} keeps tensors of {plan.giver} that it was given: copy what is needed "
+            "(param.copy_), or declare it with @method(shares=True) where both are in one worker"
+        )
 
     def _storages(self, role: RoleInstance) -> set[int]:
         found, _ = held_by(role.instance, (), beside(self._worker_context, role.name), Objects)

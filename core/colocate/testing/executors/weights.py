@@ -338,6 +338,17 @@ class WeightSyncs(ExecutorCase):
         assert (done.version, done.by) == (1, ("shared", "peers"))
         assert taker.look() == [(_sums(giver)[0], 1), (own, 1)]
 
+    def test_a_target_that_keeps_what_travelled(self, spawn: Spawn) -> None:
+        """It is refused from another slot, too: what it was given may be others' as well."""
+        pytest.importorskip("torch")
+        giver = spawn({"giver": colocate.role(Giver)}, slots=1).role("giver", Giver)
+        taker = spawn({"taker": colocate.role(Taker, seed=1)}, slots=1).role("taker", Taker)
+        taker.fail(0, "keeps")
+        with pytest.raises(RoleError, match=r"load_weights of .*taker keeps tensors of .*giver that it was given"):
+            colocate.sync_weights(giver, taker, bucket="300B")
+        taker.fail(0, None)
+        assert colocate.sync_weights(giver, taker).version == 1
+
     @needs(OwnProcess)
     def test_sharded_weights(self, spawn: Spawn) -> None:
         """Weights of FSDP2 come whole."""

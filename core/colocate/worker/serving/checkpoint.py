@@ -80,11 +80,12 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
         _call(role, "restore", folder)
         own = _own_file(role, folder, "weights")
         version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("", "", "")
+        restored = role.received is not None or role.hook("restore") is not None  # or it has what its constructor made
         if role.received is None and version:
             role.received = Received(int(version))
         if role.received is not None:  # what it has may be of another age than what its source has
             why = "it was restored since from a checkpoint"
-            role.received.fail(f"{why}, where it was stale: {torn}" if torn else why, whole=not torn)
+            role.received.fail(f"{why}, where it was stale: {torn}" if torn else why, whole=not torn and restored)
             role.ctx.weights_version = role.received.version
         if (own := _own_file(role, folder, "calls")).exists():
             role.ctx.calls_before = int(own.read_text(encoding="utf-8"))
