@@ -261,6 +261,7 @@ class Detaching(DetachedCase):
         train, roll = group.role("train", Beside), group.role("roll", Beside)
         assert train.read() == [[]] * 2
         assert roll.read() == [["first"]] * 2  # each has been woken by now, which has its place in both orders
+        wait_until(lambda: not group._node.sleepers, "the driver knows")  # or another wake waits for `roll` below
         with Gate() as gate:
             running = roll.do.submit("second", gate.address)
             gate.wait_for(2)
