@@ -319,8 +319,7 @@ def hint_for(error: BaseException) -> str | None:
         return None
     from torch.distributed import distributed_c10d as c10d
 
-    default = c10d.GroupMember.WORLD
-    if default is not None and not str(default.group_name).endswith("/default"):  # which isn't one of colocate's
+    if not _colocate_has_made_it(c10d):
         return (
             "A role of this worker has made torch's default process group by init_process_group() already: leave that "
             "out in all of them, and say .on(default_group=True) of these roles, for which colocate makes one over the "
