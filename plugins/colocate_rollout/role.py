@@ -34,8 +34,6 @@ def _wrong(
     options: Mapping[str, Any], own: RoleSpec[Any], before: Mapping[str, RoleSpec[Any]]
 ) -> Iterator[tuple[str | Sequence[str | int], str]]:
     """Yield what is wrong with options in a config, as far as it is known without a worker."""
-    if "engine" not in options:  # a subclass has options of its own
-        return
     engine, child = options["engine"], options["child"]
     others = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
     if not isinstance(child, ChildOptions) or child.python is None:  # in another environment others are installed

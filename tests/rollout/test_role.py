@@ -286,6 +286,29 @@ def test_wrong_engines_in_a_config() -> None:
     ]
 
 
+class Named(EngineRole):
+    """An engine's role with a constructor of its own."""
+
+    def __init__(self, label: str, **options: Any) -> None:
+        super().__init__("transformers", **options)
+
+
+class Plain(EngineRole):
+    """One with the constructor that it inherits."""
+
+
+def test_subclasses_in_a_config() -> None:
+    """Options are checked against the engine's as far as the constructor that takes them is the one they are of."""
+    trainer = {"use": "colocate_rollout.testing:Trainer", "with": {"model": LLAMA}}
+    named = {"use": f"{__name__}:Named", "with": {"label": "a", "role": "trainer", "max_rows": 3}}
+    roles = {"trainer": trainer, "rollout": named}
+    colocate.load_config({"pools": {"main": {"slots": 1}}, "groups": {"all": {"pool": "main", "roles": roles}}})
+    assert told({"use": f"{__name__}:Plain", "with": {"engine": "transformers", "role": "trainer", "label": "a"}}) == [
+        "label: engine 'transformers' has no parameter 'label'; it takes model, role, dtype, max_rows, max_length, "
+        "max_batch_tokens"
+    ]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_vllm_that_is_not_installed() -> None:
     """It is told before a worker starts, with what installs it, but not of a child's environment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,10 +59,11 @@ def needed_by(cls: type) -> frozenset[str]:
 
 
 def checks(function: Callable[..., Said]) -> Callable[[F], F]:
-    """Declare what a signature doesn't say of options: a decorator of role classes (and subclasses), and of jobs.
+    """Declare what a signature doesn't say of options: a decorator of role classes, and of jobs.
 
     `colocate check`, and whatever else reads a config, calls the function when the options fit the signature, and
     tells what it yields with the option's line. `pool.spawn` doesn't: a constructor refuses what it can't take.
+    Subclasses inherit the check together with the constructor: those that have another one have other options.
 
     Args:
         function: Yields `(option, what is wrong with it)`; for an option's name may stand the keys to a value inside.
@@ -80,7 +82,10 @@ def checks(function: Callable[..., Said]) -> Callable[[F], F]:
 def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
     """Return the function that says what is wrong with the options of a role class or a job, if there is one."""
     found: Callable[..., Said] | None = getattr(target, _CHECK, None)
-    return found
+    if found is None or not isinstance(target, type):
+        return found
+    declared = next(each for each in target.__mro__ if _CHECK in vars(each))
+    return found if inspect.getattr_static(target, "__init__") is inspect.getattr_static(declared, "__init__") else None
 
 
 def lacks_processes(
