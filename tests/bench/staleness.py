@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from unittest import mock
 from tests.bench.rows import Row
 
 import colocate
-from colocate import Concat, Scatter, method
 from colocate_ppo.model import small_llama
 from colocate_ppo.task import Problems, Task
 from colocate_ppo.tokenizer import character_tokenizer
@@ -41,12 +40,10 @@ class Tools(EngineRole):
         super().__init__("transformers", **options)
         self.turn_s = turn_s
 
-    @method(dispatch=Scatter("prompts"), collect=Concat(), awake=("weights", "cache"))
-    def generate(self, prompts: Sequence[Sequence[int]], samples: int = 1, sampling: Any = None) -> Any:
-        """Answer after some turns."""
+    def _rows(self, *asked: Any) -> Iterator[Any]:
         for _ in range(_TURNS):
             time.sleep(self.turn_s)
-        return super().generate(prompts, samples, sampling)
+        yield from super()._rows(*asked)
 
 
 def rows() -> Iterator[Row]:
