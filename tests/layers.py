@@ -105,8 +105,8 @@ AROUND = {
         "pools",
         "groups",
         "door",
-        "cpu demo_rollout plugin",
-        "demo",
+        "demo.cpu demo.rollout plugin",
+        "demo.__main__",
     ],
     "plugins/colocate_observers": ["mlflow opentelemetry prometheus tensorboard wandb"],
 }

@@ -2,8 +2,8 @@
 
 `driver` is the driver's half: slots, workers, calls. `pools`, `groups` and `results` are its face: the classes and
 objects of `verl.single_controller.ray`. `roles` is what is in the workers, `door` puts all that into verl, and
-`private` has each name of verl's and of Ray's that isn't public. `cpu` is a shim for machines without an accelerator;
-`demo` and `demo_rollout` train a tiny model with it.
+`private` has each name of verl's and of Ray's that isn't public. `demo` is no part of that: it trains a tiny model by
+verl's trainers, on the CPU by a shim of its own.
 """
 
 from typing import Any

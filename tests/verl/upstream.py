@@ -14,7 +14,7 @@ LIST = Path(__file__).with_name("upstream.txt")
 WITHIN_S = 600
 ENVIRONMENT = {
     # verl itself runs on accelerators only: the shim makes the CPU one.
-    "VERL_USE_EXTERNAL_MODULES": "colocate_verl.cpu",
+    "VERL_USE_EXTERNAL_MODULES": "colocate_verl.demo.cpu",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",
     # These tests begin a Ray of as many CPUs as the machine has, and put more workers than these on it.

@@ -3,7 +3,7 @@
 python -m colocate_verl.demo --trainer v1|v0|sft --executor ray|dask|local|verl --steps 3
 
 Model, tokenizer and data are made at run time. Trainers, engines (FSDP2), losses and data sets are verl's. What isn't,
-since verl's own are vLLM and Ray actors: how answers are sampled, and what rewards them (`demo_rollout`).
+since verl's own are vLLM and Ray actors: how answers are sampled, and what rewards them (`rollout`).
 """
 
 # verl isn't there when types are checked.
@@ -27,24 +27,12 @@ import attrs
 import psutil
 
 import colocate_verl
-
-ENVIRONMENT = {
-    "VERL_USE_EXTERNAL_MODULES": "colocate_verl.cpu",
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl has its engines
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}
-"""What the driver and all workers have before they import verl."""
+from colocate_verl.demo import ENVIRONMENT, NAMES
 
 RANKS = 2
 PROMPTS = 8
 TIMES = 2
 """Answers to each prompt."""
-NAMES = {
-    "ppo": ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"),
-    "sft": ("train/loss", "train/grad_norm"),
-}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )
@@ -133,13 +121,13 @@ def settings(trainer: str, folder: Path, steps: int) -> Any:
             "trainer.use_v1": trainer == "v1",
             "trainer.val_before_train": False,
             "algorithm.adv_estimator": "gae",
-            f"{actor}.model.external_lib": "colocate_verl.demo_rollout",
+            f"{actor}.model.external_lib": "colocate_verl.demo.rollout",
             f"{actor}.rollout.name": "demo",
             f"{actor}.rollout.n": TIMES,
             f"{actor}.rollout.tensor_model_parallel_size": 1,
             f"{actor}.rollout.calculate_log_probs": False,
             f"{actor}.rollout.log_prob_micro_batch_size_per_gpu": 4,
-            f"+{actor}.rollout.agent.agent_loop_manager_class": "colocate_verl.demo_rollout.Answers",
+            f"+{actor}.rollout.agent.agent_loop_manager_class": "colocate_verl.demo.rollout.Answers",
             f"{actor}.ref.log_prob_micro_batch_size_per_gpu": 4,
             f"{actor}.actor.use_kl_loss": True,
             f"{actor}.actor.optim.lr": 1e-3,
@@ -167,10 +155,10 @@ def of_v0(config: Any) -> Any:
     from verl.utils import hf_tokenizer
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-    from . import demo_rollout
+    from colocate_verl.demo import rollout
 
-    v0.LLMServerManager = demo_rollout.Servers
-    verl.experimental.reward_loop.RewardLoopManager = demo_rollout.Rewards
+    v0.LLMServerManager = rollout.Servers
+    verl.experimental.reward_loop.RewardLoopManager = rollout.Rewards
     workers = {v0.Role.ActorRolloutRef: ActorRolloutRefWorker, v0.Role.Critic: TrainingWorker}
     return v0.RayPPOTrainer(
         config=config,
@@ -185,17 +173,17 @@ def of_v1(config: Any) -> Any:
     """Make `PPOTrainerSync`, as `TaskRunnerV1` does; the TransferQueue is there already."""
     import verl.trainer.ppo.v1.trainer_base as v1
 
-    from . import demo_rollout
+    from colocate_verl.demo import rollout
 
-    v1.LLMServerManager, v1.RewardLoopManager = demo_rollout.Servers, demo_rollout.Rewards
+    v1.LLMServerManager, v1.RewardLoopManager = rollout.Servers, rollout.Rewards
     return v1.get_trainer_cls(config.trainer.v1.trainer_mode)(config)
 
 
 def answers(config: Any) -> Any:
     """Make what V1 calls for answers; V0 makes it by its name in the config."""
-    from . import demo_rollout
+    from colocate_verl.demo import rollout
 
-    return demo_rollout.Answers(config)
+    return rollout.Answers(config)
 
 
 @attrs.define

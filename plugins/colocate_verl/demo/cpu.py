@@ -1,8 +1,8 @@
 """verl on a machine without an accelerator, for tests and the demo: verl itself trains on accelerators only.
 
 A shim, and no part of the plugin. `import verl` imports this module in each process that has
-`VERL_USE_EXTERNAL_MODULES=colocate_verl.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda`, which is verl's own way to add
-a platform. What it adds or replaces:
+`VERL_USE_EXTERNAL_MODULES=colocate_verl.demo.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda`, which is verl's own way to
+add a platform. What it adds or replaces:
 
 - a platform "cpu", with the engines that verl registers for CUDA;
 - the default process group, which verl asks for as `cpu:gloo,<device>:<backend>`: torch refuses the CPU twice;
