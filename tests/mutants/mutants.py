@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import attrs
 
-OF_DRIVERS = ("_api", "_calls", "_kept.py", "_owned", "_views", "_worker_group")
+OF_DRIVERS = ("_api", "_calls", "_kept", "_owned", "_views", "_worker_group")
 IN_ONE_PROCESS = ("test_threads.py", "[threads]", "test_simulator.py")
 
 
@@ -38,7 +38,8 @@ def _on_threads(name: str) -> str:
 
 
 _CALLS, _WORKER, _DEFINITIONS = "core/colocate/_calls", "core/colocate/worker", "core/colocate/_definitions"
-_ORDER, _LANE_ORDER, _KEPT = f"{_CALLS}/order.py", f"{_WORKER}/lane_order.py", "core/colocate/_kept.py"
+_ORDER, _LANE_ORDER = f"{_CALLS}/order.py", f"{_WORKER}/lane_order.py"
+_KEPT, _HANDLES = "core/colocate/_kept/residents.py", "core/colocate/_kept/handles.py"
 _USES, _SLEEP, _TURNS = "core/colocate/_protocol/uses.py", f"{_WORKER}/memory/sleep.py", f"{_WORKER}/memory/turns.py"
 _SIMULATOR = "tests/laws/test_simulator.py::test_order_and_hold"
 
@@ -153,7 +154,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "any-slots",
             "A rank takes its own part only where the consumer's slots are the producer's.",
-            _KEPT,
+            _HANDLES,
             "isinstance(collect, Concat) and origin.slots == consumer.slots",
             "isinstance(collect, Concat) and len(origin.slots) == len(consumer.slots)",
             _on_processes("test_between_slots"),

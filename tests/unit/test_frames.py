@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.wire import InArea, Packed, encode, framing
+from colocate.wire import InArea, Packed, encode, framing, memory_files
 from colocate.wire.framing import FILE_BYTES, Reader, Sending
 
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
@@ -57,7 +57,7 @@ def test_lengths_beyond_four_gigabytes() -> None:
     file = os.memfd_create("colocate-sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, length)
     os.pwrite(file, b"end", length - 3)
-    fcntl.fcntl(file, framing._F_ADD_SEALS, framing._ALL_SEALS)
+    fcntl.fcntl(file, memory_files.F_ADD_SEALS, memory_files.ALL_SEALS)
     prefix = framing._PREFIX.pack(framing._VERSION, framing._FILE, 2, 2, length)
     start = prefix + b"N." + struct.pack("<2Q", 64, length - 64)
     one, other = socket.socketpair()
@@ -79,7 +79,7 @@ def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.Monk
     real = fcntl.fcntl
 
     def seal(file: int, command: int, *rest: int) -> int:
-        if command == framing._F_ADD_SEALS and refusals:
+        if command == memory_files.F_ADD_SEALS and refusals:
             raise refusals.pop()
         return real(file, command, *rest)
 
@@ -87,10 +87,10 @@ def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(fcntl, "fcntl", seal)
     if busy == 4:
         with pytest.raises(OSError, match="busy"):
-            framing.memory_file([b"sealed"])
+            memory_files.memory_file([b"sealed"])
     else:
-        file = framing.memory_file([b"sealed"])
-        assert bytes(framing.map_private(file, 6)) == b"sealed"
+        file = memory_files.memory_file([b"sealed"])
+        assert bytes(memory_files.map_private(file, 6)) == b"sealed"
         os.close(file)
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -129,11 +129,11 @@ def test_memory_that_could_change_or_is_short_is_refused() -> None:
     file = os.memfd_create("open", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, 100)
     with pytest.raises(ValueError, match="isn't sealed"):
-        framing.map_private(file, 100)
+        memory_files.map_private(file, 100)
     os.close(file)
-    file = framing.memory_file([b"short"])
+    file = memory_files.memory_file([b"short"])
     with pytest.raises(ValueError, match="too short"):
-        framing.map_private(file, 100)
+        memory_files.map_private(file, 100)
     with pytest.raises(PermissionError):
         os.pwrite(file, b"x", 0)
     os.close(file)

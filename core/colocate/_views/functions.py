@@ -8,11 +8,12 @@ from typing import Any
 
 from colocate._calls.pending import PendingCall
 from colocate._definitions.names import path_of
-from colocate._kept import Consumer, Reference
+from colocate._kept.handles import Consumer, Reference
 from colocate._signals.at_work import refuse_to_wait
 from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end
-from colocate._views.sending import everyone, ready, recording, refuse_inside, start, with_references
+from colocate._views.references import with_references
+from colocate._views.sending import everyone, ready, recording, refuse_inside, start
 from colocate._worker_group.spawn import ship
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.worker.serving.build import Shipped

@@ -18,7 +18,7 @@ import attrs
 from colocate._calls.pending import PendingCall, half_read
 from colocate._calls.rows import Flow, GivenRows, RowsCall, YieldedRows, left_out
 from colocate._definitions.packed import packed_bytes
-from colocate._kept import Consumer, Reference
+from colocate._kept.handles import Consumer, Reference
 from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
@@ -29,7 +29,8 @@ from colocate._system.numbers import limit, plural
 from colocate._values.batch import each_row, resolve
 from colocate._values.dispatch import chosen_ranks, plan
 from colocate._values.nesting import no_end
-from colocate._views.sending import Messages, ready, recording, refuse_inside, send_rows, with_references
+from colocate._views.references import with_references
+from colocate._views.sending import Messages, ready, recording, refuse_inside, send_rows
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ClosedError, ColocateError, ConfigError, GroupRestarted
 

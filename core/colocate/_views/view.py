@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import attrs
 
 from colocate._calls.pending import PendingCall
-from colocate._kept import Consumer, Reference
+from colocate._kept.handles import Consumer, Reference
 from colocate._role import context
 from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
@@ -18,8 +18,9 @@ from colocate._signals.at_work import at_work, refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.nesting import no_end
+from colocate._views.references import with_references
 from colocate._views.rows import RowsViewCall
-from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit, with_references
+from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError
 

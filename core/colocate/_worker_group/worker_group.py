@@ -19,12 +19,11 @@ from colocate._calls.pauses import Pauses
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
-from colocate._kept import Residents
+from colocate._kept.residents import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
-from colocate._protocol.ledger import Ledger, Sizes
+from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Message
-from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Origin, Source
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
@@ -32,12 +31,13 @@ from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text, message_of, report_exception
 from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
 from colocate._values.mesh import Ranks
+from colocate._worker_group.ledgers import Ledgers
 from colocate._worker_group.published import Published, Questions, Tell
 from colocate._worker_group.saved import Checkpoint, Tag
 from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, RoleError, WorkerDied
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
 from colocate.executor import Place, Request
 
 _log = logging.getLogger("colocate")
@@ -54,76 +54,6 @@ class Attachment:
     # Tells those after this driver which groups there are, and what they are to know of them
     changed: Callable[[], None]
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
-
-
-class Ledgers:
-    """Those of one generation of a group's workers."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._tell = link.teller()
-        self._requests: Requests[int, Ledger] = Requests(link.base)
-
-    def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
-        """Return the ledgers of some slots, in their order.
-
-        Raises:
-            TimeoutError: A worker hasn't answered in time.
-            RoleError: What a role holds can't be looked at: its `device_state` has raised, say.
-            ColocateError: The group is gone.
-        """
-
-        def ask(slot: int, token: int) -> None:
-            self._tell(slot, to_worker.AskLedger(token))
-
-        return self._requests.ask(slots, ask, deadline, self._too_late)
-
-    def _too_late(self, owing: str) -> str:
-        return (
-            f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
-            "stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine has too much to do"
-        )
-
-    def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
-        """Return the ledger of each of some slots, or why there is none; see `get`."""
-        asked = {slot: self._requests.open([slot]) for slot in slots}
-        found: dict[int, Ledger | Exception] = {}
-        try:
-            for slot, request in asked.items():
-                self._tell(slot, to_worker.AskLedger(request.token))
-            for slot, request in asked.items():
-                try:
-                    (found[slot],) = request.result(deadline)
-                except TimeoutError:
-                    found[slot] = TimeoutError(self._too_late(str(slot)))
-                except ColocateError as error:
-                    found[slot] = error
-        finally:
-            for request in asked.values():
-                self._requests.drop(request)
-        return found
-
-    def answered(self, worker: Worker, told: from_worker.LedgerTold) -> None:
-        """Take a worker's answer."""
-        if told.ledger is not None:
-            self._requests.answered(told.token, worker.slot, told.ledger)
-            return
-        group = self._link.name
-        what = f"what role {told.role!r} of group {group!r} holds" if told.role else f"the memory of group {group!r}"
-        error = RoleError(
-            f"{what} in worker {worker.slot} on {worker.boot.node} could not be looked at: "
-            f"{told.trace.strip().splitlines()[-1]}",
-            group=group,
-            role=told.role or None,
-            node=worker.boot.node,
-            pid=worker.pid,
-            remote_traceback=told.trace,
-        )
-        self._requests.refused(told.token, error)
-
-    def fail(self, error: ColocateError) -> None:
-        """Fail what was asked: no worker will answer any more."""
-        self._requests.fail_all(error)
 
 
 class Home(Owned, abc.ABC):

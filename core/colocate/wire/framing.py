@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import ctypes
 import errno
-import fcntl
 import functools
 import mmap
 import os
@@ -20,9 +19,8 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from types import TracebackType
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -30,6 +28,7 @@ from weakref import WeakValueDictionary
 import attrs
 
 from colocate._definitions.packed import Buffer, InArea, Lost, Packed
+from colocate.wire.memory_files import NONE_FREE, keep_length, map_private, mapped, memory_file, new_file
 from colocate.wire.tls import send_file
 
 Head: TypeAlias = tuple[Any, ...]
@@ -54,26 +53,6 @@ _NUMBER = struct.Struct("<q")
 _DIRECT_BYTES = 16 << 10
 _EXTRAS_BYTES = socket.CMSG_SPACE(4)
 _TRUNCATED = int(socket.MSG_CTRUNC)  # as an enum it costs more than receiving
-
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
-_ALL_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
-_MAP_FIXED = 0x10
-_VECTORS = os.sysconf("SC_IOV_MAX")
-
-NONE_FREE = "no file descriptor is free for a message's memory: raise `ulimit -n`"
-"""What a process is told that has none for what it sends or receives."""
-
-_libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
-_libc_mmap.restype = ctypes.c_void_p
-_libc_mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
 
 
 class Frame:
@@ -209,9 +188,9 @@ class Area:
             return body
         if self._memory is None or length > len(self._memory):
             self.close()
-            self._file = _new_file()
+            self._file = new_file()
             os.ftruncate(self._file, length)
-            fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # whoever has it mapped mustn't lose a page
+            keep_length(self._file)
             self._memory = mmap.mmap(self._file, length)
         at, start = 0, ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         for piece in pieces:
@@ -536,7 +515,7 @@ class Reader:
         found = os.fstat(file)
         memory = self._areas.get(found.st_ino)
         if memory is None or len(memory) < length:
-            memory = self._areas[found.st_ino] = _mapped(file, max(found.st_size, length), mmap.MAP_SHARED)
+            memory = self._areas[found.st_ino] = mapped(file, max(found.st_size, length), mmap.MAP_SHARED)
         return memory
 
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
@@ -550,102 +529,3 @@ class Reader:
         self._payload[: len(first)] = first
         self._filled = len(first)
         return []
-
-
-# -- memory that passes between processes: sealed anonymous files, and private mappings of them
-
-
-def memory_file(pieces: Iterable[Buffer]) -> int:
-    """Put the pieces, one after the other, into a new anonymous file that nobody can change any more.
-
-    Args:
-        pieces: Contiguous memory.
-
-    Returns:
-        The file's descriptor; the caller closes it.
-
-    Raises:
-        OSError: No descriptor is free, or no memory.
-    """
-    file = _new_file()
-    try:
-        _write_all(file, pieces)
-        _seal(file)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-def _new_file() -> int:
-    try:
-        return os.memfd_create("colocate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise OSError(error.errno, NONE_FREE) if error.errno == errno.EMFILE else error from None
-
-
-def _write_all(file: int, pieces: Iterable[Buffer]) -> None:
-    # Writing (instead of mapping and copying) spares a page fault and a cleared page per page.
-    views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0
-    while batch := list(islice(views, _VECTORS)):
-        at = _write(file, batch, at)
-
-
-def _seal(file: int) -> None:
-    """Have nobody change a file any more.
-
-    The kernel refuses as long as it refers to one of the pages itself, which it moves and joins as it likes. It waits
-    for that for 0.15 s (mm/memfd.c, `memfd_wait_for_pins`), and may have come to the next page by then. Nobody else has
-    the file yet, so there is nothing else that could refer to one.
-    """
-    for last in (False, False, False, True):
-        try:
-            fcntl.fcntl(file, _F_ADD_SEALS, _ALL_SEALS)
-            return
-        except OSError as error:
-            if last or error.errno != errno.EBUSY:
-                raise
-
-
-def _write(file: int, batch: list[memoryview], at: int) -> int:
-    """Write the batch at the offset `at`; returns the offset after it."""
-    first = 0
-    while first < len(batch):
-        written = os.pwritev(file, batch[first:], at)
-        at += written
-        while first < len(batch) and written >= len(batch[first]):
-            written -= len(batch[first])
-            first += 1
-        if written:
-            batch[first] = batch[first][written:]
-    return at
-
-
-def map_private(file: int, length: int) -> memoryview:
-    """Map a sealed file as private writable memory, which is freed with the last reference to it.
-
-    Args:
-        file: What `memory_file` made; may be closed afterwards.
-        length: How many bytes of it.
-
-    Returns:
-        The memory.
-
-    Raises:
-        ValueError: The file could become shorter or is too short (using the memory could then be fatal).
-    """
-    return memoryview(_mapped(file, length, mmap.MAP_PRIVATE))
-
-
-def _mapped(file: int, length: int, how: int) -> mmap.mmap:
-    if os.fstat(file).st_size < length or not fcntl.fcntl(file, _F_GET_SEALS) & _SEAL_SHRINK:
-        raise ValueError("a message's memory isn't sealed or is too short")
-    # mmap.mmap(file) would keep a descriptor open as long as the memory lives. An anonymous mapping has none; the
-    # file is laid over it, and the mmap object unmaps it in the end.
-    memory = mmap.mmap(-1, length)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _libc_mmap(address, length, protection, how | _MAP_FIXED, file, 0) != address:
-        number = ctypes.get_errno()
-        raise OSError(number, f"can't map a message's memory: {os.strerror(number)}")
-    return memory

@@ -1,0 +1,246 @@
+"""What users have of a resident: the handle that `.keep` returns, and its `.ref`, which stands for it in a call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import attrs
+
+from colocate import _display as html
+from colocate._calls.pending import PendingCall, result_of
+from colocate._protocol.uses import Item, Origin, Own, Part, Pick, Rows, Source, Use
+from colocate._role.call import INSTEAD_OF_RESIDENT, OnDriver, Resident, ResidentSpec
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
+from colocate._system.lines import at
+from colocate._system.numbers import FOREVER_S, limit, size_text
+from colocate._values import batch
+from colocate._values.batch import Deferred, even_sizes
+from colocate._values.collect import Concat, Gather
+from colocate._values.dispatch import check_items
+from colocate._values.mesh import Mesh
+
+if TYPE_CHECKING:
+    from colocate._values.balance import Partition
+    from colocate._values.batch import Beside, Padding
+
+from colocate._kept.residents import Kept, Pin, PinEnd, Residents
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@attrs.frozen(eq=False)
+class Consumer:
+    """The role that uses a resident, as far as partitions go.
+
+    `finds_own` is what it has been asked before of residents of its group, which are used again in each step: whether
+    each rank has its part in its own worker, by what made them and how they are taken apart.
+    """
+
+    group: str
+    slots: tuple[int, ...] | range
+    mesh: Callable[[str | None], Mesh]
+    finds_own: dict[tuple[Origin, str, str | None, int], bool] = attrs.field(factory=dict, init=False)
+
+
+class Reference(OnDriver, Deferred):
+    """A resident in a call's arguments. Typed as its value; at run time a placeholder with no use of its own."""
+
+    __slots__ = ("_consumer", "_handle", "_kept", "_lent", "_residents")
+    _instead = INSTEAD_OF_RESIDENT
+
+    def __init__(self, handle: KeptResident[Any], consumer: Consumer | None = None) -> None:
+        self._handle = handle  # the value lives as long as anybody can still name it
+        self._residents = handle._residents
+        self._kept = handle._kept
+        self._consumer = consumer
+        self._lent: object = None
+
+    def bound(self, consumer: Consumer) -> Reference:
+        """Return the same reference, as seen by the role that uses it."""
+        return Reference(self._handle, consumer)
+
+    def lend(self, call: PendingCall, borrower: Residents) -> None:
+        """Have a call use the resident from now on, or raise why it can't."""
+        self._lent = self._residents.lend(call, self._kept, borrower)
+
+    def give_back(self) -> None:
+        """End the use by a call that has ended. Idempotent."""
+        self._lent = None
+
+    def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
+        """Return the rows of each part; waits for the call that makes the value."""
+        kept = self._kept
+        self._residents.made(kept, FOREVER_S)
+        if isinstance(kept.source.collect, Concat):
+            sizes = kept.sizes()
+        else:  # it is no sequence of parts: only the value itself tells
+            sizes = [batch.rows(self._residents.fetch(kept), f"the resident of {kept.source.label}")]
+        return even_sizes(sum(sizes), count, of) if self.own(axis, mesh, count) is None else sizes
+
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
+        """Return a placeholder for one part."""
+        own = self.own(axis, mesh, count, of) if padding == "none" else None
+        return Part(self._kept.source, index, count, padding == "even", of=of) if own is None else own
+
+    def own(
+        self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Partition | None = None
+    ) -> Any | None:
+        """Return a placeholder for all parts, where each rank finds its own in its own worker, with these very rows."""
+        if not self._finds_own(axis, mesh, count) or partition != self.partition:
+            return None
+        return Own(self._kept.source, count, of)
+
+    @property
+    def partition(self) -> Partition | None:
+        """The rows of each part, where these were chosen by what they cost."""
+        source = self._kept.source
+        if source.partition is None or not isinstance(source.collect, Concat):
+            return None
+        ranks = source.ranks
+        return ranks.pick(source.partition, source.collect.sources(ranks))
+
+    def pick(self, rows: Sequence[int], beside: Beside) -> Any:
+        """Return a placeholder for some rows by their numbers."""
+        return Pick(self._kept.source, rows, beside)
+
+    @property
+    def known(self) -> bool:
+        """Whether the call that makes the value has said how many rows each part has."""
+        return self._kept.call.done() and isinstance(self._kept.source.collect, Concat)
+
+    def share(self, index: int, count: int, padding: Padding, beside: Beside, of: int = 1) -> Any:
+        """Return a placeholder for one even part."""
+        return Part(self._kept.source, index, count, padding == "even", beside, of)
+
+    def items(self, count: int, parameter: str) -> Sequence[Any]:
+        """Return a placeholder for each item; their number is seen now where the value is a list of ranks' results."""
+        source = self._kept.source
+        if type(source.collect) is Gather:
+            check_items(parameter, list(source.holders), count)
+        return [Item(source, index, count, parameter) for index in range(count)]
+
+    def slice(self, start: int, stop: int) -> Any:
+        """Return a placeholder for some rows."""
+        return Rows(self._kept.source, start, stop)
+
+    def whole(self) -> Any:
+        """Return a placeholder for the value."""
+        return Use(self._kept.source)
+
+    def fetch(self) -> Any:
+        """Return the value, on the driver."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
+        return self._residents.fetch(self._kept)
+
+    def _finds_own(self, axis: str, mesh: str | None, count: int) -> bool:
+        """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
+        origin, consumer = self._kept.source.origin, self._consumer
+        if consumer is None or origin.group != consumer.group or origin.ranks.targets is not None:
+            return False
+        asked = origin, axis, mesh, count
+        found = consumer.finds_own.get(asked)
+        if found is None:
+            found, collect = False, origin.collect
+            if isinstance(collect, Concat) and origin.slots == consumer.slots:
+                made, wanted = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
+                if made.size(collect.axis) == count and "pp" not in made.shape:
+                    found = count == origin.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
+            consumer.finds_own[asked] = found
+        return found
+
+    def _no_use(self, *_args: Any, **_options: Any) -> NoReturn:
+        raise TypeError(
+            f"the value of {self._kept.source.label} lives in the workers: .ref only stands for it as an argument of a "
+            "call; .fetch() brings it to the driver"
+        )
+
+    __iter__ = __len__ = __getitem__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _no_use
+    __rsub__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _no_use
+    __float__ = __int__ = __index__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __setitem__ = _no_use
+    __call__ = __array__ = __array_ufunc__ = _no_use  # NumPy would make an array of one object
+    __eq__ = __ne__ = _no_use  # `ref == value` would be False without a word
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a resident's .ref stands for the value of {self._kept.source.label} as an argument of a call; it has no "
+            f"{name!r} here. Use .fetch() to get the value"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the .ref of {self._kept.source.label} can't be pickled: pass it as an argument, or inside lists, tuples "
+            "and dicts, of a role's method"
+        )
+
+    def __repr__(self) -> str:
+        return f"<reference to {self._kept.source.label}>"
+
+
+class KeptResident(Resident[T_co]):
+    """The handle of a kept result. Dropping it ends the lease; its group is told with the next message."""
+
+    def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
+        self._residents = residents
+        self._hold: Pin | None = Pin()  # None once it is freed
+        ending = PinEnd(self._hold, residents.ended.append, source.key)
+        self._kept = Kept(source, call, weakref.ref(self), ending)
+
+    def __repr__(self) -> str:
+        return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
+
+    def _repr_html_(self) -> str:
+        kept = self._kept
+        state, why = self._residents.state_of(kept)
+        parts = [
+            {"rank": rank, "rows": "" if size[1] is None else size[1], "bytes": size_text(size[0])}
+            for rank, size in zip(kept.call.ranks, kept.call.bodies, strict=False)
+            if size is not None
+        ]
+        return html.page(
+            html.heading("resident of", kept.source.label, state, f"group {kept.source.group}, {at(kept.call.line)}"),
+            html.reason(why, "" if state == "freed" else "bad") if why else html.table(parts),
+        )
+
+    @property
+    def ref(self) -> T_co:
+        """Stands for the value as an argument; another name of it keeps it alive as the handle does."""
+        return cast("T_co", Reference(self))
+
+    @property
+    def spec(self) -> ResidentSpec:
+        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+        residents, kept = self._residents, self._kept
+        deadline, source = residents.made(kept, None), kept.source
+        counted = source.collect.sources(source.ranks) or source.holders
+        body = residents.ask(kept, counted[:1], False, deadline)[0]
+        structure = result_of(residents.link, kept.call, source.slot(counted[0]), body)
+        return ResidentSpec(structure, tuple(size[0] for size in kept.call.bodies), tuple(kept.call.rows))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is there, in the workers."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
+        self._residents.made(self._kept, limit(timeout, "wait(timeout)"))
+
+    def fetch(self, timeout: float | None = None) -> T_co:
+        """The collected value, on the driver; waits until it is there."""
+        refuse_to_wait(f"the resident of {self._kept.source.label}")
+        value: T_co = self._residents.fetch(self._kept, limit(timeout, "fetch(timeout)"))
+        return value
+
+    def free(self) -> None:
+        """Let go of it. Calls that use it already still get it."""
+        link = self._residents.link
+        if link.forked:
+            link.check()
+        off_main(lambda: self._residents.release(self._kept, "free()"), waits_s=None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._residents.link.forked:
+            self.free()

@@ -1,0 +1,140 @@
+"""Memory that passes between processes: anonymous files that are sealed, and mappings of them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable
+from itertools import islice
+
+from colocate._definitions.packed import Buffer
+
+F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
+ALL_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
+_MAP_FIXED = 0x10
+_VECTORS = os.sysconf("SC_IOV_MAX")
+
+NONE_FREE = "no file descriptor is free for a message's memory: raise `ulimit -n`"
+"""What a process is told that has none for what it sends or receives."""
+
+_libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_libc_mmap.restype = ctypes.c_void_p
+_libc_mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+
+
+def memory_file(pieces: Iterable[Buffer]) -> int:
+    """Put the pieces, one after the other, into a new anonymous file that nobody can change any more.
+
+    Args:
+        pieces: Contiguous memory.
+
+    Returns:
+        The file's descriptor; the caller closes it.
+
+    Raises:
+        OSError: No descriptor is free, or no memory.
+    """
+    file = new_file()
+    try:
+        _write_all(file, pieces)
+        _seal(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def new_file() -> int:
+    """Return an empty anonymous file.
+
+    Raises:
+        OSError: No descriptor is free.
+    """
+    try:
+        return os.memfd_create("colocate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise OSError(error.errno, NONE_FREE) if error.errno == errno.EMFILE else error from None
+
+
+def keep_length(file: int) -> None:
+    """Have nobody make a file shorter: whoever has it mapped mustn't lose a page."""
+    fcntl.fcntl(file, F_ADD_SEALS, _SEAL_SHRINK)
+
+
+def _write_all(file: int, pieces: Iterable[Buffer]) -> None:
+    # Writing (instead of mapping and copying) spares a page fault and a cleared page per page.
+    views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0
+    while batch := list(islice(views, _VECTORS)):
+        at = _write(file, batch, at)
+
+
+def _seal(file: int) -> None:
+    """Have nobody change a file any more.
+
+    The kernel refuses as long as it refers to one of the pages itself, which it moves and joins as it likes. It waits
+    for that for 0.15 s (mm/memfd.c, `memfd_wait_for_pins`), and may have come to the next page by then. Nobody else has
+    the file yet, so there is nothing else that could refer to one.
+    """
+    for last in (False, False, False, True):
+        try:
+            fcntl.fcntl(file, F_ADD_SEALS, ALL_SEALS)
+            return
+        except OSError as error:
+            if last or error.errno != errno.EBUSY:
+                raise
+
+
+def _write(file: int, batch: list[memoryview], at: int) -> int:
+    """Write the batch at the offset `at`; returns the offset after it."""
+    first = 0
+    while first < len(batch):
+        written = os.pwritev(file, batch[first:], at)
+        at += written
+        while first < len(batch) and written >= len(batch[first]):
+            written -= len(batch[first])
+            first += 1
+        if written:
+            batch[first] = batch[first][written:]
+    return at
+
+
+def map_private(file: int, length: int) -> memoryview:
+    """Map a sealed file as private writable memory, which is freed with the last reference to it.
+
+    Args:
+        file: What `memory_file` made; may be closed afterwards.
+        length: How many bytes of it.
+
+    Returns:
+        The memory.
+
+    Raises:
+        ValueError: The file could become shorter or is too short (using the memory could then be fatal).
+    """
+    return memoryview(mapped(file, length, mmap.MAP_PRIVATE))
+
+
+def mapped(file: int, length: int, how: int) -> mmap.mmap:
+    """Map a file that can't become shorter; `how` is private or shared, see `map_private`."""
+    if os.fstat(file).st_size < length or not fcntl.fcntl(file, _F_GET_SEALS) & _SEAL_SHRINK:
+        raise ValueError("a message's memory isn't sealed or is too short")
+    # mmap.mmap(file) would keep a descriptor open as long as the memory lives. An anonymous mapping has none; the
+    # file is laid over it, and the mmap object unmaps it in the end.
+    memory = mmap.mmap(-1, length)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc_mmap(address, length, protection, how | _MAP_FIXED, file, 0) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, f"can't map a message's memory: {os.strerror(number)}")
+    return memory
