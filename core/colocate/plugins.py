@@ -4,6 +4,7 @@ What this module offers may change with any version; plugins themselves need `co
 `colocate.needs` and `colocate.checks`.
 """
 
+from colocate._plugins.entry_points import only_plugins as only_plugins
 from colocate._plugins.entry_points import versions_of as versions_of
 from colocate._plugins.needs import check_of as check_of
 from colocate._plugins.needs import lacks_processes as lacks_processes

@@ -82,6 +82,16 @@ class EngineRole(Role):
         else:
             self.engine = ChildEngine(self.ctx, engine, options, child)
 
+    @classmethod
+    def objection(cls, option: str, value: Any) -> str | None:
+        """Why a config of others can't have a value of an option, if it can't: see `Executor.objection`."""
+        if option != "child" or not isinstance(value, Mapping) or value.keys().isdisjoint(("python", "env")):
+            return None
+        return (
+            "a config that may name plugins only can't say which program a child runs, nor its variables: give "
+            "`child` by --set, if you trust it"
+        )
+
     @method(dispatch=_Numbered("prompts", empty="run"), awake=("weights", "cache"))
     def generate(
         self,

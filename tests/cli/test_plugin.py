@@ -39,6 +39,14 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
     assert any(line.split()[:3] == ["warm_up_steps", "int", "500"] for line in lines)
 
 
+def test_any_other_options_are_told_apart(colocate: CommandLine) -> None:
+    """A docstring has them as `**options`, after the last one with a name."""
+    options = shown(colocate, "rollout")["roles"]["rollout.engine"]["options"]
+    assert list(options) == ["engine", "sampling", "child", "**"]
+    assert options["child"]["about"].endswith("`ChildOptions` say how.")
+    assert options["**"]["about"] == "The engine's own."
+
+
 def test_executors(colocate: CommandLine) -> None:
     local = shown(colocate, "local")
     assert local["capabilities"] == {"OwnProcess": "local with processes=True", "SharedSlots": "local"}
@@ -59,7 +67,7 @@ def test_any_plugin_that_is_listed(colocate: CommandLine) -> None:
     """One of somebody's own; and each way in which a plugin can be broken is an error that says which it is."""
     installed = "acme", "broken", "outpost"
     listed = json.loads(colocate("plugins", "--json", distributions=installed).stdout)
-    working = {"dask", "local", "ray", "ppo", "grpo", "outpost", "scribe"}
+    working = {"dask", "local", "ray", "ppo", "grpo", "outpost", "scribe", "dice"}
     working |= {"rollout", "transformers", "vllm", "tensorboard", "wandb", "mlflow", "prometheus", "opentelemetry"}
     for name in sorted({each["name"] for each in listed} - working):
         done = colocate("plugins", name, distributions=installed)

@@ -85,6 +85,20 @@ def test_jobs_are_asked_for_too(write: Write) -> None:
     assert "job.use: plugin 'acme' (acme 1.0.0) isn't in plugins.allow" in found
 
 
+@pytest.mark.usefixtures("with_acme")
+def test_engines_are_asked_for_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are named by an option of a role that is allowed."""
+    forget("acme", monkeypatch)
+    engine = PLUGINS.replace("acme.reward, with: {scale: 2.0}", "rollout.engine, with: {engine: dice}")
+    (found,) = mistakes(write(engine + "    plugins: {allow: [rollout, acme]}"))
+    assert found.endswith(
+        "roles.reward.with.engine: plugin 'dice' (acme 1.0.0) isn't in plugins.allow: add it there if you trust it"
+    )
+    assert "acme" not in sys.modules
+    load_config(write(engine + "    plugins: {allow: [dice]}"))
+    load_config(write(engine))
+
+
 def test_modules_can_be_refused(write: Write) -> None:
     load_config(write(MODULES))
     found = mistakes(write(MODULES), allow_import=False)
@@ -150,6 +164,19 @@ class TestCodeThatIsNotNamed:
         config = write("executor: {use: local, with: {processes: true}}\npools: {main: {slots: 1}}")
         with pytest.raises(ConfigError, match=r"can't set 'PYTHONPATH'.*from --set \+pools.main.env.PYTHONPATH=x"):
             load_config(config, set=["+pools.main.env.PYTHONPATH=x"], allow_import=False)
+
+    def test_a_child_runs_no_program_of_theirs(self, write: Write) -> None:
+        """Nor what a variable would have it load; what the caller says is the caller's."""
+        role = "{use: rollout.engine, with: {engine: transformers, model: here/model, child: %s}}"
+        config = "pools: {main: {slots: 1}}\ngroups: {policy: {pool: main, roles: {rollout: %s}}}"
+        for child in ("{python: /tmp/theirs}", "{env: {LD_PRELOAD: /tmp/theirs.so}}"):
+            load_config(write(config % role % child))
+            (found,) = mistakes(write(config % role % child), allow_import=False)
+            assert "roles.rollout.with.child: a config that may name plugins only can't say which program" in found
+        harmless = write(config % role % "{within: 3}")
+        load_config(harmless, allow_import=False)
+        said = "groups.policy.roles.rollout.with.child={python: /mine}"
+        load_config(harmless, set=[said], allow_import=False)
 
     def test_what_is_on_the_list_is_set(self) -> None:
         env = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

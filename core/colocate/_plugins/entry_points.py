@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ hookimpl = pluggy.HookimplMarker("colocate")
 ENTRY_GROUPS = ("colocate.executors", "colocate.roles", "colocate.observers", "colocate.engines")
 RAISED = (Exception, SystemExit)
 """What plugin code may raise while it is imported or asked: a module that ends the interpreter is broken, too."""
+_ALLOWED: ContextVar[Collection[str] | None] = ContextVar("_ALLOWED", default=None)
+
+
+@contextlib.contextmanager
+def only_plugins(names: Collection[str] | None) -> Iterator[None]:
+    """A block in which no other plugin can be found than those of these names, and colocate's own; None for any."""
+    token = _ALLOWED.set(names)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
 
 
 @attrs.define(eq=False)
@@ -80,7 +92,11 @@ class PluginGroup:
             message = f"the {self.noun} {name!r} is claimed by {listed([origin(entry) for entry in matching])}"
             message += f"; keep one, for example: {hint}" if hint else "; keep one"
             raise entry_error(matching[0], message, hint)
-        return matching[0]
+        (entry,), allowed = matching, _ALLOWED.get()
+        if allowed is not None and name not in allowed and distribution_of(entry)[0] != "colocate":
+            why = "isn't in plugins.allow: add it there if you trust it"
+            raise entry_error(entry, f"plugin {name!r} ({origin(entry)}) {why}")
+        return entry
 
     def call(self, entry: EntryPoint, hook: str, without: Any = None) -> Any:
         """Import a plugin, and return what its implementation of a hook returns, `without` when it has none."""

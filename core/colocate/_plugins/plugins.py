@@ -1,7 +1,7 @@
 """Plugins by name: listed from metadata alone, and imported only when a name needs them.
 
-A plugin is an entry point of the group `colocate.executors`, `colocate.roles` or `colocate.observers`; its object
-(mostly a module) implements hooks marked with `@colocate.hookimpl`.
+A plugin is an entry point of the group `colocate.executors`, `colocate.roles`, `colocate.observers` or
+`colocate.engines`; its object (mostly a module) implements hooks marked with `@colocate.hookimpl`.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
         }
         for name, parameter in arguments.parameters.items()
     }
-    rest = {"type": "", "default": None, "required": False, "about": "any other option"}
+    told = next((text for name, text in about.items() if name.startswith("**")), "any other option")
+    rest = {"type": "", "default": None, "required": False, "about": told}
     return shown | ({"**": rest} if arguments.open else {})
 
 
@@ -176,7 +177,7 @@ def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]
     yield name, " ".join(told).strip()
 
 
-_ARGUMENT = re.compile(r" {4}(\w+)(?: \([^)]*\))?: (.*)")
+_ARGUMENT = re.compile(r" {4}(\*{0,2}\w+)(?: \([^)]*\))?: (.*)")
 
 
 class _Source(str):

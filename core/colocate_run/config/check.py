@@ -12,7 +12,16 @@ import attrs
 from colocate import RoleSpec
 from colocate.errors import ConfigError, PluginError
 from colocate.executor import Executor, OwnProcess, SharedSlots
-from colocate.plugins import check_of, find_executor, find_job, find_observer, find_role, lacks_processes, lacks_vmm
+from colocate.plugins import (
+    check_of,
+    find_executor,
+    find_job,
+    find_observer,
+    find_role,
+    lacks_processes,
+    lacks_vmm,
+    only_plugins,
+)
 from colocate.signatures import (
     NO_BUDGET,
     Arguments,
@@ -31,12 +40,16 @@ from colocate.signatures import (
 from colocate.texts import nearest, parse_bytes
 from colocate_run.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
 from colocate_run.config.source import Document
-from colocate_run.config.trust import Kind, Trust
+from colocate_run.config.trust import Trust
 
 
 def check(config: Config, document: Document, allow_import: bool = True) -> None:
     """Note everything that is wrong between the parts of a config, each of which is right in itself."""
-    trust = Trust(config.plugins.allow, allow_import)
+    with only_plugins(config.plugins.allow):
+        _check(config, document, Trust(allow_import))
+
+
+def _check(config: Config, document: Document, trust: Trust) -> None:
     if not re.fullmatch(r"\w[\w.-]*", config.name):
         document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
     executor = _executor(config, trust, document)
@@ -54,8 +67,8 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
                 document.warn(("pools", name), "no group uses this pool; it would be reserved all the same")
 
 
-def _trusted(trust: Trust, use: str, kind: Kind, place: Place, document: Document) -> bool:
-    why = trust.objection(use, kind)
+def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:
+    why = trust.objection(use)
     if why is not None:
         document.wrong((*place, "use"), why)
     return why is None
@@ -63,7 +76,7 @@ def _trusted(trust: Trust, use: str, kind: Kind, place: Place, document: Documen
 
 def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
     """What would run the workers, when it can be known."""
-    if not _trusted(trust, config.executor.use, "executor", ("executor",), document):
+    if not _trusted(trust, config.executor.use, ("executor",), document):
         return None
     try:
         executor = find_executor(config.executor.use)
@@ -73,10 +86,15 @@ def _executor(config: Config, trust: Trust, document: Document) -> type[Executor
     arguments, given = _connect_arguments(executor), config.executor.with_
     _with(arguments, given, ("executor",), document)
     known = {name: value for name, value in given.items() if arguments.open or name in arguments.parameters}
-    for name, why in trust.objections_to_options(executor, known).items():
-        if not document.is_callers(place := ("executor", "with", name)):
-            document.wrong(place, why)
+    _harmless(trust, executor, known, ("executor",), document)
     return executor.variant(config.executor.with_)
+
+
+def _harmless(trust: Trust, cls: type, given: Mapping[str, Any], place: Place, document: Document) -> None:
+    """Note options that a class refuses where a config is of others, and that these have given."""
+    for name, why in trust.objections_to_options(cls, given).items():
+        if not document.is_callers(option := (*place, "with", name)):
+            document.wrong(option, why)
 
 
 def _connect_arguments(executor: type[Executor]) -> Arguments:
@@ -102,7 +120,7 @@ def _variables(trust: Trust, document: Document) -> None:
 
 
 def _job(config: Config, trust: Trust, document: Document) -> None:
-    if config.job is None or not _trusted(trust, config.job.use, "roles", ("job",), document):
+    if config.job is None or not _trusted(trust, config.job.use, ("job",), document):
         return
     try:
         function = find_job(config.job.use).load()
@@ -116,7 +134,7 @@ def _job(config: Config, trust: Trust, document: Document) -> None:
 
 
 def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Document) -> None:
-    if not _trusted(trust, observer.use, "observer", place, document):
+    if not _trusted(trust, observer.use, place, document):
         return
     try:
         factory = find_observer(observer.use).load()
@@ -271,7 +289,7 @@ def _role(
     if pool is not None and _slots(role, pool, place, document):
         count = pool.slots if role.slots is None else len(role.slots)
         _mesh(role.mesh, count, (*place, "mesh"), document)
-    if not _trusted(trust, role.use, "roles", place, document):
+    if not _trusted(trust, role.use, place, document):
         return None
     try:
         cls = find_role(role.use).load()
@@ -279,6 +297,7 @@ def _role(
         document.wrong((*place, "use"), error.message)
         return None
     arguments = arguments_of(cls, role.use)
+    _harmless(trust, cls, role.with_, place, document)
     if _with(arguments, role.with_, place, document):
         specs = _specs(group)
         before = dict(itertools.takewhile(lambda each: each[0] != name, specs.items()))

@@ -155,8 +155,8 @@ class PluginsConfig:
     """Which plugins this config may use.
 
     Attributes:
-        allow: Their names: executors, and namespaces of roles and jobs. Null for all that are installed; colocate's own
-            may always be used.
+        allow: Their names: executors, engines, observers, and namespaces of roles and jobs. Null for all that are
+            installed; colocate's own may always be used.
     """
 
     allow: list[str] | None = None

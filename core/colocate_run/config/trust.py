@@ -8,16 +8,12 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
-from colocate.executor import Executor
-from colocate.plugins import plugins
-
-Kind: TypeAlias = Literal["executor", "roles", "observer"]
-_OWN = "colocate"
 _CHECKS = "strict"  # `connect`'s own option: it checks more
 
 # Numbers, switches and levels only. What isn't here names a file, a folder, a module, a library or a server
@@ -51,23 +47,15 @@ HARMLESS_VARIABLES = frozenset(
 
 @attrs.frozen
 class Trust:
-    """What may be imported for a config."""
+    """What may be imported for a config besides plugins, of which `plugins.allow` says which may."""
 
-    # names of the plugins that may; None for all that are installed. colocate's own always may
-    allow: Sequence[str] | None
     modules: bool  # whether "module:Class" may
 
-    def objection(self, use: str, kind: Kind) -> str | None:
+    def objection(self, use: str) -> str | None:
         """Why what a config names isn't imported; None when it may be."""
-        if ":" in use:
-            return None if self.modules else f"{use!r} names a module, and this config may name plugins only"
-        name = use.partition(".")[0] if kind == "roles" else use
-        if self.allow is None or name in self.allow:
+        if self.modules or ":" not in use:
             return None
-        found = next((each for each in plugins() if each.kind == kind and each.name == name), None)
-        if found is None or found.distribution == _OWN:  # one that isn't there is an error of its own
-            return None
-        return f"plugin {name!r} ({found.origin}) isn't in plugins.allow: add it there if you trust it"
+        return f"{use!r} names a module, and this config may name plugins only"
 
     def objection_to_variable(self, name: str) -> str | None:
         """Why an environment variable isn't set for a config; None when it may be."""
@@ -88,9 +76,10 @@ class Trust:
             "by --set, if you trust them"
         )
 
-    def objections_to_options(self, executor: type[Executor], options: Mapping[str, Any]) -> Mapping[str, str]:
-        """Why options of an executor aren't used for a config, by name."""
-        if self.modules:
+    def objections_to_options(self, cls: Any, options: Mapping[str, Any]) -> Mapping[str, str]:
+        """Why options of an executor, or of a role that judges its own, aren't used for a config, by name."""
+        asked = inspect.getattr_static(cls, "objection", None)
+        if self.modules or not isinstance(asked, classmethod):  # a role may have a method of this name
             return {}
-        found = {name: executor.objection(name, value) for name, value in options.items() if name != _CHECKS}
+        found = {name: cls.objection(name, value) for name, value in options.items() if name != _CHECKS}
         return {name: why for name, why in found.items() if why is not None}

@@ -1,0 +1,6 @@
+import colocate
+
+
+@colocate.hookimpl
+def colocate_engine() -> int:
+    return 7
