@@ -28,7 +28,8 @@ from colocate.errors import (
 DEADLY = ("kill", "lane", "keeper", "envoy")  # faults that end a worker
 HANGING = ("stop", "gil")  # faults after which a worker doesn't answer, and lives
 
-AT_A_PEER = "colocate/worker/residents/peers.py"  # in the stack of a rank that asks another one for a part of a value
+# In the stack of a rank that asks another one for a part of a value, or waits until another one has taken weights
+AT_A_PEER = ("colocate/worker/residents/peers.py", "colocate/worker/weights.py")
 _ABORTED = "was aborted: group.pause"
 AMPLE_S = 1.0  # A grace in which every rank that isn't hit by anything ends
 
@@ -149,11 +150,12 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
     if fault.kind in DEADLY:
         return is_death(error, fault)
     if fault.kind in PEERS:
-        # A connection that is dropped while it is being made was never one of peers.
-        return isinstance(error, RoleError) and ("peer" in str(error) or "before it was authenticated" in str(error))
+        # A connection that is dropped while it is being made was never one of peers, nor is one that is refused.
+        words = ("peer", "before it was authenticated", "nobody listens at")
+        return isinstance(error, RoleError) and any(each in str(error) for each in words)
     if isinstance(error, CallTimeout):
         # It may have ended its own share before, and others wait for a part of a value that lies with it.
-        waits = [AT_A_PEER in stack for stack in error.stacks.values()]
+        waits = [any(file in stack for file in AT_A_PEER) for stack in error.stacks.values()]
         return fault.rank in error.stacks or (bool(waits) and all(waits))
     # The group has failed, for a rank that isn't back from a call that was given up; it is named, and so is the cause.
     return (

@@ -41,7 +41,7 @@ class Sent:
     failing: tuple[int, ...] = ()  # the rows that raise, and whose errors are returned
     sticky: bool = False  # whether rows with one key are to have one rank
     aborted: bool = False  # whether a pause of its role gives it up, if it runs
-    beside: bool = False  # whether it was made while its role was paused: syncs made after it come before it
+    beside: bool = False  # whether it may begin only after a pause of its role: syncs made after it come before it
     bereaved: tuple[int, ...] = ()  # the slots on which a child of the role was killed, by this call or before it
 
     @property

@@ -23,24 +23,23 @@ def complaints(group: Played) -> Iterator[str]:
 # -- weights
 
 
-def _syncs(sent: Sent, group: Played) -> list[Sent]:
-    """Those before a call, in its generation."""
-    return [
+def _syncs(sent: Sent, group: Played) -> tuple[list[Sent], list[Sent]]:
+    """Those before a call, in its generation; and those after it that a pause of its role may have let pass by."""
+    syncs = [
         each
         for each in group.sent
-        if each.what == "weights"
-        and each.role == sent.role
-        and (each.ident < sent.ident or sent.beside)
-        and each.generation == sent.generation
+        if each.what == "weights" and each.role == sent.role and each.generation == sent.generation
     ]
+    before = [each for each in syncs if each.ident < sent.ident]
+    return before, [each for each in syncs if each.ident > sent.ident] if sent.beside else []
 
 
 def may_be_stale(sent: Sent, group: Played) -> bool:
     """Whether the last sync before it has failed, or there was none since a restart."""
-    syncs = _syncs(sent, group)
-    if sent.beside and any(not sync.fine for sync in syncs):
+    before, passing = _syncs(sent, group)
+    if any(not sync.fine for sync in passing):
         return True
-    return sent.role in ("s", BACKGROUND) and (not syncs[-1].fine if syncs else sent.generation > 0)
+    return sent.role in ("s", BACKGROUND) and (not before[-1].fine if before else sent.generation > 0)
 
 
 def synced(sent: Sent, group: Played) -> Callable[[Any], str | None]:
@@ -57,9 +56,9 @@ def synced(sent: Sent, group: Played) -> Callable[[Any], str | None]:
 
 def _of_weights(sent: Sent, group: Played) -> Iterator[str]:
     """What a target has on a rank is a whole state of its source: that of the last sync, or one since."""
-    syncs = _syncs(sent, group)
+    syncs, passing = _syncs(sent, group)
     last = next((number for number in reversed(range(len(syncs))) if syncs[number].fine), None)
-    since = syncs if last is None else syncs[last:]
+    since = [*(syncs if last is None else syncs[last:]), *passing]
     for _, rank, notes, (version, source, told, digest) in sent.value:
         if source < 0:
             if last is not None:

@@ -443,9 +443,10 @@ class Steps:
         else:
             running = self.call(played, step.where, slots, timeout, 5, step.work_s, role=BACKGROUND)
             running.expected = rollouts.versions_of(slots)
-        if step.how == "abort":
-            for each in played.sent:
-                each.aborted |= each.role == BACKGROUND and each.settled is None
+        for each in played.sent:
+            if each.role == BACKGROUND and each.settled is None and not (each.call is not None and each.call.done()):
+                each.aborted |= step.how == "abort"  # if it runs
+                each.beside = True  # if it hasn't begun
         limit, how = LONG_S if timeout is None else timeout, cast("Literal['wait', 'keep', 'abort']", step.how)
         paused = self._now(
             played, "pause", limit, lambda group: group.pause(BACKGROUND, how=how, timeout=limit), BACKGROUND

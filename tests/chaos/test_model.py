@@ -76,7 +76,7 @@ def test_causes() -> None:
     assert wrong(sent(1, error=CallTimeout("late", stacks={1: ""})), applied=KILLED)
     assert wrong(sent(1, error=CallTimeout("late", stacks={1: ""})), applied=STOPPED) == ""
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: ""})), applied=STOPPED)
-    asking = f'File "{model.AT_A_PEER}", line 94, in part'
+    asking = f'File "{model.AT_A_PEER[0]}", line 94, in part'
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=STOPPED) == ""
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=KILLED)
     assert wrong(sent(1, error=CallTimeout("late", stacks={})), applied=STOPPED)
