@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from colocate.errors import CapabilityError
 
@@ -152,9 +152,10 @@ def patch_ray(end: Callable[[], None], executor: str) -> None:
         _be_in_ray()
     if executor != "ray":
         importlib.import_module("ray._private.auto_init_hook").enable_auto_connect = False  # type: ignore[attr-defined]
-        if not in_worker():
-            of_main_ppo: Any = importlib.import_module("verl.trainer.constants_ppo")
-            of_main_ppo.get_ppo_ray_runtime_env = functools.partial(_refuse_main_ppo, executor)
+    if not in_worker():
+        of_main_ppo: Any = importlib.import_module("verl.trainer.constants_ppo")
+        of_verl = of_main_ppo.get_ppo_ray_runtime_env
+        of_main_ppo.get_ppo_ray_runtime_env = functools.partial(_for_main_ppo, executor, of_verl)
     ray_utils.parallel_put = lambda data_list, max_workers=None: _put(data_list)
 
 
@@ -163,8 +164,12 @@ def in_worker() -> bool:
     return "WG_BACKEND" in os.environ
 
 
-def _refuse_main_ppo(executor: str, config: Any = None) -> NoReturn:
-    """Stand in for the first thing that verl's `main_ppo` does when it is to start a Ray."""
+def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
+    """Return what Ray is started with by verl's `main_ppo`: its actors are to find the door, on any cluster."""
+    if executor == "ray":
+        found = of_verl(config)
+        found["env_vars"]["COLOCATE_VERL"] = executor
+        return found
     raise CapabilityError(
         f"verl.trainer.main_ppo on {executor!r}: its trainer, agent loops, reward loops and vLLM are Ray actors, so it "
         "goes with COLOCATE_VERL=ray only. Elsewhere run a trainer of verl's with managers of your own in a script"

@@ -7,11 +7,16 @@ nothing to measure.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 from tests.bench.measure import Rounds, asking
 from tests.bench.rows import Row
+
+from colocate.testing.waiting import Processes
 
 _PART = "verl 0.9.1's callers, 2 workers on Ray"
 _PROGRAM = Path(__file__).with_name("verl_groups.py")
@@ -32,3 +37,26 @@ def rows() -> Iterator[Row]:
             yield Row(_PART, f"{what}, verl's", theirs.least * 1e3, "ms")
             yield Row(_PART, f"{what}, colocate's", mine.least * 1e3, "ms")
             yield Row(_PART, f"{what}, colocate's to verl's", mine.over(theirs), "x", bar)
+        deaths = {"verl's": float(its("death")), "colocate's": float(ours("death"))}
+        yield from _two("SIGKILL of a worker to the error in a waiting call", deaths, 100.0)
+    ends = {"verl's": _driver_killed(command, ""), "colocate's": _driver_killed(command, "ray")}
+    yield from _two("SIGKILL of the driver to nothing left", ends, 2000.0)
+
+
+def _two(what: str, seconds: Mapping[str, float], bar_ms: float) -> Iterator[Row]:
+    for whose, each in seconds.items():
+        yield Row(_PART, f"{what}, {whose}", each * 1e3, "ms", bar_ms if whose == "colocate's" else None)
+
+
+def _driver_killed(command: Sequence[str], executor: str) -> float:
+    """Time the end of all that a driver has started, its Ray included."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    env = {**os.environ, "COLOCATE_VERL": executor}
+    with subprocess.Popen(command, env=env, text=True, **pipes) as driver:  # type: ignore[call-overload]
+        print("nothing", file=driver.stdin, flush=True)
+        assert driver.stdout.readline()
+        with Processes(each.pid for each in psutil.Process(driver.pid).children(recursive=True)) as processes:
+            began = time.perf_counter()
+            driver.kill()
+            processes.wait()
+            return time.perf_counter() - began

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.update(RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
@@ -41,9 +44,18 @@ class Adder(Worker):
         """A number per rank, which the driver adds up."""
         return DataProto.from_dict({"total": data.batch["x"].sum().reshape(1)})
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
 
-CALLS = {"nothing": 200, "call": 3, "chain": 1}
-"""How often each is timed at a time; the median counts."""
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def hang(self, begun: str) -> None:
+        Path(begun, str(self.rank)).touch()
+        threading.Event().wait()
+
+
+CALLS = {"nothing": 200, "call": 3, "chain": 1, "death": 1}
+"""How often each is timed at a time; the median counts. Nothing can be called after "death"."""
 
 
 def main() -> None:
@@ -67,17 +79,32 @@ def main() -> None:
                 value = views[name].add(value)
             assert total(value) == 6.0 * rows * columns
 
+        def death() -> None:
+            """From the SIGKILL of a worker to the error of a call that waits: what is timed begins there."""
+            pid, begun = views["a"].pid()[1], Path(folder, "begun")
+            begun.mkdir()
+            results = views["a"].hang(str(begun))
+            while len(os.listdir(begun)) < len(results):
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGKILL)
+            began[0] = time.perf_counter()
+            with contextlib.suppress(Exception):  # each library's own
+                ray.get(results)
+                raise SystemExit("a call of a dead worker has ended well")
+
+        began = [0.0]
         calls: dict[str, Callable[[], object]] = {
             "nothing": views["a"].nothing,
             "call": lambda: total(batch),
             "chain": chain,
+            "death": death,
         }
         for line in sys.stdin:
             name, seconds = line.strip(), []
             for _ in range(CALLS[name]):
-                began = time.perf_counter()
+                began[0] = time.perf_counter()
                 calls[name]()
-                seconds.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began[0])
             print(statistics.median(seconds), file=answers, flush=True)
         ray.shutdown()
 

@@ -9,8 +9,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from workers import Plain  # beside this script
 
 
-def spawned():
-    return RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(ray.remote(Plain), 5))
+def spawned(count=1):
+    return RayWorkerGroup(RayResourcePool([count], use_gpu=False), RayClassWithInitArgs(ray.remote(Plain), 5))
 
 
 def place(worker):
@@ -52,7 +52,7 @@ def start():
 
 
 start()
-group, counter, mine = spawned(), Counter.options(name="counter").remote(), ray.get_runtime_context()
+group, counter, mine = spawned(2), Counter.options(name="counter").remote(), ray.get_runtime_context()
 found = {
     "driver": (mine.get_job_id(), mine.namespace, []),
     "workers": ray.get([worker.__ray_call__.remote(place) for worker in group.workers]),

@@ -44,7 +44,7 @@ def assert_equal(run: dict[str, Any], other: dict[str, Any], trainer: str) -> No
         assert mine == pytest.approx(its, abs=1e-5, rel=0)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 class TestTrainers:
     @pytest.mark.parametrize("trainer", ["v0", "v1"])
     def test_ppo_comes_to_the_same(self, tmp_path, trainer):

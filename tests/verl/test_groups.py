@@ -1,6 +1,7 @@
 """verl's worker groups on colocate: what their callers get."""
 
 import asyncio
+import os
 import pickle
 import re
 
@@ -164,6 +165,15 @@ class TestPools:
         ENGINE.settle()
         assert not any(name.startswith("short") for name in ENGINE.runtime().groups)
         assert not ENGINE.runtime().audit()
+
+
+class TestDeath:
+    def test_of_a_worker(self):
+        group = spawned(ray.remote(Plain), name_prefix="ends")
+        with pytest.raises(colocate.WorkerDied, match="code 3"):
+            ray.get(group.workers[1].__ray_call__.remote(lambda worker: os._exit(3)))
+        with pytest.raises(colocate.ColocateError, match="endsPlain"):
+            group.to_all(1)
 
 
 class TestRefused:

@@ -1,4 +1,4 @@
-"""verl's own tests of worker groups, on colocate: `python -m tests.verl.upstream FOLDER EXECUTOR [FILE ...]`.
+"""verl's own tests of worker groups, on colocate: `python tests/verl/upstream.py FOLDER EXECUTOR [FILE ...]`.
 
 FOLDER has verl's source distribution, unpacked and unchanged. `upstream.txt` has what isn't run, with the reason. Each
 file has a process of its own, as some set what is verl's for the whole process.

@@ -224,6 +224,7 @@ def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int =
         if options.sleep:
             have_sleep(made, run)
         made.fit() if trainer == "v0" else made.fit(answers(config))
+    del made  # verl keeps the errors of imports that have failed, and these the frames that have asked for them
     run.steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     return run
 
@@ -247,7 +248,8 @@ def a_ray() -> Iterator[None]:
     import ray
 
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # or Ray leaves one in the home directory
-    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+    # Ray wants a short name.
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         # What it has is only counted. verl's pools ask for ten CPUs a process.
         pretended: dict[str, Any] = {"num_cpus": 64, "num_gpus": 2 * RANKS}
         ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, **pretended)
@@ -299,8 +301,8 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     os.environ.pop("COLOCATE_VERL", None)
     if options.executor != "verl":
-        # As COLOCATE_VERL does, but that Dask is to offer room for the run that is resumed beside the first one.
-        colocate_verl.install(options.executor, **{"cpus": 2 * RANKS} if options.executor == "dask" else {})
+        # As COLOCATE_VERL does, but that Dask offers room for all ranks on smaller machines, too.
+        colocate_verl.install(options.executor, **{"cpus": RANKS} if options.executor == "dask" else {})
     import torch
 
     torch.set_num_threads(1)  # of the driver, as of each worker: they share a machine
