@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ def demo(folder: Path, trainer: str, executor: str, *options: str) -> dict[str, 
     out = folder / f"{trainer}-{executor}.json"
     command = [sys.executable, "-W", "ignore", "-m", "colocate_verl.demo", "--trainer", trainer, "--executor", executor]
     environment = {name: value for name, value in os.environ.items() if name != "COLOCATE_VERL"}
-    done = subprocess.run(
-        [*command, *options, "--out", str(out)], env=environment, capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as temporary:  # verl leaves locks of checkpoints there
+        environment["TMPDIR"] = temporary
+        done = subprocess.run(
+            [*command, *options, "--out", str(out)], env=environment, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     run: dict[str, Any] = json.loads(out.read_text())
     return run | {"printed": done.stdout}

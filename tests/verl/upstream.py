@@ -43,10 +43,10 @@ def main(folder: Path, executor: str, *chosen: str) -> int:
         if file.name in out or (chosen and file.name not in chosen):
             continue
         command = [sys.executable, "-c", RUN.format(executor, OPTIONS.get(executor, {}))]
-        command += ["-q", "-p", "no:cacheprovider", "-W", "ignore", str(file.relative_to(folder))]
-        for name in out:
-            if name.startswith(f"{file.name}::"):
-                command += ["--deselect", str(tests.relative_to(folder) / name)]
+        command += ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
+        every = _tests_of(file)
+        kept = [test for test in every if f"{file.name}{test}" not in out]
+        command += [f"{file.relative_to(folder)}{test}" for test in ([""] if kept == every else kept)]
         began = time.monotonic()
         environment = {**os.environ, **ENVIRONMENT}
         done = subprocess.run(command, cwd=folder, env=environment, timeout=WITHIN_S, capture_output=True, text=True)
@@ -55,7 +55,7 @@ def main(folder: Path, executor: str, *chosen: str) -> int:
         )
         if done.returncode != 0:
             failed.append(file.name)
-            print(done.stdout, done.stderr)
+            print(f"{file.name} ended with {done.returncode}:", done.stdout, done.stderr)
     for name, reason in out.items():
         print(f"{executor:5} {name}: not run: {reason}")
     return len(failed)
