@@ -141,7 +141,7 @@ def train(
             of all ("normalised").
         clip: How far a probability ratio may go from 1 to any gain.
         kl_coefficient: The weight of the KL to the reference in the loss; above 0 the group has a role `reference`.
-        kl_estimator: The estimator of that KL.
+        kl_estimator: The estimator of that KL: "k1", "k2" or "k3" (`colocate_ppo.maths.kl_estimate`).
         importance_cap: The largest weight of a token that an engine has sampled: how much likelier it is by the actor.
         actor_ramp: GRPO steps until the actor's learning rate is reached.
         actor_decay: The part of all GRPO steps, at their end, in which the learning rate falls linearly to 0.

@@ -85,7 +85,7 @@ def train(
         clip: How far a probability ratio may go from 1 to any gain.
         value_clip: How far a value may move to any gain.
         kl_coefficient: The weight of the KL to the reference in the rewards.
-        kl_estimator: The estimator of that KL.
+        kl_estimator: The estimator of that KL: "k1", "k2" or "k3" (`colocate_ppo.maths.kl_estimate`).
         entropy_coefficient: The weight of an entropy bonus.
         critic_only_steps: PPO steps at the start that leave the actor as it is.
         actor_ramp: PPO steps until the actor's learning rate is reached.
