@@ -1,10 +1,13 @@
-"""The driver's half: slots, the workers on them, and calls of their roles, whatever classes verl's callers see."""
+"""The driver's half: slots, the workers on them, and calls of their roles. It knows no class that verl's callers see.
+
+A face of it needs `Slots.split`, `Slots.spawn` and `Workers.submit`, and no more. `groups` and `results` are one: the
+classes of `verl.single_controller.ray`. A backend of another interface of verl's is another one, beside it.
+"""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,11 +22,9 @@ from colocate.errors import ConfigError, PlacementError
 from . import private
 from .roles import Payload, make_role
 
-EXECUTORS = ("ray", "dask", "local")
-PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of workers that verl reads, and colocate sets."""
-_AT_START = ("LD_", "PYTHON", "OMP_", "CUDA_", "TORCH", "PYTORCH_")
-"""Variables that are read when a process starts begin so, or when torch is imported."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"ray": {"address": "auto"}, "dask": {}, "local": {"processes": True}}
+"""The executors, and how they are connected unless options say otherwise."""
+Declared = tuple[type, Sequence[Any], Mapping[str, Any]]  # a class of verl's and its arguments
 
 
 class Engine:
@@ -31,47 +32,30 @@ class Engine:
 
     def __init__(self) -> None:
         self.executor = ""
-        self.options: dict[str, Any] = {}
-        self.environment: dict[str, str] = {}  # what workers find the driver's Ray by
+        self.options: Mapping[str, Any] = {}
+        self.environment: Mapping[str, str] = {}  # what workers find the driver's Ray by
         self._runtime: Runtime | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._ending: list[threading.Thread] = []
 
     def choose(self, executor: str, options: Mapping[str, Any]) -> None:
-        """Say where they are to run.
-
-        Raises:
-            ConfigError: There is no such executor, or they run elsewhere already.
-        """
-        if executor not in EXECUTORS:
-            raise ConfigError(
-                f"verl's worker groups can be on {', '.join(map(repr, EXECUTORS))}, and not on {executor!r}"
-            )
+        """Say where they are to run."""
+        if executor not in OPTIONS:
+            raise ConfigError(f"verl's worker groups are on {', '.join(map(repr, OPTIONS))}, and not on {executor!r}")
+        wanted = executor, {**OPTIONS[executor], **options}
         with self._lock:
-            if self._runtime is not None and (executor, dict(options)) != (self.executor, self.options):
-                raise ConfigError(
-                    f"verl's worker groups of this process are on {self.executor!r} already: say it before"
-                )
-            self.executor, self.options = executor, dict(options)
+            if self._runtime is not None and wanted != (self.executor, self.options):
+                on = f"{self.executor!r} with {self.options} already: say before the first one"
+                raise ConfigError(f"worker groups of this process are on {on} that it is {executor!r} with {wanted[1]}")
+            self.executor, self.options = wanted
 
     def runtime(self) -> Runtime:
         """Return the runtime, connected when first asked for."""
         with self._lock:
             if self._runtime is None or not self._runtime.alive:
-                options = dict(self.options)
-                if self.executor == "local":
-                    options.setdefault("processes", True)
-                if self.executor == "ray":
-                    private.start_ray()
-                    self.environment = private.cluster()
-                    options.setdefault("address", "auto")
-                self._runtime = colocate.connect(self.executor, **options)
+                self.environment = private.cluster() if self.executor == "ray" else {}
+                self._runtime = colocate.connect(self.executor, **self.options)
             return self._runtime
-
-    def listen_on(self, ports: Sequence[int] | None) -> None:
-        """Have what is still to be connected listen on such ports only (verl's `master_port_range`)."""
-        if ports is not None and self.options.get("ports") != (span := f"{ports[0]}-{ports[1] - 1}"):
-            self.choose(self.executor, {**self.options, "ports": span})
 
     def end(self) -> None:
         """Close everything."""
@@ -80,16 +64,14 @@ class Engine:
         if runtime is not None:
             runtime.close(force=True)
 
-    def end_later(self, *owned: Any) -> None:
-        """Close something on a thread of its own: it is called wherever an object is collected."""
+    def ends_with(self, holder: object, owned: Pool | ColocatedGroup) -> None:
+        """Have something be closed when nobody holds an object any more."""
 
-        def close() -> None:
-            for each in owned:
-                each.close(force=True)
+        def close() -> None:  # on a thread of its own: an object is collected wherever that happens to be
+            self._ending.append(threading.Thread(target=owned.close, kwargs={"force": True}, daemon=True))
+            self._ending[-1].start()
 
-        thread = threading.Thread(target=close, name="colocate_verl: end of a worker group", daemon=True)
-        self._ending.append(thread)
-        thread.start()
+        weakref.finalize(holder, close).atexit = False
 
     def settle(self) -> None:
         """Wait until what nobody holds any more is closed. Worker groups hold themselves, by their methods."""
@@ -101,153 +83,72 @@ class Engine:
 ENGINE = Engine()
 
 
-@attrs.define(eq=False, weakref_slot=True)
-class _Held:
-    """A reserved pool. It ends when neither a resource pool nor workers hold it any more."""
-
-    pool: Pool
-    environment: Mapping[str, str]
+class _Pools(dict[int, Pool]):
+    """What is reserved for one resource pool, by the GPUs of a slot. Ends when neither slots nor workers hold it."""
 
 
 @attrs.define(eq=False)
 class Slots:
-    """Slots of one resource pool: reserved when workers are first spawned on them.
+    """Slots of one resource pool, or some of them: reserved when workers are first spawned on them."""
 
-    Attributes:
-        nodes: How many of them are to lie on each node.
-        name: What the pool is called.
-        groups: How many groups of workers may share a slot.
-        first: The index of the first one in the pool.
-        count: How many.
-    """
-
-    nodes: Sequence[int]
+    nodes: Sequence[int]  # how many of the pool's are to lie on each node
     name: str
-    groups: int
+    groups: int  # that may share a slot
     first: int
     count: int
-    _reserved: dict[int, _Held] = attrs.field(factory=dict)  # by the GPUs of a slot
+    _pools: _Pools = attrs.field(factory=_Pools)
 
-    def part(self, first: int, count: int) -> Slots:
+    def split(self, first: int, count: int) -> Slots:
         """Return some of them, counted from the pool's first."""
         return attrs.evolve(self, first=first, count=count)
 
-    def split(self, sizes: Sequence[int]) -> list[Slots]:
-        """Return as many parts, one after the other."""
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        return [self.part(self.first + end - size, size) for end, size in zip(ends, sizes, strict=True)]
-
-    def spawn(
-        self,
-        roles: Mapping[str, tuple[type, Sequence[Any], Mapping[str, Any]]],
-        gpus: int,
-        name: str,
-        prefix: str,
-        environment: Mapping[str, str],
-    ) -> Workers:
-        """Start workers with some roles: a class of verl's and its arguments each.
-
-        Raises:
-            ValueError: A variable is one that colocate sets.
-            ColocateError: They can't be started: there is no room, or a constructor raises.
-        """
-        if taken := set(PROTECTED) & environment.keys():
-            raise ValueError(
-                f"worker_env sets {', '.join(sorted(taken))}, which colocate sets in each worker: leave it out"
-            )
+    def spawn(self, roles: Mapping[str, Declared], gpus: int, name: str, environment: Mapping[str, str]) -> Workers:
+        """Start workers of so many GPUs each, with roles by name; `name` is their group's."""
         ENGINE.settle()
-        environment = {str(key): str(value) for key, value in environment.items()}
-        held = self._pool(gpus, environment)
-        own = {**environment, "WG_PREFIX": prefix, "RAY_LOCAL_WORLD_SIZE": str(self.nodes[0])}
+        pool = self._reserved(gpus)
         specs = {
-            key: colocate.role(make_role(cls), cls, args, kwargs, own, tuple(roles)).on(env="torchrun")
+            key: colocate.role(make_role(cls), cls, args, kwargs, tuple(roles)).on(env="torchrun")
             for key, (cls, args, kwargs) in roles.items()
         }
-        running = ENGINE.runtime().groups
-        names = (f"{name}-{number}" if number else name for number in itertools.count())
-        return Workers(
-            held.pool[self.first : self.first + self.count].spawn(
-                specs, name=next(each for each in names if each not in running)
-            ),
-            held,
-        )
+        env = {"COLOCATE_VERL": ENGINE.executor, **ENGINE.environment, **environment}
+        part = pool[self.first : self.first + self.count]
+        return Workers(part.spawn(specs, name=name, env=env), self._pools)
 
-    def _pool(self, gpus: int, environment: Mapping[str, str]) -> _Held:
-        """Return the pool that the slots are of, reserved for its first group of workers."""
-        held = self._reserved.get(gpus)
-        if held is not None and held.pool.alive:
-            late = [each for each in environment if each.startswith(_AT_START)]
-            if wrong := [each for each in late if held.environment.get(each) != environment[each]]:
-                raise ConfigError(
-                    f"worker_env sets {', '.join(wrong)}, which is read when a worker starts, and the resource pool "
-                    f"{self.name!r} has been reserved without: make a pool of its own for this worker group"
-                )
-            return held
-        runtime = ENGINE.runtime()  # which is what tells the engine's environment
-        env = {"COLOCATE_VERL": ENGINE.executor, "WG_BACKEND": "ray", **ENGINE.environment, **environment}
-        pool = runtime.reserve(slots=sum(self.nodes), gpus=gpus, env=env, groups=self.groups)
-        self._check_nodes(pool)
-        held = self._reserved[gpus] = _Held(pool, environment)
-        weakref.finalize(held, ENGINE.end_later, pool).atexit = False
-        return held
+    def _reserved(self, gpus: int) -> Pool:
+        pool = self._pools.get(gpus)
+        if pool is None or not pool.alive:
+            pool = ENGINE.runtime().reserve(slots=sum(self.nodes), gpus=gpus, groups=self.groups)
+            self._pools[gpus] = pool
+            ENGINE.ends_with(self._pools, pool)
+            self._check_nodes(pool)
+        return pool
 
     def _check_nodes(self, pool: Pool) -> None:
-        """Raise unless slots that are to lie on one node do."""
-        places, end = [slot.node for slot in pool.slots], 0
+        places = iter([slot.node for slot in pool.slots])
         for size in self.nodes:
-            end += size
-            if len(set(places[end - size : end])) > 1:
+            if len(found := set(itertools.islice(places, size))) > 1:
                 pool.close()
                 raise PlacementError(
                     f"the resource pool {self.name!r} wants {size} slots on one node (process_on_nodes="
-                    f"{list(self.nodes)}), and those that are free lie on {', '.join(sorted(set(places)))}"
+                    f"{list(self.nodes)}), and those that are free lie on {', '.join(sorted(found))}"
                 )
 
 
 class Workers:
     """The workers of a group. They end when nobody holds it any more."""
 
-    def __init__(self, group: ColocatedGroup, held: _Held) -> None:
+    def __init__(self, group: ColocatedGroup, keeps: object) -> None:
         self.group = group
-        self._held = held
-        self.names: list[str] = []
+        self._keeps = keeps  # whose slots they are on
         self._views = {name: group.role(name) for name in group.roles}
-        self._methods = {name: frozenset(dir(view)) for name, view in self._views.items()}
-        weakref.finalize(self, ENGINE.end_later, group).atexit = False
+        self.outer = next(reversed(self._views))  # the last role, which verl has around the others
+        self.ranks = list(range(len(group.roles[self.outer].slots)))
+        ENGINE.ends_with(self, group)
 
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-        return len(next(iter(self.group.roles.values())).slots)
-
-    def has(self, role: str, method: str) -> bool:
-        """Return whether a role has a method."""
-        return method in self._methods[role]
-
-    def submit(
-        self, role: str, method: str, payloads: Sequence[Payload], ranks: Sequence[int] | None = None
-    ) -> Call[list[Any]]:
-        """Call a method of a role on its ranks, or some of them.
-
-        Args:
-            role: The role.
-            method: Its method.
-            payloads: What each of the ranks gets; the same object where that is the same.
-            ranks: The ranks; None for all.
-        """
+    def submit(self, role: str, method: str, payloads: Sequence[Payload], ranks: Sequence[int]) -> Call[list[Any]]:
+        """Call a method of a role on some ranks, with a payload for each; the same object where that is the same."""
         call: Any = getattr(self._views[role], method)
-        if ranks is not None:
+        if ranks != self.ranks:
             call = call.options(ranks=ranks)
-        if not any(any(payload) for payload in payloads):
-            payloads = ()
-        submitted: Call[list[Any]] = call.submit(*([list(payloads)] if payloads else []))
+        submitted: Call[list[Any]] = call.submit(*([payloads] if any(map(any, payloads)) else []))
         return submitted
-
-    @property
-    def rendezvous(self) -> tuple[str, str]:
-        """Where the workers meet."""
-        return self.group.run(_rendezvous)[0]
-
-
-def _rendezvous(_: colocate.Context) -> tuple[str, str]:
-    return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

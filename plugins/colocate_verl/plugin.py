@@ -4,10 +4,10 @@ import os
 import sys
 
 if chosen := os.environ.get("COLOCATE_VERL"):
-    from colocate_verl import door
+    from colocate_verl import install, private
 
     try:
-        door.install(chosen, {})
+        install(chosen)
     except Exception as error:  # verl swallows what a plugin raises: it is told here, and by the first worker group
         print(f"[colocate_verl] COLOCATE_VERL={chosen}: {error}", file=sys.stderr)
-        door.refuse(error)
+        private.refuse(error)

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.metadata
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 from colocate.errors import CapabilityError
 
-from .results import OnDriver, Put, get
-
-VERSIONS = (0, 9), (0, 11)
-"""The first version of verl that this is for, and the first that it isn't."""
-HOME = "verl.single_controller.ray.base"
-"""Where verl has the classes that are replaced; `verl.single_controller.ray` has them too."""
-PASSED_BY = "verl.single_controller"
-"""The lines of verl's that call worker groups for its trainers: errors name the line of the trainer."""
-MARK = "attrs_3141562937"
-"""The attribute of a method that verl's `@register` has marked: `verl.single_controller.base.decorator.MAGIC_ATTR`."""
+HOME = "verl.single_controller.ray.base"  # has the classes that are replaced; `verl.single_controller.ray` has them too
+PASSED_BY = "verl.single_controller"  # its lines call worker groups for verl's trainers: errors name the trainer's line
+MARK = "attrs_3141562937"  # the attribute of methods that `@register` has marked: MAGIC_ATTR of verl's decorator
+PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of workers that verl sets for its own use: `worker_env` may not."""
+_NAMESPACE, _JOB = (
+    "COLOCATE_VERL_NAMESPACE",
+    "COLOCATE_VERL_JOB",
+)  # the driver's; vLLM names sockets by the job's id
 
 
 def check_version() -> None:
     """Raise unless the installed verl is one that this is for."""
-    from importlib.metadata import version
-
-    found = version("verl")
-    first, beyond = VERSIONS
-    if not first <= tuple(int(part) for part in found.split(".")[:2]) < beyond:
+    found = importlib.metadata.version("verl")
+    if not (0, 9) <= tuple(int(part) for part in found.split(".")[:2]) < (0, 11):
         raise CapabilityError(
-            f"colocate_verl is for verl from {first[0]}.{first[1]} up to before {beyond[0]}.{beyond[1]}, and verl "
-            f"{found} is installed: install one of these, or unset COLOCATE_VERL"
+            f"colocate_verl is for verl from 0.9 up to before 0.11, and verl {found} is installed: install one of "
+            "these, or unset COLOCATE_VERL"
         )
 
 
@@ -42,71 +39,88 @@ def home() -> Any:
     return importlib.import_module(HOME)
 
 
+def replace(instead: Mapping[str, Any]) -> None:
+    """Put other objects in the place of verl's, by name, wherever a module has imported them."""
+    by_id = {id(getattr(home(), name)): value for name, value in instead.items()}
+    for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])
+
+
+def refuse(error: Exception) -> None:
+    """Have the first worker group or resource pool raise what has kept the door shut."""
+
+    class Refused:
+        def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise error
+
+    replace({"RayWorkerGroup": Refused, "RayResourcePool": Refused})
+
+
+def patch(executor: str) -> None:
+    """Have verl ask nothing of a Ray that isn't there, and Ray answer a worker as an actor of the driver's."""
+    home().ResourcePoolManager._check_resource_available = lambda self: None  # which reserving does
+    hook: Any = importlib.import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect &= executor == "ray"  # elsewhere nothing but ray.init starts a Ray
+    if "WG_BACKEND" not in os.environ:
+        of_main_ppo: Any = importlib.import_module("verl.trainer.constants_ppo")
+        of_verl = of_main_ppo.get_ppo_ray_runtime_env
+        of_main_ppo.get_ppo_ray_runtime_env = functools.partial(_for_main_ppo, executor, of_verl)
+    elif executor == "ray":
+        _be_in_ray(hook)
+
+
+def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
+    """Return what Ray is started with by verl's `main_ppo`: its actors are to find the door, on any cluster."""
+    if executor != "ray":
+        raise CapabilityError(
+            f"verl.trainer.main_ppo on {executor!r}: its trainer, agent and reward loops and vLLM are Ray actors: "
+            "it needs COLOCATE_VERL=ray. Elsewhere run a trainer of verl's with managers of your own"
+        )
+    found = of_verl(config)
+    found["env_vars"]["COLOCATE_VERL"] = executor
+    return found
+
+
 def unwrapped(cls: Any) -> type:
     """Return the class that was given to `ray.remote`."""
     found: type = getattr(cls, "__ray_actor_class__", cls)
     return found
 
 
-def replace(instead: Mapping[str, Any]) -> None:
-    """Put other objects in the place of verl's, by name, wherever a module has imported them."""
-    of_verl = home()
-    by_id = {id(vars(of_verl)[name]): value for name, value in instead.items()}
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or str(names.get("__name__", "")).startswith("colocate"):
-            continue
-        for name, value in list(names.items()):
-            if id(value) in by_id:
-                names[name] = by_id[id(value)]
+def options_of(given: Any) -> dict[str, Any]:
+    """Return what a class with its arguments is to be an actor with."""
+    return {**given._options, **given._additional_resource}
 
 
-def start_ray() -> None:
-    """Have this process be in a Ray, as verl has it by its first placement group."""
-    import ray
+def bind(group: Any, cls: type) -> None:
+    """Give a worker group the methods of a class that `@register` has marked."""
+    group._bind_worker_method(cls, home().func_generator)
 
-    if not ray.is_initialized():
-        ray.init()
+
+def put_beside(worker: Any, others: Mapping[str, Any]) -> None:
+    """Have a worker find those beside it by name: `get_fused_worker_by_name`."""
+    worker.fused_worker_dict = others
 
 
 def cluster() -> dict[str, str]:
     """Return what a worker has to have in its environment to join the driver's Ray at its first question to Ray."""
     import ray
 
+    if not ray.is_initialized():
+        ray.init()  # as verl's first placement group does
     found = ray.get_runtime_context()
     return {"RAY_ADDRESS": found.gcs_address, _NAMESPACE: found.namespace, _JOB: found.get_job_id()}
 
 
-_NAMESPACE, _JOB = "COLOCATE_VERL_NAMESPACE", "COLOCATE_VERL_JOB"
-"""Variables of workers: of their driver the namespace, and the job id, by which vLLM names its sockets."""
-
-
-class _RuntimeContext:
-    """Ray's runtime context in a worker, which answers as in an actor of the driver's."""
-
-    def __init__(self, of_ray: Any) -> None:
-        self._of_ray = of_ray
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of_ray, name)
-
-    def get_job_id(self) -> str:
-        """The driver's, and not that of this process."""
-        return os.environ[_JOB]
-
-    def get_accelerator_ids(self) -> dict[str, list[str]]:
-        """The GPUs of this worker's slot."""
-        found: dict[str, list[str]] = dict(self._of_ray.get_accelerator_ids())
-        own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return {**found, "GPU": [each for each in own.split(",") if each]}
-
-
-def _be_in_ray() -> None:
+def _be_in_ray(hook: Any) -> None:
     """Have Ray answer this worker as an actor, of which colocate made it no one."""
-    ray: Any = importlib.import_module("ray")
-    hook: Any = importlib.import_module("ray._private.auto_init_hook")
+    import ray
+
     collective: Any = importlib.import_module("ray.util.collective.collective")
-    of_ray = ray.get_runtime_context
+    context_of, kind = ray.get_runtime_context, importlib.import_module("ray.runtime_context").RuntimeContext
+    accelerators: Callable[[Any], dict[str, list[str]]] = kind.get_accelerator_ids
     lock = threading.Lock()
 
     def join() -> None:
@@ -116,91 +130,10 @@ def _be_in_ray() -> None:
 
     def context() -> Any:
         join()
-        return _RuntimeContext(of_ray())
+        return context_of()
+
+    def with_the_slots(self: Any) -> dict[str, list[str]]:
+        return {**accelerators(self), "GPU": [*filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))]}
 
     hook.auto_init_ray, ray.get_runtime_context, collective._check_inside_actor = join, context, lambda: None
-
-
-def patch_ray(end: Callable[[], None], executor: str) -> None:
-    """Have functions of Ray's take our results and worker handles, or refuse them by name.
-
-    Args:
-        end: What `ray.shutdown` calls first.
-        executor: Where worker groups are. Elsewhere than on Ray nothing starts a Ray but `ray.init`.
-    """
-    import ray
-
-    ray_utils: Any = importlib.import_module("verl.utils.ray_utils")
-    if hasattr(ray.get, "of_ray"):
-        return
-    of_ray, shutdown = ray.get, ray.shutdown
-
-    @functools.wraps(of_ray)
-    def get_any(object_refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
-        return get(object_refs, timeout, functools.partial(of_ray, **options))
-
-    @functools.wraps(shutdown)
-    def end_and_shutdown(*args: Any, **options: Any) -> Any:
-        end()
-        return shutdown(*args, **options)
-
-    get_any.of_ray = of_ray  # type: ignore[attr-defined]
-    ray.get, ray.shutdown = get_any, end_and_shutdown
-    for name in ("wait", "kill", "cancel"):
-        setattr(ray, name, _refusing(name, getattr(ray, name)))
-    if executor == "ray" and _JOB in os.environ:
-        _be_in_ray()
-    if executor != "ray":
-        importlib.import_module("ray._private.auto_init_hook").enable_auto_connect = False  # type: ignore[attr-defined]
-    if not in_worker():
-        of_main_ppo: Any = importlib.import_module("verl.trainer.constants_ppo")
-        of_verl = of_main_ppo.get_ppo_ray_runtime_env
-        of_main_ppo.get_ppo_ray_runtime_env = functools.partial(_for_main_ppo, executor, of_verl)
-    ray_utils.parallel_put = lambda data_list, max_workers=None: _put(data_list)
-
-
-def in_worker() -> bool:
-    """Return whether this process is a worker of colocate's."""
-    return "WG_BACKEND" in os.environ
-
-
-def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
-    """Return what Ray is started with by verl's `main_ppo`: its actors are to find the door, on any cluster."""
-    if executor == "ray":
-        found = of_verl(config)
-        found["env_vars"]["COLOCATE_VERL"] = executor
-        return found
-    raise CapabilityError(
-        f"verl.trainer.main_ppo on {executor!r}: its trainer, agent loops, reward loops and vLLM are Ray actors, so it "
-        "goes with COLOCATE_VERL=ray only. Elsewhere run a trainer of verl's with managers of your own in a script"
-    )
-
-
-def _put(data_list: Any) -> list[Put]:
-    assert len(data_list) > 0, "data_list must not be empty"  # as verl's
-    return [Put(each) for each in data_list]
-
-
-def _refusing(name: str, of_ray: Any) -> Any:
-    @functools.wraps(of_ray)
-    def refuse(subject: Any, *args: Any, **options: Any) -> Any:
-        for each in subject if isinstance(subject, list | tuple) else (subject,):
-            if issubclass(type(each), OnDriver):
-                raise CapabilityError(f"ray.{name} can't be given {each!r}, which is colocate's: {_INSTEAD[name]}")
-        return of_ray(subject, *args, **options)
-
-    return refuse
-
-
-_INSTEAD = {
-    "wait": "use ray.get, await or asyncio.gather",
-    "kill": "workers end when their worker group is no longer held, and by ray.shutdown()",
-    "cancel": "a call of a worker group runs to its end",
-}
-
-
-def of_ray(refs: Any) -> bool:
-    """Return whether it is an object reference of Ray's own."""
-    import ray
-
-    return issubclass(type(refs), ray.ObjectRef)
+    kind.get_job_id, kind.get_accelerator_ids = lambda self: os.environ[_JOB], with_the_slots

@@ -1,36 +1,41 @@
-"""What verl's callers hold of a call: one result per rank, which `ray.get`, `await` and `asyncio.gather` take."""
+"""What verl's callers hold of workers and calls, and Ray's functions that take those."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, NoReturn
+import functools
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import ray
 
 from colocate import Call
 from colocate.errors import CapabilityError
 
+from .roles import CALL, Payload
+
+if TYPE_CHECKING:
+    from .driver import Workers
+
 
 class OnDriver:
-    """What means something on the driver only, and none of Ray's functions but `ray.get`."""
+    """What means something on the driver only, and of Ray's functions to none but `ray.get`."""
 
-    __slots__ = ()
+    def __reduce__(self) -> Any:
+        raise CapabilityError(f"{self!r} lives with its driver and can't be sent to a Ray task or actor")
 
 
 class Result(OnDriver):
     """One rank's result of a call. It says that its class is `ray.ObjectRef`, as verl asks by `isinstance`."""
 
-    __slots__ = ("_call", "_index", "_keeps")
-
-    def __init__(self, call: Call[Any], index: int, keeps: object) -> None:
-        self._call = call
+    def __init__(self, call: Call[Any] | Future[Any], index: int, keeps: object = None) -> None:
+        self._call: Any = call
         self._index = index
         self._keeps = keeps  # whose workers end when nobody holds them
 
-    def _class(self) -> Any:
-        import ray
-
-        return ray.ObjectRef
-
-    __class__: Any = property(_class)
+    __class__: Any = property(lambda _: ray.ObjectRef)
 
     def value(self, timeout: float | None = None) -> Any:
         """Wait for it."""
@@ -40,65 +45,91 @@ class Result(OnDriver):
         return (yield from self._call.__await__())[self._index]
 
     def __repr__(self) -> str:
-        return f"<result of {self._call!r} on rank {self._index}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise CapabilityError(
-            f"{self!r} lives with its driver and can't be sent to a Ray task or actor: send ray.get(it)"
-        )
+        return f"<result {self._index} of {self._call!r}>"
 
 
-class Put(Result):
-    """A value that verl has put into Ray's object store to send it: it is sent when a call takes it."""
+@attrs.define(eq=False)
+class WorkerHandle(OnDriver):
+    """One worker: `handle.method.remote(...)`. Sent to a Ray actor it is a name that can be counted."""
 
-    __slots__ = ("_value",)
+    of: Workers | None  # whose it is; None where it is a name
+    rank: int
+    name: str
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        if name.startswith("_") and name != "__ray_call__":
+            raise AttributeError(f"{self!r} has no {name}")
+        if self.of is None:
+            raise CapabilityError(f"{name} of {self!r}: only the driver of a worker group can call it")
+        method = CALL if name == "__ray_call__" else name
+        return SimpleNamespace(remote=functools.partial(self._call, self.of, method))
 
-    def value(self, timeout: float | None = None) -> Any:
-        """Return it."""
-        return self._value
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._value
-        yield
+    def _call(self, workers: Workers, method: str, /, *args: Any, **kwargs: Any) -> Result:
+        return Result(workers.submit(workers.outer, method, [values(args, kwargs)], [self.rank]), 0, workers)
 
     def __repr__(self) -> str:
-        return f"<a {type(self._value).__name__} that was put>"
+        return f"<worker {self.name} of a worker group on colocate>"
+
+    def __reduce__(self) -> Any:
+        return WorkerHandle, (None, self.rank, self.name)
 
 
-class WorkerName:
-    """A worker's name, where the worker itself can't be called: in processes that are not its driver."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") and name != "__ray_call__":
-            raise AttributeError(name)
-        raise CapabilityError(
-            f"{name} of worker {self._name}: only the driver of a worker group on colocate can call it"
-        )
-
-    def __repr__(self) -> str:
-        return f"<name of worker {self._name}>"
+def values(args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
+    """Return the arguments of one rank with the values of results, as Ray gives an actor."""
+    return tuple(map(_value, args)), {key: _value(each) for key, each in kwargs.items()}
 
 
-def is_result(value: Any) -> bool:
-    """Return whether it is one of ours, and not Ray's."""
+def _value(given: Any) -> Any:
+    if isinstance(given, ray.ObjectRef):  # Ray's or ours
+        return ray.get(given)
+    from verl.protocol import DataProtoFuture  # pyright: ignore[reportMissingImports]
+
+    return given.get() if isinstance(given, DataProtoFuture) else given
+
+
+def _is_ours(value: Any) -> bool:
     return issubclass(type(value), Result)
 
 
-def get(refs: Any, timeout: float | None, get_of_ray: Any) -> Any:
+def _get(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
     """As `ray.get`, of ours and Ray's, alone and mixed."""
-    if is_result(refs):
+    if _is_ours(refs):
         return refs.value(timeout)
-    if not isinstance(refs, Sequence) or not any(map(is_result, refs)):
-        return get_of_ray(refs, timeout=timeout)
-    rest = iter(
-        get_of_ray([each for each in refs if not is_result(each)], timeout=timeout)
-        if not all(map(is_result, refs))
-        else ()
-    )
-    return [each.value(timeout) if is_result(each) else next(rest) for each in refs]
+    if not isinstance(refs, Sequence) or not any(map(_is_ours, refs)):
+        return get_of_ray(refs, timeout=timeout, **options)
+    others = [each for each in refs if not _is_ours(each)]
+    rest = iter(get_of_ray(others, timeout=timeout, **options) if others else ())
+    return [each.value(timeout) if _is_ours(each) else next(rest) for each in refs]
+
+
+def _put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Result]:
+    """Stand in for verl's `parallel_put`: what is put is sent when a call takes it."""
+    assert len(data_list) > 0, "data_list must not be empty"  # as verl's
+    done = Future[Sequence[Any]]()
+    done.set_result(data_list)
+    return [Result(done, index) for index in range(len(data_list))]
+
+
+def _refuse(of_ray: Callable[..., Any], name: str, subject: Any, *args: Any, **options: Any) -> Any:
+    for each in subject if isinstance(subject, list | tuple) else (subject,):
+        if issubclass(type(each), OnDriver):
+            instead = "use ray.get, await or asyncio.gather; workers end when nobody holds them, and by ray.shutdown"
+            raise CapabilityError(f"ray.{name} can't be given {each!r}, which is colocate's: {instead}")
+    return of_ray(subject, *args, **options)
+
+
+def _shut_down(shutdown_of_ray: Callable[..., None], end: Callable[[], None], *args: Any, **options: Any) -> None:
+    end()
+    shutdown_of_ray(*args, **options)
+
+
+def patch(end: Callable[[], None]) -> None:
+    """Have functions of Ray's take what is ours, or refuse it by name; `ray.shutdown` calls `end` first."""
+    import verl.utils.ray_utils  # pyright: ignore[reportMissingImports]
+
+    verl.utils.ray_utils.parallel_put = _put
+    if isinstance(ray.get, functools.partial):
+        return
+    ray.get, ray.shutdown = functools.partial(_get, ray.get), functools.partial(_shut_down, ray.shutdown, end)
+    for name in ("wait", "kill", "cancel"):
+        setattr(ray, name, functools.partial(_refuse, getattr(ray, name), name))

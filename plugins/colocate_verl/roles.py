@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import colocate
 from colocate import Dispatch, Ranks, method
 
-Payload = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a method gets on one rank: arguments by position and by name."""
-MARK = "attrs_3141562937"
-"""The attribute of a method that verl's `@register` has marked."""
-CALL = "ray_call"
-"""The method of each role that runs a function of the caller's on the worker, Ray's `__ray_call__`."""
+from . import private
+
+Payload = tuple[tuple[Any, ...], dict[str, Any]]  # what a method gets on one rank: by position and by name
+CALL = "ray_call"  # the method of each role that runs a function of the caller's on the worker, Ray's `__ray_call__`
 
 
 class Payloads(Dispatch):
-    """Item i of `args` and `kwargs` for rank i, of those that the call names: verl's own dispatch has split them."""
+    """Item i of `payload` for rank i of those that the call names: verl's own dispatch has split the arguments."""
 
     accepts_deferred: ClassVar[bool] = False
     selectable: ClassVar[bool] = True
@@ -28,11 +25,9 @@ class Payloads(Dispatch):
     def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
         """One mapping per rank; equal payloads are one object."""
         parts: list[Mapping[str, Any]] = [arguments] * ranks.world_size
-        if not arguments:
-            return parts
         made: dict[int, Mapping[str, Any]] = {}
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
-        for rank, payload in zip(targets, arguments["payload"], strict=True):
+        for rank, payload in zip(targets, arguments.get("payload", ()), strict=False):
             parts[rank] = made.setdefault(id(payload), {"payload": payload})
         return parts
 
@@ -41,7 +36,7 @@ class Siblings(Mapping[str, Any]):
     """verl's `fused_worker_dict`: finds the workers beside this one and holds none: each counts its own memory."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
+        self._names = names
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
@@ -63,19 +58,15 @@ def sibling(name: str) -> Any:
 class VerlRole:
     """Base of roles that have a worker of verl's; `make_role` gives them its methods."""
 
-    def __init__(
-        self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], environment: Mapping[str, str], names: Any
-    ) -> None:
-        os.environ.update(environment)
+    def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
         self.worker = cls(*args, **kwargs)
-        self.worker.fused_worker_dict = Siblings(names)
+        private.put_beside(self.worker, Siblings(names))
 
 
 @functools.cache
 def make_role(cls: type) -> type[VerlRole]:
     """Return a class of verl's as a role class. It travels by value, as no module has it."""
-    names = [name for name in dir(cls) if _is_method(cls, name)]
-    methods = {name: _role_method(cls, name) for name in names}
+    methods = {name: _role_method(cls, name) for name in dir(cls) if _is_method(cls, name)}
     methods[CALL] = method(dispatch=Payloads())(_ray_call)
     return type(cls.__name__, (VerlRole,), {"__qualname__": cls.__qualname__, "__module__": __name__, **methods})
 
@@ -83,9 +74,9 @@ def make_role(cls: type) -> type[VerlRole]:
 def _is_method(cls: type, name: str) -> bool:
     """Return whether callers may name it: what is public, and what verl's `@register` has marked."""
     found = inspect.getattr_static(cls, name)
-    if isinstance(found, property) or not callable(getattr(cls, name, None)) or isinstance(found, type):
+    if isinstance(found, property | type) or not callable(getattr(cls, name, None)):
         return False
-    return not name.startswith("_") or MARK in getattr(found, "__dict__", {})
+    return not name.startswith("_") or private.MARK in getattr(found, "__dict__", {})
 
 
 def _role_method(cls: type, name: str) -> Any:

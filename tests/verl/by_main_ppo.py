@@ -29,7 +29,9 @@ class WithAnswers(TaskRunnerV1.__ray_actor_class__):
 
         v1.LLMServerManager, v1.RewardLoopManager = rollout.Servers, rollout.Rewards
         super().run(config)
-        assert type(self.trainer.actor_rollout_wg).__module__ == "colocate_verl.groups"
+        from colocate_verl.groups import RayWorkerGroup
+
+        assert isinstance(self.trainer.actor_rollout_wg, RayWorkerGroup)
 
 
 make(Path(folder), 3)

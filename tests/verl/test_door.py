@@ -1,6 +1,7 @@
 """The door into verl, and the names of verl's and Ray's on which it depends."""
 
 import ast
+import functools
 import inspect
 import os
 import re
@@ -14,11 +15,12 @@ import ray._private.auto_init_hook
 import ray.util.collective.collective as collective
 import verl.utils.ray_utils
 from verl.single_controller import ray as of_ray
-from verl.single_controller.base import decorator
+from verl.single_controller.base import WorkerGroup, decorator
+from verl.trainer import constants_ppo
 
 import colocate
 from colocate_verl import groups, private
-from colocate_verl.driver import ENGINE, PROTECTED
+from colocate_verl.driver import ENGINE
 
 FOLDER = Path(private.__file__).parent
 
@@ -30,20 +32,31 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestDoor:
-    def test_an_executor_that_is_none(self):
-        code = "from verl.single_controller.ray import RayWorkerGroup; print('imported'); RayWorkerGroup()"
-        done = run(code, COLOCATE_VERL="dsak")
-        assert "imported" in done.stdout  # verl swallows what a plugin raises
+    @pytest.mark.parametrize(
+        ("executor", "version", "words"),
+        [
+            ("dsak", "0.9.1", "ConfigError: .*'ray', 'dask', 'local', and not on 'dsak'"),
+            ("local", "0.8.0", "CapabilityError: .*for verl from 0.9 up to before 0.11, and verl 0.8.0 is installed"),
+        ],
+    )
+    def test_what_keeps_it_shut(self, executor, version, words):
+        """verl swallows what a plugin raises: it is printed, and the first worker group raises it."""
+        code = (
+            "import importlib.metadata as m; of = m.version\n"
+            f"m.version = lambda name: {version!r} if name == 'verl' else of(name)\n"
+            "from verl.single_controller.ray import RayWorkerGroup; print('imported'); RayWorkerGroup()"
+        )
+        done = run(code, COLOCATE_VERL=executor)
+        assert "imported" in done.stdout, done.stderr
         told, raised = done.stderr.partition("Traceback")[::2]
-        assert "[colocate_verl] COLOCATE_VERL=dsak" in told
-        assert "ConfigError" in raised
-        assert "'ray', 'dask', 'local', and not on 'dsak'" in raised
+        assert f"[colocate_verl] COLOCATE_VERL={executor}: " in told
+        assert re.search(words, raised)
 
     def test_modules_that_have_imported_verls_classes(self):
         code = (
             "from verl.trainer.ppo import ray_trainer; import colocate_verl\n"
-            "before = ray_trainer.ResourcePoolManager.__module__; colocate_verl.install('local')\n"
-            "print(before, ray_trainer.ResourcePoolManager.__module__)"
+            "home = lambda: ray_trainer.create_colocated_worker_cls.__globals__['__name__']\n"
+            "before = home(); colocate_verl.install('local'); print(before, home())"
         )
         done = run(code, COLOCATE_VERL="")
         assert done.stdout.split()[-2:] == ["verl.single_controller.ray.base", "colocate_verl.groups"], done.stderr
@@ -78,18 +91,27 @@ class TestPrivateNames:
 
     def test_of_verl(self):
         home = private.home()
-        assert set(groups.REPLACED) <= set(vars(home))
-        assert set(of_ray.__all__) <= set(groups.REPLACED)
+        assert set(groups.FACES) <= set(vars(home))
+        assert set(of_ray.__all__) - set(groups.FACES) == {"RayClassWithInitArgs", "ResourcePoolManager"}
         assert private.MARK == decorator.MAGIC_ATTR
         assert next(iter(inspect.signature(home.func_generator).parameters)) == "self"
-        assert home.get_random_string(length=6)
+        assert [*inspect.signature(WorkerGroup._bind_worker_method).parameters][1:] == [
+            "user_defined_cls",
+            "func_generator",
+        ]
+        given = home.RayClassWithInitArgs(dict)
+        given.update_options({"name": "a"})
+        given.set_additional_resource({"b": 1})
+        assert private.options_of(given) == {"name": "a", "b": 1}
+        assert isinstance(constants_ppo.get_ppo_ray_runtime_env, functools.partial)
+        assert "= get_ppo_ray_runtime_env(" in Path(constants_ppo.__file__).with_name("main_ppo.py").read_text()
         source = Path(home.__file__).read_text()
         assert "self._check_resource_available()" in source
         assert "parallel_put" in inspect.getsource(decorator.dispatch_nd_compute)
         assert verl.utils.ray_utils.parallel_put([1])[0].value() == 1
         found = re.search(r"env_vars = \{(.*?)\}", source, re.DOTALL)
         assert found is not None
-        assert set(re.findall(r'"([A-Z_]+)":', found[1])) == set(PROTECTED)
+        assert set(re.findall(r'"([A-Z_]+)":', found[1])) == set(private.PROTECTED)
 
     def test_of_verls_worker(self):
         from verl.single_controller.base import Worker
@@ -99,7 +121,6 @@ class TestPrivateNames:
 
     def test_of_ray(self):
         assert private.unwrapped(ray.remote(type("Some", (), {}))).__name__ == "Some"
-        assert inspect.isfunction(ray.get.of_ray)
         assert ray._private.auto_init_hook.enable_auto_connect in (True, False)
         assert "auto_init_ray()" in inspect.getsource(ray._private.auto_init_hook.wrap_auto_init)
         assert inspect.isfunction(collective._check_inside_actor)
@@ -107,10 +128,11 @@ class TestPrivateNames:
             assert hasattr(ray.runtime_context.RuntimeContext, name)
 
     def test_they_are_all_in_one_file(self):
-        for file in FOLDER.glob("*.py"):
-            if file.name == "private.py":
-                continue
+        theirs = {"__ray_actor_class__", "_bind_worker_method", "_check_resource_available", "func_generator"}
+        theirs |= {"_options", "_additional_resource", "fused_worker_dict", "get_ppo_ray_runtime_env"}
+        for file in set(FOLDER.glob("*.py")) - {Path(private.__file__)}:
             for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "colocate":
-                    assert "._" not in node.module, f"{file.name} imports {node.module}"
-                assert not (isinstance(node, ast.Attribute) and node.attr == "__ray_actor_class__"), file.name
+                assert getattr(node, "attr", None) not in theirs, f"{file.name}: {ast.unparse(node)}"
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    names = [getattr(node, "module", None) or "", *(each.name for each in node.names)]
+                    assert not any(re.search(r"\b_[a-z]", name) for name in names), f"{file.name}: {ast.unparse(node)}"

@@ -1,6 +1,7 @@
 """verl's worker groups on colocate: what their callers get."""
 
 import asyncio
+import importlib
 import os
 import pickle
 import re
@@ -21,6 +22,8 @@ from verl.single_controller.ray.base import (
 )
 
 import colocate
+from colocate.driver import Driver, Recent
+from colocate_verl import group_of
 from colocate_verl.driver import ENGINE
 
 
@@ -75,7 +78,7 @@ class TestCalls:
     def test_a_handle_is_sent_as_a_name(self, plain):
         copy = pickle.loads(pickle.dumps(plain.workers))
         assert len(copy) == 2
-        with pytest.raises(colocate.CapabilityError, match=r"number of worker mine.*_0:1: only the driver"):
+        with pytest.raises(colocate.CapabilityError, match=r"number of .*minePlain_0:1 .*: only the driver"):
             copy[1].number.remote()
 
     def test_torch_finds_the_ranks(self, plain):
@@ -113,7 +116,8 @@ class TestSeveralClasses:
         parts = both.spawn({"actor", "critic"})
         assert parts["critic"].get() == [9, 10]
         assert parts["actor"].to_all(1) == [4, 5]
-        assert both.critic_get() == [9, 10]
+        with pytest.raises(AttributeError, match=r"RayWorkerGroup\.critic_get.* spawn\(\)"):
+            both.critic_get()
         assert parts["actor"].execute_all_sync("number") == [3, 4]
         assert parts["actor"].sub_cls_name == "actor"
 
@@ -121,6 +125,22 @@ class TestSeveralClasses:
         assert both.spawn({"actor"})["actor"].beside() == [9, 9]
         graph = ENGINE.runtime().graph.render("tree")
         assert "role critic rank 1/2 (Critic)" in graph
+
+    def test_they_have_verls_names(self, both, tmp_path):
+        """Graph, memory, `colocate top`, trace and errors say `critic.train_mini_batch`, and no generic call."""
+        runtime, trace = ENGINE.runtime(), tmp_path / "trace.json"
+        with runtime.trace(trace):
+            calls = both.spawn({"critic"})["critic"].train_mini_batch(tmp_path / "until")
+            name = group_of(both).name
+            (now,) = [each for each in Driver(runtime).glance(Recent()) if each["group"] == name]
+            graph = runtime.graph.render("tree")
+            (tmp_path / "until").touch()
+            with pytest.raises(colocate.RoleError, match=r"critic\.train_mini_batch raised ValueError on rank"):
+                ray.get(calls)
+        assert [slot["call"] for slot in now["slots"]] == ["critic.train_mini_batch"] * 2
+        assert "call critic.train_mini_batch" in graph
+        assert "critic.train_mini_batch" in trace.read_text()
+        assert {role.role for slot in group_of(both).memory().slots for role in slot.roles} >= {"actor", "critic"}
 
     def test_fused(self):
         classes = {
@@ -151,12 +171,18 @@ class TestPools:
 
     def test_groups_share_its_slots(self):
         pool = RayResourcePool([1], use_gpu=False, max_colocate_count=2)
-        first, second = (RayWorkerGroup(pool, RayClassWithInitArgs(Plain, start), name_prefix="f") for start in (1, 2))
+        first = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 1), name_prefix="f")
+        env = {"OMP_NUM_THREADS": "3"}  # which is read when a worker starts
+        second = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 2), name_prefix="g", worker_env=env)
         assert (first.to_all(0), second.to_all(0)) == ([1], [2])
-        with pytest.raises(colocate.ColocateError, match=r"'fPlain'.*'fPlain-1'"):
+        assert second.execute_rank_zero_sync("variable", "OMP_NUM_THREADS") == "3"
+        with pytest.raises(colocate.ColocateError, match=r"'fPlain' and 'gPlain'.*2 groups at a time"):
             RayWorkerGroup(pool, RayClassWithInitArgs(Plain))
-        with pytest.raises(colocate.ConfigError, match="OMP_NUM_THREADS, which is read when a worker starts"):
-            RayWorkerGroup(pool, RayClassWithInitArgs(Plain), worker_env={"OMP_NUM_THREADS": "2"})
+        both = RayWorkerGroup(
+            worker_handles=[*first.workers, *second.workers], ray_cls_with_init=RayClassWithInitArgs(Plain)
+        )
+        assert both.to_all(1) == [2, 3]
+        assert both.execute_all_sync("number", [10, 20]) == [11, 22]
 
     def test_workers_end_when_nobody_holds_them(self):
         group = spawned(ray.remote(Plain), count=1, name_prefix="short")
@@ -183,13 +209,13 @@ class TestRefused:
             (lambda: RayResourcePool([1], detached=True), r"detached=True.*pool\.detach"),
             (lambda: RayResourcePool([1], accelerator_type="H100"), "accelerator_type='H100'"),
             (lambda: RayResourcePool([]).slots, "at least one process"),
+            (lambda: len(RayResourcePool([1]).pgs), "TensorRT-LLM"),
             (lambda: merge_resource_pool(RayResourcePool([1]), RayResourcePool([1])), "merge_resource_pool"),
-            (lambda: RayClassWithInitArgs(Plain)(), "made together"),
             (lambda: spawned(ray.remote(Plain), detached=True), r"detached=True.*pool\.detach"),
-            (lambda: spawned(ray.remote(Plain), master_addr="here"), "master_addr.*master_port_range"),
+            (lambda: spawned(ray.remote(Plain), master_addr="here"), r"master_addr=.here.*finds a port itself"),
             (lambda: spawned(ray.remote(Plain), profile_steps=[1], worker_nsight_options={}), "nsight"),
             (lambda: RayWorkerGroup.from_detached(worker_names=["a", "b"]), r"'a', 'b'.*only the driver"),
-            (lambda: RayWorkerGroup(RayResourcePool([1])), "made of a class"),
+            (lambda: RayWorkerGroup(RayResourcePool([1])), "the class that it is made of"),
         ],
     )
     def test_by_name(self, make, words):
@@ -215,10 +241,24 @@ class TestRefused:
 
 
 class TestBadInput:
+    @pytest.fixture(autouse=True)
+    def nothing_is_left(self):
+        yield
+        ENGINE.settle()
+        assert not ENGINE.runtime().audit()
+
     def test_a_constructor_that_raises(self):
         with pytest.raises(colocate.RoleStartError, match="no such model"):
             spawned(ray.remote(Plain), 0, True)
-        assert not ENGINE.runtime().audit()
+
+    def test_a_module_that_workers_cannot_import(self, tmp_path, monkeypatch):
+        code = "import os\nif 'WG_BACKEND' in os.environ:\n    import a_library_of_the_drivers\n"
+        code += "from verl.single_controller.base import Worker\nclass Lonely(Worker): ...\n"
+        (tmp_path / "on_the_driver.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        lonely = importlib.import_module("on_the_driver").Lonely
+        with pytest.raises(colocate.RoleStartError, match=r"(?s)on_the_driver.*a_library_of_the_drivers"):
+            spawned(ray.remote(lonely), count=1)
 
     @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
     def test_a_variable_that_is_colocates(self, name):
@@ -232,12 +272,12 @@ class TestBadInput:
             plain.add(rows(3))
 
     def test_a_pool_that_never_fits(self):
-        with pytest.raises(colocate.PlacementError, match="can never fit"):
+        with pytest.raises(colocate.PlacementError, match=r"64 slots .* can never fit"):
             RayWorkerGroup(RayResourcePool([64]), RayClassWithInitArgs(ray.remote(Plain)))
 
     def test_a_process_group_that_disagrees(self):
         group = spawned(ray.remote(Plain), count=1)
-        with pytest.raises(colocate.RoleError, match="rank"):
+        with pytest.raises(colocate.RoleError, match=r"rank=3 \(there it is 0\), world_size=4 \(there it is 1\)"):
             group.execute_func_rank_zero(_disagree)
         assert group.to_all(1) == [1]
 

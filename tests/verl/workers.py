@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import time
+from pathlib import Path
 
 import ray
 import torch
@@ -76,6 +78,12 @@ class Critic(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get(self) -> int:
         return self.value + self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def train_mini_batch(self, until: Path) -> None:
+        while not until.exists():
+            time.sleep(0.05)
+        raise ValueError("no gradient")
 
 
 Fused = create_colocated_worker_raw_cls(
