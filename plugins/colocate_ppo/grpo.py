@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems, Task
 from colocate_ppo.team import Players
-from colocate_ppo.training import Training, actor_scale, group_of
+from colocate_ppo.training import Training, actor_scale, classes_of, group_of, refuse, wrong_options
 
 _ACTOR = "actor"
 
@@ -68,8 +68,14 @@ def _checked(
     wanted = options["group"]
     if len(named := [name for name in groups if wanted in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
-    roles = groups[named[0]]
-    return _wrong(named[0], roles, lambda role: roles[role].background, **options)
+    roles, rollout = groups[named[0]], options["rollout"]
+    found = [*_wrong(named[0], classes_of(roles), lambda role: roles[role].background, **options)]
+    own = roles[rollout].kwargs.get("sampling") if rollout in roles else None
+    for name in ("max_tokens", "temperature", "seed") if isinstance(own, Mapping) else ():
+        if name in own:
+            instead = {"max_tokens": "`max_new_tokens`", "temperature": "`temperature`"}.get(name, "the run's seed")
+            found.append(("rollout", f"is a role with a {name} in its `sampling`; here {instead} of the job decides"))
+    return found
 
 
 @checks(_checked)
@@ -107,7 +113,7 @@ def train(
     on_step_failure: OnStepFailure = "retry",
     step_retries: int = 3,
 ) -> None:
-    """Train an actor with GRPO on a task of reasoning-gym, in a group with the roles `actor` and `reward`.
+    """Train an actor with GRPO on a task, in a group with the roles `actor` and `reward`.
 
     Args:
         run: What the job is given: groups, log, checkpoints.
@@ -117,8 +123,9 @@ def train(
         rollout_sleeps: What of an engine's memory sleeps while the actor learns.
         staleness: 1 has an engine in a background role generate the answers of the next step while the actor learns
             from those of this one: with weights that are one update older.
-        task: The name of a reasoning-gym dataset.
-        task_options: Its options.
+        task: The name of a reasoning-gym dataset, or "module:function" for a function that gives a list of problems:
+            mappings with a `question` and an `answer`. A tenth of them, by question, is held out for evaluation.
+        task_options: Options of the dataset, or arguments of the function.
         max_new_tokens: The longest answer; None for two more than the longest right one has characters.
         warm_up_steps: Steps of supervised learning before GRPO.
         warm_up_batch: Demonstrations in each of them.
@@ -134,7 +141,7 @@ def train(
             of all ("normalised").
         clip: How far a probability ratio may go from 1 to any gain.
         kl_coefficient: The weight of the KL to the reference in the loss; above 0 the group has a role `reference`.
-        kl_estimator: The estimator of that KL.
+        kl_estimator: The estimator of that KL: "k1", "k2" or "k3" (`colocate_ppo.maths.kl_estimate`).
         importance_cap: The largest weight of a token that an engine has sampled: how much likelier it is by the actor.
         actor_ramp: GRPO steps until the actor's learning rate is reached.
         actor_decay: The part of all GRPO steps, at their end, in which the learning rate falls linearly to 0.
@@ -152,6 +159,11 @@ def train(
     workers = group_of(run, group, "grpo.train")
     _refuse(
         workers,
+        batch=batch,
+        minibatch=minibatch,
+        epochs=epochs,
+        warm_up_batch=warm_up_batch,
+        eval_problems=eval_problems,
         rollout=rollout,
         rollout_sleeps=rollout_sleeps,
         staleness=staleness,
@@ -316,37 +328,35 @@ def _refuse(workers: ColocatedGroup, **options: Any) -> None:
         workers.resume(role)
         return True
 
-    for option, said in _wrong(workers.name, workers.roles, is_background, **options):
-        raise ConfigError(f"grpo.train: option `{option}` {said}")
+    classes = {name: info.cls for name, info in workers.roles.items()}
+    refuse("grpo.train", _wrong(workers.name, classes, is_background, **options))
 
 
 def _wrong(
-    place: str,
-    roles: Collection[str],
-    is_background: Callable[[str], bool],
-    *,
-    rollout: str,
-    rollout_sleeps: Sequence[str],
-    staleness: int,
-    samples: int,
-    kl_coefficient: float,
-    **_: Any,
+    place: str, classes: Mapping[str, type | None], is_background: Callable[[str], bool], **options: Any
 ) -> Iterator[tuple[str, str]]:
     """Yield the options that don't fit each other, or the group, and why."""
+    rollout, staleness, samples = options["rollout"], options["staleness"], options["samples"]
+    yield from wrong_options(options, place, classes, {"actor": GroupActor, "reward": Reward})
     if samples < 2:
         yield "samples", f"must be 2 or more, as answers are compared, not {samples}"
-    there = f"in the group {place!r}, which has {', '.join(roles)}"
-    if kl_coefficient > 0 and "reference" not in roles:
+    there = f"in the group {place!r}, which has {', '.join(classes)}"
+    if options["kl_coefficient"] > 0 and "reference" not in classes:
         yield "kl_coefficient", f"above 0 needs a role 'reference' (`reference: ppo.reference`) {there}"
-    if rollout_sleeps and rollout == _ACTOR:
+    if options["rollout_sleeps"] and rollout == _ACTOR:
         yield "rollout_sleeps", "is for a role that only generates; `rollout` is the actor"
     if staleness not in (0, 1):
         yield "staleness", f"must be 0 or 1, not {staleness}"
-    if rollout not in roles:
-        yield "rollout", f"names no role {there}{did_you_mean(rollout, roles)}"
+    if rollout not in classes:
+        yield "rollout", f"names no role {there}{did_you_mean(rollout, classes)}"
+        return
+    cls = classes[rollout]
+    lacks = [name for name in ("generate", "load_weights") if cls is not None and not hasattr(cls, name)]
+    if lacks and rollout != _ACTOR:
+        yield "rollout", f"names a role without {' and '.join(lacks)}; `rollout.engine` has both"
     elif staleness:
         words = f"has the role {rollout!r} generate while the actor learns, so it"
-        if rollout_sleeps:
+        if options["rollout_sleeps"]:
             yield "staleness", f"{words} mustn't sleep (`rollout_sleeps`)"
         elif rollout == _ACTOR:
             yield "staleness", "needs a role with an engine that generates; `rollout` is the actor"

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from colocate import Run, wait
+from colocate import RoleSpec, Run, checks, wait
+from colocate_ppo.actor import Actor
+from colocate_ppo.critic import Critic
 from colocate_ppo.maths import KlEstimator
 from colocate_ppo.recovery import OnStepFailure
+from colocate_ppo.reference import Reference
+from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems
 from colocate_ppo.team import Team
-from colocate_ppo.training import Training, actor_scale, group_of
+from colocate_ppo.training import Training, actor_scale, classes_of, group_of, refuse, wrong_options
+
+_ROLES: Mapping[str, type] = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward}
 
 
+def _checked(
+    options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
+) -> Iterable[tuple[str, str]]:
+    """Return what is wrong with options in a config."""
+    if len(named := [name for name in groups if options["group"] in (None, name)]) != 1:
+        return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
+    return wrong_options(options, named[0], classes_of(groups[named[0]]), _ROLES)
+
+
+@checks(_checked)
 def train(
     run: Run,
     *,
@@ -46,13 +62,14 @@ def train(
     on_step_failure: OnStepFailure = "retry",
     step_retries: int = 3,
 ) -> None:
-    """Train an actor with PPO on a task of reasoning-gym, in a group with this plugin's four roles.
+    """Train an actor with PPO on a task, in a group with this plugin's four roles.
 
     Args:
         run: What the job is given: groups, log, checkpoints.
         group: The group's name; None where the config has only one.
-        task: The name of a reasoning-gym dataset.
-        task_options: Its options.
+        task: The name of a reasoning-gym dataset, or "module:function" for a function that gives a list of problems:
+            mappings with a `question` and an `answer`. A tenth of them, by question, is held out for evaluation.
+        task_options: Options of the dataset, or arguments of the function.
         max_new_tokens: The longest answer; None for two more than the longest right one has characters.
         warm_up_steps: Steps of supervised learning before PPO.
         warm_up_batch: Demonstrations in each of them.
@@ -68,7 +85,7 @@ def train(
         clip: How far a probability ratio may go from 1 to any gain.
         value_clip: How far a value may move to any gain.
         kl_coefficient: The weight of the KL to the reference in the rewards.
-        kl_estimator: The estimator of that KL.
+        kl_estimator: The estimator of that KL: "k1", "k2" or "k3" (`colocate_ppo.maths.kl_estimate`).
         entropy_coefficient: The weight of an entropy bonus.
         critic_only_steps: PPO steps at the start that leave the actor as it is.
         actor_ramp: PPO steps until the actor's learning rate is reached.
@@ -85,6 +102,10 @@ def train(
         step_retries: How often the same part is done again, or the same checkpoint is gone back to.
     """
     workers = group_of(run, group, "ppo.train")
+    options = {"batch": batch, "minibatch": minibatch, "epochs": epochs}
+    options |= {"warm_up_batch": warm_up_batch, "eval_problems": eval_problems}
+    classes = {name: info.cls for name, info in workers.roles.items()}
+    refuse("ppo.train", wrong_options(options, workers.name, classes, _ROLES))
     team = Team.of(workers)
     actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
     training = Training(

@@ -1,4 +1,4 @@
-"""`ppo.reward`: the task's own scorer."""
+"""`ppo.reward`: the task's own scorer, or that of a subclass."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from torch import Tensor
 from colocate import Concat, OnRank, Reduce, Role, Scatter, method
 from colocate_ppo.parallel import drawing
 from colocate_ppo.rollout import Rollout
+from colocate_ppo.task import Problem
 
 
 class Reward(Role):
-    """Scores answers with the scorer that reasoning-gym has for their problem."""
+    """Scores answers with the scorer that reasoning-gym has for their problem.
+
+    A subclass with a `score_answer` of its own scores as that says.
+    """
+
+    def score_answer(self, answer: str, problem: Problem) -> float:
+        """The score of one answer; higher is better."""
+        score: float = _scorer(problem.entry["metadata"]["source_dataset"])(answer, problem.entry)
+        return score
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     def score(self, rollout: Rollout) -> Tensor:
-        """The task's score of each answer, `[B]` float32, 0 to 1."""
-        pairs = zip(rollout["problems"], rollout["answers"], strict=True)
-        scores = [
-            _scorer(problem.entry["metadata"]["source_dataset"])(answer, problem.entry) for problem, answer in pairs
-        ]
+        """The score of each answer, `[B]` float32; those of reasoning-gym are 0 to 1."""
+        pairs = zip(rollout["answers"], rollout["problems"], strict=True)
+        scores = [self.score_answer(answer, problem) for answer, problem in pairs]
         return torch.tensor(scores, dtype=torch.float32, device=self.ctx.device)
 
     @method(dispatch=OnRank(0))

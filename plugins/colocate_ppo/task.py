@@ -1,8 +1,12 @@
-"""Problems from reasoning-gym: a training stream, held-out problems that never occur in it, and demonstrations."""
+"""Problems of a task: a training stream, held-out problems that never occur in it, and demonstrations.
+
+A task is one of reasoning-gym's, or a function of the user's that gives problems by their numbers.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import itertools
 import pickle
 import random
@@ -27,7 +31,7 @@ class Problem:
     Attributes:
         question: What the policy reads.
         answer: The task's own answer; in a demonstration, the one to imitate.
-        entry: The item as reasoning-gym made it: its scorer wants it back.
+        entry: The item as the task gave it: what scores answers wants it back.
     """
 
     question: str
@@ -42,7 +46,7 @@ class Problems(Sequence[Problem]):
     Attributes:
         questions: What the policy reads.
         answers: The task's own answers; in demonstrations, those to imitate.
-        entries: The items as reasoning-gym made them, pickled: nobody but a scorer looks into them.
+        entries: The items as the task gave them, pickled: nobody but what scores answers looks into them.
     """
 
     questions: list[str]
@@ -94,11 +98,12 @@ register_batch(Problems, length=len, split=_split, concat=_concat)
 
 @attrs.define(eq=False)
 class Task:
-    """A reasoning-gym task, split by question into training and held-out problems.
+    """A task, split by question into training and held-out problems.
 
     Attributes:
-        name: The name of the reasoning-gym dataset.
-        options: Its options, such as `max_word_len`.
+        name: The name of a reasoning-gym dataset, or "module:function" for what gives mappings with a `question` and
+            an `answer` by index: a list, say. The training stream begins anew at its end.
+        options: The dataset's options, such as `max_word_len`, or the function's.
         seed: Decides the training stream; the held-out problems are the same for every seed.
         position: The index of the training stream's next item: all there is to save and restore.
     """
@@ -114,18 +119,35 @@ class Task:
         return self._dataset(self.seed * _ITEMS)
 
     def _dataset(self, seed: int) -> Any:
+        if ":" in self.name:
+            return self._own_dataset()
         import reasoning_gym  # it takes a second, which most ranks can do without
         from reasoning_gym.factory import DATASETS
 
         if self.name not in DATASETS:
             close = difflib.get_close_matches(self.name, DATASETS, 1)
             raise ConfigError(
-                f"reasoning-gym has no task {self.name!r}{f'; did you mean {close[0]!r}?' if close else ''}"
+                f"reasoning-gym has no task {self.name!r}{f'; did you mean {close[0]!r}?' if close else ''}; a task of "
+                "your own is task: module:function"
             )
         try:
             return reasoning_gym.create_dataset(self.name, seed=seed, size=_ITEMS, **self.options)
         except (TypeError, ValueError, AssertionError) as error:  # its ways to say that options don't fit
             raise ConfigError(f"task {self.name!r} refuses the options {dict(self.options)}: {error}") from error
+
+    def _own_dataset(self) -> Any:
+        module, _, name = self.name.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"task {self.name!r} can't be imported: {error}") from error
+        found = function(**self.options)
+        if not len(found) or not {"question", "answer"} <= set(found[0]):
+            raise ConfigError(
+                f"task {self.name!r} must give a list, or what is like one, of mappings with 'question' and 'answer', "
+                f"at least one; it gave {type(found).__name__} of {len(found)}"
+            )
+        return found
 
     def draw(self, count: int) -> Problems:
         """The next problems of the training stream."""
@@ -133,11 +155,15 @@ class Task:
 
     def _draw(self, count: int) -> list[Problem]:
         problems: list[Problem] = []
+        size, looked_at = len(self._training), 0
         while len(problems) < count:
-            problem = _problem(self._training[self.position])
+            problem = _problem(self._training[self.position % size])
             self.position += 1
+            looked_at += 1
             if not is_held_out(problem.question):
                 problems.append(problem)
+            elif looked_at >= size and not problems:
+                raise ConfigError(f"task {self.name!r} gives no problem for training: all {size} are held out")
         return problems
 
     def demonstrate(self, count: int, flawed: float) -> Problems:
@@ -155,11 +181,15 @@ class Task:
     def held_out(self, count: int) -> Problems:
         """Distinct problems that are never drawn for training; fewer if a long search finds no more."""
         dataset = self._dataset(_HELD_OUT_SEED)
-        candidates = (_problem(dataset[index]) for index in range(10 * _HELD_OUT_PART * count))
+        looks = min(10 * _HELD_OUT_PART * count, len(dataset))
+        candidates = (_problem(dataset[index]) for index in range(looks))
         held_out = _distinct(problem for problem in candidates if is_held_out(problem.question))
         found = list(itertools.islice(held_out, count))
         if not found:
-            raise ConfigError(f"task {self.name!r} gives no held-out problem (asked for {count}): evaluation needs one")
+            raise ConfigError(
+                f"task {self.name!r} gives no held-out problem (asked for {count}): evaluation needs one, and about a "
+                "tenth of the questions is held out"
+            )
         return Problems.of(found)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 
-from colocate import ColocatedGroup, ConfigError, RoleError, Run
+from colocate import ColocatedGroup, ConfigError, RoleError, RoleSpec, Run
 from colocate_ppo.recovery import OnStepFailure, Recovery
 from colocate_ppo.task import Problems, Task
 from colocate_ppo.team import Players
@@ -201,6 +201,43 @@ def group_of(run: Run, name: str | None, job: str) -> ColocatedGroup:
         there_are = ", ".join(run.groups) or "none"
         raise ConfigError(f"{job}: option `group` must name the group to train in; the config has {there_are}")
     return named[0]
+
+
+def wrong_options(
+    options: Mapping[str, Any], place: str, classes: Mapping[str, type | None], wanted: Mapping[str, type]
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the options of a job of this plugin, and with the roles of its group.
+
+    Args:
+        options: The job's.
+        place: The group's name.
+        classes: Of its roles; None for one that isn't known.
+        wanted: The roles that the job needs, and of which class each is.
+    """
+    for name in ("batch", "minibatch", "epochs", "warm_up_batch", "eval_problems"):
+        if options[name] < 1:
+            yield name, f"must be 1 or more, not {options[name]}"
+    for role, cls in wanted.items():
+        if role not in classes:
+            yield "group", f"needs a role {role!r}; {place!r} has {', '.join(classes)}"
+        elif (found := classes[role]) is not None and not issubclass(found, cls):
+            names = [f"{each.__module__}:{each.__qualname__}" for each in (found, cls)]
+            yield "group", f"has {role!r} of {names[0]} in {place!r}, where a subclass of {names[1]} is needed"
+
+
+def refuse(job: str, wrong: Iterable[tuple[str, str]]) -> None:
+    """Refuse options of a job.
+
+    Raises:
+        ConfigError: The first of them that is wrong.
+    """
+    for option, said in wrong:
+        raise ConfigError(f"{job}: option `{option}` {said}")
+
+
+def classes_of(roles: Mapping[str, RoleSpec[Any]]) -> dict[str, type | None]:
+    """Return the classes of roles in a config, as far as they can be had."""
+    return {name: spec.target if isinstance(spec.target, type) else None for name, spec in roles.items()}
 
 
 def actor_scale(step: int, steps: int, still: int, ramp: int, decay: float) -> float:

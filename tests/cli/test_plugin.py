@@ -39,6 +39,12 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
     assert any(line.split()[:3] == ["warm_up_steps", "int", "500"] for line in lines)
 
 
+def test_options_that_are_inherited_are_described(colocate: CommandLine) -> None:
+    """A role whose constructor is that of its base has its options' descriptions, too."""
+    (role,) = shown(colocate, "grpo")["roles"].values()
+    assert all(option["about"] for option in role["options"].values())
+
+
 def test_any_other_options_are_told_apart(colocate: CommandLine) -> None:
     """A docstring has them as `**options`, after the last one with a name."""
     options = shown(colocate, "rollout")["roles"]["rollout.engine"]["options"]

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.distributions.install import Installed
@@ -226,3 +227,14 @@ class TestCodeThatIsNotNamed:
             def __init__(self, *, library: str = "") -> None: ...
 
         assert "doesn't say" in (Silent.objection("library", "theirs.so") or "")
+
+    def test_a_job_imports_no_questions_of_theirs(self) -> None:
+        """A task may be a function of a module: one that the config names isn't imported, one of the caller's is."""
+        actor = {"use": "grpo.actor", "with": {"hidden": 16}}
+        groups = {"policy": {"pool": "main", "roles": {"actor": actor, "reward": "ppo.reward"}}}
+        config: dict[str, Any] = {"pools": {"main": {"slots": 1}}, "groups": groups}
+        config["job"] = {"use": "grpo.train", "with": {"task": "os:getcwd"}}
+        load_config(config)
+        with pytest.raises(ConfigError, match=r"job\.with\.task: 'os:getcwd' names a module, and this config may name"):
+            load_config(config, allow_import=False)
+        load_config(config, set=["job.with.task=os:getcwd"], allow_import=False)

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
+from tests.docs.blocks import blocks_of
 from tests.ppo.test_job import EASY, EXAMPLES, Recorder
 
 import colocate
@@ -320,6 +321,8 @@ def test_with_shuffled_rewards_it_does_not(tmp_path: Path, changes: list[str]) -
             {"rollout_sleeps": ["cache"]},
             "rollout_sleeps: is for a role that only generates; `rollout` is the actor",
         ),
+        ({"batch": -1}, "batch: must be 1 or more, not -1"),
+        ({"rollout": "reward"}, "rollout: names a role without generate and load_weights; `rollout.engine` has both"),
         ({"group": "polcy"}, "group: must name the group to train in; the config has policy"),
     ],
 )
@@ -330,6 +333,16 @@ def test_options_that_do_not_fit(given: dict[str, Any], words: str) -> None:
     with pytest.raises(colocate.ConfigError) as caught:
         colocate.load_config(config)
     assert [str(each) for each in caught.value.mistakes] == [f"job.with.{words}"]
+
+
+def test_roles_that_do_not_fit() -> None:
+    """Of another class, or with options that the job decides."""
+    changes = ["groups.policy.roles.reward={use: 'colocate_rollout.testing:Trainer', with: {model: {}}}"]
+    with pytest.raises(colocate.ConfigError, match=r"'reward' of .*:Trainer in 'policy', where a subclass of"):
+        colocate.load_config(EXAMPLES / "grpo.yaml", set=changes)
+    changes = ["+groups.policy.roles.rollout.with.sampling={temperature: 0.5, top_p: 0.9}"]
+    with pytest.raises(colocate.ConfigError, match=r"with a temperature in its `sampling`; here `temperature` of the"):
+        colocate.load_config(EXAMPLES / "grpo.yaml", set=changes)
 
 
 def test_train_refuses_what_does_not_fit(tmp_path: Path) -> None:
@@ -353,3 +366,18 @@ def test_a_ppo_actor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(colocate.ColocateError, match="GroupActor"):
         run([TINY[0], "groups.policy.roles.actor.use=ppo.actor"], tmp_path)
     assert issubclass(GroupActor, Actor)
+
+
+@pytest.mark.long
+def test_questions_and_scores_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's example learns as the page says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in blocks_of(EXAMPLES.parent / "rollouts.md"):
+        if block.file in ("vowels.py", "vowels.yaml"):
+            Path(block.file).write_text(block.text)
+    with colocate.launch("vowels.yaml") as job:
+        job.run(quiet=True)
+    lines = [json.loads(line) for line in Path("runs/vowels/metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in lines if "reward" in line]
+    assert rewards[0] < 0.1 < 0.4 < rewards[-1]

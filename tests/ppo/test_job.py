@@ -145,7 +145,9 @@ def test_another_seed_gives_another_curve_and_so_do_shuffled_rewards(
 
 
 def test_a_group_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(colocate.ConfigError, match="`group` must name the group to train in; the config has policy"):
+    with pytest.raises(
+        colocate.ConfigError, match=r"job\.with\.group: must name the group to train in; the config has policy"
+    ):
         run("ppo-small.yaml", [*TINY, "job.with.group=polcy"], tmp_path)
 
 

@@ -66,10 +66,29 @@ def test_other_tasks_are_selected_by_name_and_options() -> None:
     assert problem.answer.lstrip("-").isdigit()
 
 
+def numbers(count: int, word: str = "number") -> list[dict[str, str]]:
+    """Questions of one's own."""
+    return [{"question": f"{word} {index}", "answer": str(index), "more": "kept"} for index in range(count)]
+
+
+def test_a_task_of_ones_own() -> None:
+    """Its questions come in their order, again and again, but for those that are held out."""
+    task = Task(f"{__name__}:numbers", {"count": 40})
+    questions = [problem.question for problem in task.draw(100)]
+    held_out = {problem.question for problem in task.held_out(100)}
+    assert held_out
+    once = [f"number {index}" for index in range(40) if f"number {index}" not in held_out]
+    assert questions == (once * 4)[:100]
+    assert task.draw(1)[0].entry["more"] == "kept"
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (lambda: Task("spell_backwards"), "no task 'spell_backwards'; did you mean 'spell_backward'"),
+        (lambda: Task("no_such:questions"), r"task 'no_such:questions' can't be imported: No module named 'no_such'"),
+        (lambda: Task(f"{__name__}:nothing"), "can't be imported: .* no attribute 'nothing'"),
+        (lambda: Task(f"{__name__}:numbers", {"count": 0}), "must give a list, .* at least one; it gave list of 0"),
         (lambda: Task(options={"max_word_length": 4}), r"'spell_backward' refuses the options .*'max"),
         (lambda: Task(options={"min_word_len": 9, "max_word_len": 4}), r"'spell_backward' refuses the options .*'max"),
         (lambda: Task(options={"seed": 1}), r"'spell_backward' refuses the options .*'seed"),

@@ -11,6 +11,7 @@ import pytest
 from colocate import errors
 from colocate._worker_group.spawn import start_error
 from colocate.errors import ColocateError
+from colocate.worker.birth.imports import hint_for
 
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, ColocateError)]
 
@@ -42,3 +43,12 @@ def test_what_only_follows_is_not_told_of_a_start() -> None:
     error = start_error("policy", {0: follows, 1: cause})
     assert (dict(error.errors), error.rank, error.remote_traceback) == ({1: cause}, 1, "at x")
     assert "1 rank failed" in str(error)
+
+
+def test_a_module_that_two_threads_import_at_once() -> None:
+    """One that replaces itself, as transformers does, has its names later: the error says what to do."""
+    lacking = "cannot import name '%s' from 'json' (/somewhere/json/__init__.py)"
+    hint = hint_for(ImportError(lacking % "loads", name="json"))
+    assert hint is not None
+    assert "json has loads by now: several threads have imported it at once" in hint
+    assert hint_for(ImportError(lacking % "nothing", name="json")) is None

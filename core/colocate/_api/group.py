@@ -66,9 +66,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         if info is None:
             raise ConfigError(f"group {self.name!r} has no role {name!r}: it has {', '.join(self._node.roles)}")
         if cls is not None and cls is not info.cls and not issubclass(info.cls, cls) and not self._is_of(info, cls):
-            raise ConfigError(
-                f"role {name!r} of group {self.name!r} is a {info.cls.__qualname__}, not a {cls.__qualname__}"
-            )
+            found, wanted = (f"{each.__module__}:{each.__qualname__}" for each in (info.cls, cls))
+            raise ConfigError(f"role {name!r} of group {self.name!r} is a {found}, and no {wanted} or subclass of it")
         view = self._views.get(name)
         if view is None:
             view = self._views[name] = RoleView(self._node, info)

@@ -56,6 +56,11 @@ class SlowCalls:
                 if now - oldest.moved > SLOW_S and warned.get(oldest.lane) != oldest.seq:
                     warned[oldest.lane] = oldest.seq
                     what = f"{oldest.label} of group {worker_group.name!r} has been running"
+                    if worker_group.is_paused(oldest.lane):
+                        what = (
+                            f"{oldest.label} of group {worker_group.name!r} isn't done, and role {oldest.lane!r} is "
+                            f"paused until group.resume({oldest.lane!r}); it has been so"
+                        )
                     self._warn(worker_group, what, oldest.missing())
             workforce = worker_group.workforce
             if workforce not in self._unbuilt and (slots := workforce.constructing(SLOW_S)):

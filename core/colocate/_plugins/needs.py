@@ -69,7 +69,8 @@ def checks(function: Callable[..., Said]) -> Callable[[F], F]:
         function: Yields `(option, what is wrong with it)`; for an option's name may stand the keys to a value inside.
             For a role it is called with a mapping of the constructor's arguments, the role's own `RoleSpec`, and a
             mapping of those that are declared before it in its group; for a job with a mapping of its arguments, and
-            one of groups, each a mapping of `RoleSpec`s. Arguments that the config doesn't give have their defaults.
+            one of groups, each a mapping of `RoleSpec`s with their classes as targets, where these can be had.
+            Arguments that the config doesn't give have their defaults.
     """
 
     def declare(target: F) -> F:

@@ -119,7 +119,10 @@ class Children:
             names = [name] if name else (f"{title}-{n}" if n > 1 else title for n in itertools.count(1))
             free = (each for each in names if (found := self._all.get((ctx.role, each))) is None or not found.alive)
             if (own := next(free, None)) is None:
-                raise ConfigError(f"{what}: role {ctx.role!r} has a child of this name that runs")
+                raise ConfigError(
+                    f"{what}: role {ctx.role!r} has a child of this name that runs: give each a name of its own, as "
+                    "those of rows that run beside each other, or leave name= out"
+                )
             former = self._all.pop((ctx.role, own), None)
             row = state if isinstance(state := running_call.get(), RowState) else None
             child = Child(parent, own, fails, row, loop, supervisor.ENDS, self._printed, self._changed)

@@ -121,7 +121,7 @@ def _role(found: FoundRole) -> dict[str, Any]:
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "about": _first_line(cls),
         "needs": sorted(needed_by(cls)),
-        "options": _options(arguments_of(cls, found.name), cls, cls.__init__),
+        "options": _options(arguments_of(cls, found.name), *reversed(cls.__mro__), cls.__init__),
         "methods": {
             name: {
                 "signature": _signature(spec.signature),

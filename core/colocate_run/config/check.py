@@ -42,6 +42,8 @@ from colocate_run.config.schema import Config, GroupConfig, ObserverConfig, Pool
 from colocate_run.config.source import Document
 from colocate_run.config.trust import Trust
 
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")  # what an option of a job may have imported
+
 
 def check(config: Config, document: Document, allow_import: bool = True) -> None:
     """Note everything that is wrong between the parts of a config, each of which is right in itself."""
@@ -56,8 +58,8 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
     _variables(trust, document)
     for name, pool in config.pools.items():
         _pool(pool, executor, ("pools", name), document)
-    _groups(config, executor, trust, document)
-    _job(config, trust, document)
+    classes = _groups(config, executor, trust, document)
+    _job(config, classes, trust, document)
     for index, observer in enumerate(config.observe):
         _observer(observer, trust, ("observe", index), document)
     if config.groups:  # a config without any is for code that spawns its own
@@ -70,13 +72,13 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
 def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:
     why = trust.objection(use)
     if why is not None:
-        document.wrong((*place, "use"), why)
+        document.wrong(place, why)
     return why is None
 
 
 def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
     """What would run the workers, when it can be known."""
-    if not _trusted(trust, config.executor.use, ("executor",), document):
+    if not _trusted(trust, config.executor.use, ("executor", "use"), document):
         return None
     try:
         executor = find_executor(config.executor.use)
@@ -119,8 +121,8 @@ def _variables(trust: Trust, document: Document) -> None:
                     document.wrong((key, name, "env", variable), why)
 
 
-def _job(config: Config, trust: Trust, document: Document) -> None:
-    if config.job is None or not _trusted(trust, config.job.use, ("job",), document):
+def _job(config: Config, classes: Mapping[tuple[str, str], type], trust: Trust, document: Document) -> None:
+    if config.job is None or not _trusted(trust, config.job.use, ("job", "use"), document):
         return
     try:
         function = find_job(config.job.use).load()
@@ -128,13 +130,23 @@ def _job(config: Config, trust: Trust, document: Document) -> None:
         document.wrong(("job", "use"), error.message)
     else:
         arguments = arguments_of(function, f"job {config.job.use}", skip=1)
+        for name, value in config.job.with_.items():
+            option = ("job", "with", name)
+            if isinstance(value, str) and _MODULE.fullmatch(value) and not document.is_callers(option):
+                _trusted(trust, value, option, document)
         if _with(arguments, config.job.with_, ("job",), document):
-            groups = {name: _specs(group) for name, group in config.groups.items()}
+            groups = {
+                name: {
+                    role: attrs.evolve(spec, target=classes.get((name, role), spec.target))
+                    for role, spec in _specs(group).items()
+                }
+                for name, group in config.groups.items()
+            }
             _own(function, arguments, config.job.with_, (groups,), ("job",), document)
 
 
 def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Document) -> None:
-    if not _trusted(trust, observer.use, place, document):
+    if not _trusted(trust, observer.use, (*place, "use"), document):
         return
     try:
         factory = find_observer(observer.use).load()
@@ -227,7 +239,11 @@ def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
     return budgets(slot, Budget.of(group.device_memory, group.host_memory), roles, group.residency, group.step)
 
 
-def _groups(config: Config, executor: type[Executor] | None, trust: Trust, document: Document) -> None:
+def _groups(
+    config: Config, executor: type[Executor] | None, trust: Trust, document: Document
+) -> dict[tuple[str, str], type]:
+    """The classes of roles, by group and role, as far as they can be had."""
+    classes: dict[tuple[str, str], type] = {}
     taken: dict[str, list[str]] = {}
     for name, group in config.groups.items():
         place: Place = ("groups", name)
@@ -246,6 +262,8 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
         for role_name, role in group.roles.items():
             below = (*place, "roles", role_name)
             cls = _role(role_name, role, group, pool, trust, below, document)
+            if cls is not None:
+                classes[name, role_name] = cls
             ranks = len(role.slots) if role.slots is not None else pool.slots if pool is not None else 1
             if (
                 cls is not None
@@ -255,6 +273,7 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
                 document.wrong(below, why)
             if pool is not None and (why := lacks_vmm(role_name, role.sleep, pool.gpus)):
                 document.wrong((*below, "sleep"), why)
+    return classes
 
 
 def _pool_of(pool: str, found: PoolConfig | None, others: Sequence[str], place: Place, document: Document) -> None:
@@ -289,7 +308,7 @@ def _role(
     if pool is not None and _slots(role, pool, place, document):
         count = pool.slots if role.slots is None else len(role.slots)
         _mesh(role.mesh, count, (*place, "mesh"), document)
-    if not _trusted(trust, role.use, place, document):
+    if not _trusted(trust, role.use, (*place, "use"), document):
         return None
     try:
         cls = find_role(role.use).load()

@@ -31,6 +31,18 @@ class Background(ExecutorCase):
         """One of each on two slots."""
         return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
 
+    def test_slow_call_of_a_paused_role(
+        self, two_lanes: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Who waits where nobody else can resume is told why nothing goes on."""
+        roll = two_lanes.role("roll", Beside)
+        monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
+        two_lanes.pause("roll")
+        waits = roll.do.submit("waits")
+        wait_until(lambda: "paused until group.resume('roll')" in caplog.text, "the warning has been given")
+        two_lanes.resume("roll")
+        waits.result(PATIENCE_S)
+
     @of_executor
     def test_lanes(self, two_lanes: ColocatedGroup) -> None:
         """Each role's calls are in order among themselves, on a thread of their own, and don't wait for the other's."""

@@ -188,7 +188,7 @@ class Calls(ExecutorCase):
         """A role that isn't there, is of another class, or not the only one of its class, is an error that says so."""
         with pytest.raises(ConfigError, match="has no role 'ecko': it has echo, other"):
             pair.role("ecko")
-        with pytest.raises(ConfigError, match=r"role 'echo' .* is a Echo, not a Rows"):
+        with pytest.raises(ConfigError, match=r"role 'echo' .* is a .*:Echo, and no .*:Rows"):
             pair.role("echo", Rows)
         with pytest.raises(ConfigError, match="2 roles of class Echo"):
             pair[Echo]

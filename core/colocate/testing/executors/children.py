@@ -285,7 +285,7 @@ class Children(Scripted):
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter = starter_in(group)
         starter.serve()
-        with pytest.raises(RoleError, match="has a child of this name that runs"):
+        with pytest.raises(RoleError, match="has a child of this name that runs: give each a name of its own"):
             starter.serve()
         before = starter.seen()
         assert starter.run([PYTHON, "-c", "pass"])[0] == 0

@@ -155,12 +155,23 @@ _folders_elsewhere: set[str] = set()  # of modules that came as source
 _OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.[\w.]+'")  # as pickle says it
 
 
+_LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")  # as Python says it
+
+
 def hint_for(error: BaseException) -> str | None:
     """What to do about what isn't in this process: a file beside the driver's code, a name of its script."""
     if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(message_of(error))):
         return (
             "A worker has what the script defines once it was sent something that needs it, and plain pickle wants it "
             f"there already: name {unknown[1]} in the role's code, or define it in a module, which a worker imports"
+        )
+    if isinstance(error, ImportError) and (lacking := _LACKING.match(message_of(error))):
+        if not hasattr(sys.modules.get(lacking[2]), lacking[1]):
+            return None
+        return (
+            f"{lacking[2]} has {lacking[1]} by now: several threads have imported it at once, which a module that "
+            "puts another one in its own place doesn't stand. Import it at the top of the script or module, or use "
+            "processes (connect('local', processes=True))"
         )
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return None
