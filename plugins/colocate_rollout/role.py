@@ -165,6 +165,7 @@ class EngineRole(Role):
         assert self.engine is not None
         return self.engine
 
+    @method(awake=("weights",))
     def load_weights(self, weights: Weights, version: int) -> None:
         """Have the engine take another role's weights."""
         self._engine.update(weights, version)

@@ -76,6 +76,16 @@ class Target(Role):
         return time.perf_counter() - start
 
     @method
+    def copy_source(self) -> float:
+        """Seconds in which as much is copied into the model from the memory that a sync copies it from."""
+        source = self.ctx.sibling("source", Source).net
+        start = time.perf_counter()
+        with torch.no_grad():
+            for one, other in zip(source.layers, self.net.layers, strict=True):
+                other.copy_(one)
+        return time.perf_counter() - start
+
+    @method
     def most(self) -> int:
         """The bytes that the process has had at most."""
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -102,7 +112,7 @@ def _here(runtime: colocate.Runtime) -> Iterator[Row]:
         group = pool.spawn({"source": colocate.role(Source), "target": colocate.role(Target)})
         source, target = group.role("source", Source), group.role("target", Target)
         before = target.most()[0]
-        took = _beside(lambda: colocate.sync_weights(source, target).seconds, lambda: target.copy()[0])
+        took = _beside(lambda: colocate.sync_weights(source, target).seconds, lambda: target.copy_source()[0])
         yield Row(_HERE, "to one copy of as many bytes", took, "x", 1.1)
         yield Row(_HERE, "memory above both models", (target.most()[0] - before) / 2**20, "MiB", 256)
     with runtime.reserve() as pool:

@@ -126,8 +126,8 @@ class GroupMemory:
         group: The group's name.
         slots: One for each worker.
         weights: By role that has got weights from another one (`sync_weights`) their version, and when they came, in
-            seconds of time.time().
-        stale: By role why its weights aren't in sync, as far as the driver knows.
+            seconds of time.time(); 0.0 where that isn't known, as they were restored.
+        stale: By role why its weights aren't in sync.
     """
 
     group: str
@@ -203,7 +203,9 @@ class GroupMemory:
 
 def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
     """Return which weights a role has got from another one, how old they are, and why they aren't in sync if so."""
-    found = "no weights yet" if came is None else f"weights version {came[0]}, {time.time() - came[1]:.0f} s old"
+    found = "no weights yet" if came is None else f"weights version {came[0]}"
+    if came is not None and came[1]:
+        found += f", {time.time() - came[1]:.0f} s old"
     return found if stale is None else f"{found}, not in sync: {stale}"
 
 

@@ -79,3 +79,5 @@ class Ledger:
     peaks: Mapping[str, int] | None
     # What the processes that roles have started have for themselves, by role and name
     children: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
+    # Which weights roles have from others, by role: their version, and why these can't be used if so
+    weights: Mapping[str, tuple[int, str | None]] = attrs.field(factory=dict)

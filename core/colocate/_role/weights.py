@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -15,8 +15,11 @@ from colocate.errors import ConfigError, StaleWeightsError
 if TYPE_CHECKING:
     import torch
 
+    from colocate._values.leaving import Watch
+
 _TOLD = 8
 """Mistakes of one kind that an error names."""
+_WRITTEN = "the role whose tensors it shares has written into them since then"
 
 
 class WeightSpec(NamedTuple):
@@ -116,9 +119,12 @@ def _fits(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
 
 
 def awake_for(cls: type, name: str) -> Sequence[str]:
-    """Return what of a role's memory its method needs in a sync: what it is declared with, else the weights."""
+    """Return what of a role's memory its method needs in a sync: what it is declared with.
+
+    Otherwise the weights, and tensors that no module has: they may be weights, too, or be computed on.
+    """
     spec = getattr(getattr(cls, name, None), "spec", None)
-    return ("weights",) if spec is None or spec.awake is None else spec.awake
+    return ("weights", "cache") if spec is None or spec.awake is None else spec.awake
 
 
 def described(weights: Iterable[tuple[str, torch.Tensor]], source: str) -> dict[str, WeightSpec]:
@@ -154,7 +160,7 @@ class Received:
         stale: Why they can't be used; None where they can.
         since: When that was known, in seconds of time.time().
         whole: Whether stale ones are whole all the same, as they were once: another role may get them.
-        written: Whether the source has written into them, where both roles have the very tensors.
+        watch: Notices that the source has written into them, where both roles have the very tensors.
         shared: These, by name.
     """
 
@@ -162,7 +168,7 @@ class Received:
     stale: str | None = None
     since: float = 0.0
     whole: bool = False
-    written: Callable[[], bool] | None = None
+    watch: Watch | None = None
     shared: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
 
     @property
@@ -174,12 +180,17 @@ class Received:
         """They can't be used from now on; `whole`: see there."""
         if self.stale is None:
             self.since = time.time()
-        self.stale, self.whole, self.written, self.shared = why, whole, None, {}
+        self.stale, self.whole, self.watch, self.shared = why, whole, None, {}
 
-    def came(self, shared: Mapping[str, torch.Tensor], written: Callable[[], bool] | None) -> None:
+    def came(self, shared: Mapping[str, torch.Tensor], watch: Watch | None) -> None:
         """All of them have come, on all ranks."""
+        self.stale, self.since, self.whole, self.watch, self.shared = None, time.time(), False, watch, shared
         self.version += 1
-        self.stale, self.since, self.whole, self.written, self.shared = None, time.time(), False, written, shared
+
+    def known(self) -> tuple[int, str | None]:
+        """Their version, and why they can't be used if so. This may be asked on any thread, and changes nothing."""
+        version, stale, watch = self.version, self.stale, self.watch  # in this order: `came` has the other one
+        return version, _WRITTEN if stale is None and watch is not None and watch.touched() else stale
 
     def check(self, role: str, label: str) -> None:
         """Refuse a call that would use stale weights.
@@ -187,10 +198,8 @@ class Received:
         Raises:
             StaleWeightsError: They are stale.
         """
-        if self.stale is None and self.written is not None and self.written():
-            shared = self.shared
-            self.stale, self.since = "the role whose tensors it shares has written into them since then", time.time()
-            self.shared = shared  # which a sync only has to look at
+        if self.stale is None and self.watch is not None and self.watch.written():
+            self.stale, self.since = _WRITTEN, time.time()  # a sync only has to look at what is shared
         if self.stale is not None:
             at = time.strftime("%H:%M:%S", time.localtime(self.since))
             raise StaleWeightsError(

@@ -414,11 +414,28 @@ class Watch:
         before, self._seen = self._seen, self._state()
         return before != self._seen
 
+    def touched(self) -> bool:
+        """Whether torch's operators have written since then. This may be asked on any thread, and changes nothing."""
+        versions, _ = self._seen
+        return versions != self._versions()
+
     def _state(self) -> tuple[list[int], bytes]:
         digest = hashlib.blake2b(digest_size=16)
         for value in self._contents:
             _add(digest, value, {})
-        return [tensor._version for tensor in self._tensors], digest.digest()
+        return self._versions(), digest.digest()
+
+    def _versions(self) -> list[int]:
+        return [*map(version, self._tensors)]
+
+
+def version(tensor: Any) -> int:
+    """Return how often torch's operators have written into a tensor; 0 for an inference tensor, which has no count."""
+    # `is_inference()` lets go of the interpreter's lock, which takes long to come back where other threads want it too.
+    try:
+        return tensor._version  # type: ignore[no-any-return]
+    except RuntimeError:
+        return 0
 
 
 def _add(digest: hashlib.blake2b, value: Any, looked_at: dict[int, Any]) -> None:

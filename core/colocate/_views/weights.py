@@ -92,9 +92,10 @@ def sync_weights(
     very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` do it for modules.
 
     A sync takes its place in the order of the group's calls. Memory that sleeps is woken as far as it is needed:
-    the weights of both roles, or what `@method(awake=...)` of these two methods says. Until all ranks of the target
-    have all weights, and after a failure amid that, calls of the target are refused (`StaleWeightsError`); so they are
-    when a source whose tensors it shares has written into them, and after a restart or a `restore` of the group.
+    "weights" and "cache" of both roles, or what `@method(awake=...)` of these two methods says. Until all ranks of the
+    target have all weights, and after a failure amid that, calls of the target are refused (`StaleWeightsError`); so
+    they are when a source whose tensors it shares has written into them, and after a restart or a `restore` of the
+    group.
 
     Args:
         source: The view of the role that has the weights.
@@ -112,7 +113,7 @@ def sync_weights(
     Raises:
         ConfigError: They don't fit; all that doesn't is told, and nothing was written.
         RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
-        SleepingError: Memory of one of them sleeps, and is only woken by `group.wake`; or weights aren't a module's.
+        SleepingError: Memory of one of them, or a weight, sleeps and is only woken by `group.wake`.
     """
     limited = limit(timeout, "sync_weights(timeout)", positive=True)
     (worker_group, giver), (other, taker) = _viewed(source, "source"), _viewed(target, "target")
@@ -177,7 +178,8 @@ def _planned(
 ) -> SyncPlan:
     """How weights get from a role to another: in a slot that both have by reference, else each takes them from a rank.
 
-    Of the ranks that have the weights each serves as many others as the next one, those of its own node first.
+    Of the ranks that have the weights each serves as many others as the next one, those of its own node first. But what
+    is written to the host's memory is written once for all of a node.
     """
     is_one, services = worker_group is other, worker_group.services
     shares = getattr(getattr(getattr(taker.cls, "load_weights", None), "spec", None), "shares", False)
@@ -196,12 +198,15 @@ def _planned(
                 f"sync_weights: {taker.name} shares the tensors of {giver.name} (shares=True), which isn't in the same "
                 f"worker as its rank on slot {slot}: leave shares=True out, so that they are copied"
             )
-        node = other.node(slot)
-        rank = min(
-            range(len(giver.slots)),
-            key=lambda rank: (serves[giver.slots[rank]], worker_group.node(giver.slots[rank]) != node),
-        )
-        takes[slot] = rank
+        boots = worker_group.workforce.workers
+        node, on_host = other.node(slot), boots[giver.slots[0]].boot.device == "cpu"
+
+        def dear(rank: int, node: str = node, on_host: bool = on_host) -> tuple[int, ...]:
+            there = giver.slots[rank]
+            is_far, serving = worker_group.node(there) != node, serves[there]
+            return (serving, is_far) if is_far or not on_host else (-1, -serving)
+
+        takes[slot] = rank = min(range(len(giver.slots)), key=dear)
         serves[giver.slots[rank]] += 1
     if shares and dtype is not None:
         raise ConfigError(f"sync_weights(dtype=...): {taker.name} shares the tensors of {giver.name} as they are")

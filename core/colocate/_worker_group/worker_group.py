@@ -22,7 +22,7 @@ from colocate._calls.services import Services
 from colocate._kept.residents import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
-from colocate._protocol.ledger import Sizes
+from colocate._protocol.ledger import Ledger, Sizes
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Origin, Source
 from colocate._role.method_spec import MethodSpec
@@ -294,7 +294,7 @@ class WorkerGroup(Link):
         self.restarts = Restarts(self, restarts)
         # Which roles may have memory that sleeps
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
-        # How often roles have got weights from others, and when they last did
+        # How often roles have got weights from others, and when they last did, 0.0 where that isn't known here
         self.synced: dict[str, tuple[int, float]] = {}
         self.stale: dict[str, str] = {}  # roles whose weights are stale as far as is known here, and why
         self.described: set[str] = set()  # the roles of which all ranks know what weights they give
@@ -414,6 +414,8 @@ class WorkerGroup(Link):
             case from_worker.Stack():
                 order.stacks.answered(slot, message)
             case from_worker.LedgerTold():
+                if message.ledger is not None:
+                    self._note_weights(message.ledger)
                 self.ledgers.answered(worker, message)
             case from_worker.Holds():
                 self._share(worker, message.roles)
@@ -445,6 +447,15 @@ class WorkerGroup(Link):
             worker.holds = holds
             for other in self.home.beside(self, worker.slot) if self.home.closed_by is None else ():  # else it goes on
                 other.send(to_worker.Beside(self.name, holds))
+
+    def _note_weights(self, ledger: Ledger) -> None:
+        """Note what only a worker knew of the weights that its roles have from others, as these were restored, say."""
+        for name, (version, stale) in ledger.weights.items():
+            known, _ = self.synced.get(name, (0, 0.0))
+            if stale is not None and version >= known:  # else they have come since
+                self.stale.setdefault(name, stale)
+                if version > known:
+                    self.synced[name] = version, 0.0
 
     def _greet(self, worker: Worker) -> None:
         """Tell a new worker what the roles of those hold that share its slot."""

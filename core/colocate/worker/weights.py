@@ -30,7 +30,7 @@ from colocate._system.jobs import error_text
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
 from colocate._values.codec import Codec
-from colocate._values.leaving import Watch
+from colocate._values.leaving import Watch, version
 from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError
 from colocate.wire import Area
 from colocate.worker.memory.context import Worker, beside
@@ -97,7 +97,7 @@ class WeightSyncs:
         Raises:
             ConfigError: The weights don't fit, or a role doesn't do what a source or a target does.
             RoleError: The target has kept what it was to copy, or hasn't taken all; a weight isn't finite.
-            SleepingError: Weights that no module has sleep.
+            SleepingError: A weight of the source sleeps.
             BaseException: A role's code has raised.
         """
         roles, residency = self._worker_context.roles, self._worker_context.residency
@@ -105,11 +105,9 @@ class WeightSyncs:
         start, slot = time.time(), self._worker_context.boot.slot
         self._told = None
         self._over.clear()  # of one that has failed
-        for role, method, whose in ((source, "named_weights", plan.giver), (target, "load_weights", plan.taker)):
+        for role, method in ((source, "named_weights"), (target, "load_weights")):
             if role is not None:
                 residency.have_awake(str(role.name), awake_for(type(role.instance), method))
-                if self._worker_context.sleeper.has_plain_weights(role):
-                    raise _asleep(whose, method)
         if source is not None and source.received is not None and not source.received.whole:
             source.received.check(str(source.name), f"the sync of {plan.giver} to {plan.taker}")
         if source is not None and slot not in plan.takes:
@@ -142,10 +140,8 @@ class WeightSyncs:
                     received.fail(f"a sync of {plan.giver} to it has failed when {came} ({why})")
                 raise
         nbytes = sum(map(_nbytes, specs.values()))
-        written = None
-        if shared:
-            written = Watch([*shared.values()], contents=self._worker_context.store.strict).written
-        received.came(shared, written)
+        watch = Watch([*shared.values()], contents=self._worker_context.store.strict) if shared else None
+        received.came(shared, watch)
         target.ctx.weights_version = received.version
         return Synced(received.version, nbytes, time.time() - start, "shared" if weights.skipped else by)
 
@@ -203,7 +199,10 @@ class WeightSyncs:
             if (called := plan.names.get(name, name)) is None:
                 continue
             if away and tensor.untyped_storage()._cdata in away:
-                self._told = _asleep(plan.giver, "named_weights")
+                self._told = SleepingError(
+                    f"weight {name} of {plan.giver} sleeps, and a sync doesn't wake it: say by @method(awake=...) at "
+                    "named_weights what is to be awake, or call group.wake before"
+                )
                 raise self._told
             if plan.finite and not bool(torch.isfinite(tensor).all()):
                 raise self._ours(f"weight {name} of {plan.giver} isn't finite: it has inf or nan")
@@ -250,13 +249,13 @@ class WeightSyncs:
             versions: list[int] = []
             nbytes = 0
             for name, tensor in given:
-                if versions != [*map(_version, bucket.values())]:
+                if versions != [*map(version, bucket.values())]:
                     raise self._ours(
                         f"named_weights of {plan.giver} writes into a tensor that it has yielded before {name}: what "
                         "is made for the sync is a tensor of its own for each weight"
                     )
                 bucket[name] = tensor
-                versions.append(_version(tensor))
+                versions.append(version(tensor))
                 nbytes += _nbytes(specs[name])
                 del tensor
                 if nbytes >= most:
@@ -353,10 +352,11 @@ class WeightSyncs:
         names = plan.giver, str(target.name)
         # What comes from another worker's process is the target's own.
         by_reference = not plan.shares and (source is not None or self._worker_context.codec.name == "reference")
-        looks = by_reference and names not in self._copies
+        strict = self._worker_context.store.strict
+        looks = by_reference and (strict or names not in self._copies)
         before = self._storages(target) if looks else set()
         load = _function(target, "load_weights", plan.taker)
-        weights._given = _noted(weights._given, alive, handed if looks else None, plan.taker)
+        weights._given = _noted(weights._given, alive, handed if looks else None, plan.taker, strict)
         try:
             target.run_hook(partial(_without_grad, load, weights, received.version + 1), name="load_weights")
         except BaseException:
@@ -446,10 +446,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _is_kept(storages: Sequence[WeakStorage]) -> bool:
     return not all(each.expired() for each in storages)
 
@@ -459,8 +455,9 @@ def _noted(
     alive: list[weakref.ref[torch.Tensor]],
     handed: list[WeakStorage] | None,
     taker: str,
+    strict: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights, and note the tensors that are given away, and their storages.
+    """Yield weights, and note the tensors that are given away, and their storages. `strict`: contents are compared.
 
     Raises:
         RoleError: The target has written into one, which the source has, or others that take it.
@@ -469,14 +466,14 @@ def _noted(
         alive.append(weakref.ref(tensor))
         if handed is not None:
             handed.append(WeakStorage(tensor.untyped_storage()))
-        before = _version(tensor)
+        before, watch = version(tensor), Watch(tensor, contents=True) if strict else None
         yield name, tensor
-        if _version(tensor) != before:
+        if version(tensor) != before or (watch is not None and watch.written()):
             raise RoleError(
                 f"load_weights of {taker} writes into the tensor of {name}, which isn't its own: the source has it, or "
                 "others take it. Clone what is to be changed"
             )
-        del tensor
+        del tensor, watch
 
 
 def _function(role: RoleInstance, name: str, whose: str) -> Callable[..., Any]:
@@ -508,13 +505,6 @@ def _in_its_place(role: RoleInstance, code: Callable[..., Any], *args: Any) -> A
     finally:
         setting.have(before)
         reset_current(token)
-
-
-def _asleep(whose: str, method: str) -> SleepingError:
-    return SleepingError(
-        f"a sync wakes the weights that modules of {whose} have, and others of its weights sleep: declare {method} "
-        'with @method(awake=("weights", "cache")), or call group.wake before'
-    )
 
 
 _END = object()

@@ -25,7 +25,18 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
-from colocate.testing.probes.weights import Asker, Declared, Failure, Giver, Plain, Sharer, Swapper, Taker
+from colocate.testing.probes.weights import (
+    Asker,
+    Declared,
+    Failure,
+    Fault,
+    Giver,
+    Plain,
+    Sharer,
+    Swapper,
+    Taker,
+    Unsaved,
+)
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -85,9 +96,14 @@ class WeightSyncs(ExecutorCase):
         ] * 2
         taker.generate()
         giver.step()
+        group.memory()  # which knows that of a worker
+        assert re.search(
+            r"role taker rank 0/2 .*weights version 1, \d+ s old, not in sync: the role whose", shown(group)
+        )
         with pytest.raises(StaleWeightsError, match=r"taker\.generate .*version 1 .*has written into them"):
             taker.generate()
         assert colocate.sync_weights(giver, taker).version == 2
+        assert "not in sync" not in str(group.memory()) + shown(group)
         assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
         with pytest.raises(ConfigError, match="shares the tensors"):
             colocate.sync_weights(giver, taker, dtype="bfloat16")
@@ -113,7 +129,7 @@ class WeightSyncs(ExecutorCase):
             "taker": colocate.role(Taker, seed=1),
             "asker": colocate.role(Asker),
         }
-        group, other = spawn(roles, slots=1), spawn(roles, slots=1)
+        group = spawn(roles, slots=1)
         giver, taker, asker = group.role("giver", Giver), group.role("taker", Taker), group.role("asker", Asker)
         colocate.sync_weights(giver, taker)
         assert asker.look("taker") == [2]
@@ -123,7 +139,8 @@ class WeightSyncs(ExecutorCase):
         with pytest.raises(RoleError, match="what asks for role 'taker' in its worker can't run"):
             asker.look("taker")
         group.checkpoint(tmp_path / "saved")
-        other.restore(tmp_path / "saved")
+        other = spawn(roles, slots=1, restore=tmp_path / "saved")
+        assert "role 'taker' has weights version 1, not in sync: it was restored since" in str(other.memory())
         with pytest.raises(StaleWeightsError, match="restored since"):
             other.role("taker", Taker).generate()
         assert colocate.sync_weights(other.role("giver", Giver), other.role("taker", Taker)).version == 2
@@ -157,6 +174,37 @@ class WeightSyncs(ExecutorCase):
             group.restore(tmp_path / "half")
             with pytest.raises(StaleWeightsError, match="where it was stale: a sync of one to it has failed"):
                 colocate.sync_weights(other, one)
+
+    def test_weights_that_nothing_restored(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A role without a checkpoint gives on what it has, and in a new group nothing: that is its constructor's."""
+        pytest.importorskip("torch")
+        roles: dict[str, Any] = {
+            "giver": colocate.role(Giver),
+            "hub": colocate.role(Unsaved, seed=1),
+            "late": colocate.role(Unsaved, seed=1).on(weights="from sync"),
+            "taker": colocate.role(Taker, seed=2),
+        }
+        group = spawn(roles, slots=1)
+        hub = group.role("hub", Unsaved)
+        colocate.sync_weights(group.role("giver", Giver), hub)
+        colocate.sync_weights(group.role("giver", Giver), group.role("late", Unsaved))
+        before = _sums(hub)
+        group.checkpoint(tmp_path / "saved")
+        group.restore(tmp_path / "saved")
+        with pytest.raises(StaleWeightsError, match=r"other roles were restored since .* it has no restore\(\)\. "):
+            hub.generate()
+        colocate.sync_weights(hub, group.role("taker", Taker))
+        assert _sums(group.role("taker", Taker)) == before
+        other = spawn(roles, slots=1, restore=tmp_path / "saved")
+        taker = other.role("taker", Taker)
+        own = taker.look()
+        for name, why in (("hub", "has what its constructor has made"), ("late", "was declared to have none")):
+            with pytest.raises(
+                StaleWeightsError, match=rf"the sync of {name} to taker can't run: .*restore\(\): it {why}"
+            ):
+                colocate.sync_weights(other.role(name, Unsaved), taker)
+        assert taker.look() == own
+        assert colocate.sync_weights(other.role("giver", Giver), other.role("hub", Unsaved)).version == 2
 
     def test_weights_that_do_not_fit(self, spawn: Spawn) -> None:
         """All of it is told at once, and nothing is written; with names and a dtype it may fit."""
@@ -232,6 +280,24 @@ class WeightSyncs(ExecutorCase):
         with pytest.raises((RoleError, ConfigError), match=text):
             colocate.sync_weights(giver, taker, finite=True)
 
+    @pytest.mark.parametrize("elsewhere", [False, True])
+    def test_what_a_target_does_behind_the_back_of_torch(self, elsewhere: bool) -> None:
+        """With `strict=True` contents are compared: writes through `.data` are told, and what it keeps, each time."""
+        pytest.importorskip("torch")
+        roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}
+        faults: dict[Fault, str] = {"writes aside": "writes into the tensor of 0", "keeps aside": "keeps tensors of"}
+        with self.connect(strict=True) as runtime, runtime.reserve(slots=2) as pool:
+            group = pool[:1].spawn(roles)
+            other = pool[1:].spawn(roles) if elsewhere else group
+            giver, taker = group.role("giver", Giver), other.role("taker", Taker)
+            colocate.sync_weights(giver, taker)
+            for fault, text in faults.items():
+                taker.fail(0, fault)
+                with pytest.raises(RoleError, match=rf"load_weights of .*taker {text}"):
+                    colocate.sync_weights(giver, taker)
+            taker.fail(0, None)
+            assert colocate.sync_weights(giver, taker).version == 2
+
     def test_a_target_that_takes_nothing(self, spawn: Spawn) -> None:
         """It is told so, and has what it had."""
         pytest.importorskip("torch")
@@ -261,7 +327,7 @@ class WeightSyncs(ExecutorCase):
                 colocate.sync_weights(giver, there)
 
     def test_a_sync_of_memory_that_sleeps(self, both: ColocatedGroup) -> None:
-        """The weights of both are woken, and nothing else."""
+        """What the methods of both are declared with is woken, and nothing else."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         for role in ("giver", "taker"):
             both.sleep(role)
@@ -273,33 +339,31 @@ class WeightSyncs(ExecutorCase):
     @pytest.mark.parametrize("role", ["giver", "taker"])
     @pytest.mark.parametrize("elsewhere", [False, True])
     def test_a_sync_of_weights_that_no_module_has(self, spawn: Spawn, role: str, elsewhere: bool) -> None:
-        """What has to be awake for it is declared, or woken before: who hasn't is told, and nothing is read."""
+        """Where a method isn't declared to need less, they are awake before its code computes with them."""
         pytest.importorskip("torch")
 
-        def both(kind: Any, has_module: bool = False) -> tuple[ColocatedGroup, Any, Any]:
-            giver, taker = colocate.role(kind, 1.0, has_module), colocate.role(kind)
+        def both(giver: Any) -> tuple[ColocatedGroup, Any, Any]:
+            taker = colocate.role(Plain)
             if not elsewhere:
                 group = spawn({"giver": giver, "taker": taker}, slots=1)
                 return group, group.role("giver"), group.role("taker")
             groups = {"giver": spawn({"giver": giver}, slots=1), "taker": spawn({"taker": taker}, slots=1)}
             return groups[role], groups["giver"].role("giver"), groups["taker"].role("taker")
 
-        group, giver, taker = both(Plain)
+        group, giver, taker = both(colocate.role(Plain, 1.0))
         group.sleep(role)
-        with pytest.raises(SleepingError, match=r"others of its weights sleep: declare .*_weights with"):
+        assert colocate.sync_weights(giver, taker).version == 1
+        assert taker.look() == [[1.0, 1.0]]
+        group.sleep(role, ["cache"], on_call="fail")
+        with pytest.raises(SleepingError, match=rf"role '{role}' sleeps|memory of its role that sleeps \(cache\)"):
             colocate.sync_weights(giver, taker)
-        group.wake(role)
-        assert colocate.sync_weights(giver, taker).version == 1
-        assert taker.look() == [[1.0, 1.0]]
         if role == "giver":
-            group, giver, taker = both(Plain, has_module=True)
+            group, giver, taker = both(colocate.role(Declared))
             group.sleep(role)
-            with pytest.raises(SleepingError, match="declare named_weights with"):
+            with pytest.raises(
+                SleepingError, match=r"weight one of .*giver sleeps, and a sync doesn't wake it: say by"
+            ):
                 colocate.sync_weights(giver, taker)
-        group, giver, taker = both(Declared)
-        group.sleep(role)
-        assert colocate.sync_weights(giver, taker).version == 1
-        assert taker.look() == [[1.0, 1.0]]
 
     @needs(OwnProcess)
     def test_weights_after_a_restart_and_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
@@ -444,6 +508,18 @@ class WeightSyncsBetween(ExecutorCase):
             taker.generate()
         sync()
         assert _sums(taker) == _sums(giver) * 2
+
+    @needs(OwnProcess)
+    def test_what_travels_within_a_machine_is_written_once(self, spawn: Spawn) -> None:
+        """By one rank of the source, however many there are, for all who take it."""
+        pytest.importorskip("torch")
+        giver = spawn({"giver": colocate.role(Giver, width=400)}).role("giver", Giver)
+        taker = spawn({"taker": colocate.role(Taker, 400, seed=1)}, slots=3).role("taker", Taker)
+        before = giver.mapped()
+        colocate.sync_weights(giver, taker)
+        first, second = giver.mapped()
+        assert (first > before[0], second) == (True, before[1])
+        assert _sums(taker) == _sums(giver)[:1] * 3
 
     def test_a_sync_between_groups_has_its_place_at_once(self, spawn: Spawn) -> None:
         """In both, however late the thread is that sends later what was called where the framework was at work."""

@@ -30,6 +30,8 @@ Fault = Literal[
     "takes nothing",
     "skips",
     "writes",
+    "writes aside",
+    "keeps aside",
     "scratch",
     "buffers",
     "waits",
@@ -137,6 +139,7 @@ class Giver(_HasNet):
     def renew(self) -> None:
         colocate.torch.renew(self.net)
 
+    @method(awake=("weights",))
     def named_weights(self) -> Any:
         weights = colocate.torch.named_weights(self.net)
         if self.fault is None:
@@ -179,6 +182,7 @@ class Giver(_HasNet):
 class Taker(_HasNet):
     """Gets another role's weights."""
 
+    @method(awake=("weights",))
     def load_weights(self, weights: Weights, version: int) -> None:
         if self.gate is not None:
             next(weights)
@@ -201,6 +205,12 @@ class Taker(_HasNet):
         elif self.fault == "writes":
             for _, tensor in weights:
                 tensor.add_(1)
+        elif self.fault == "writes aside":
+            for _, tensor in weights:
+                tensor.data.add_(1)
+        elif self.fault == "keeps aside":
+            for _, tensor in weights:
+                self.kept.append(tensor.data[:1])
         elif self.fault == "buffers":
             self.net.load_state_dict(dict(weights))
         elif self.fault == "keeps":
@@ -231,40 +241,45 @@ class Sharer(_HasNet):
             raise Failure("behind the weights")
 
 
-class _HasPlain(Role):
-    def __init__(self, value: float = 0.0, has_module: bool = False) -> None:
+class Plain(Role):
+    """Gives weights of its own that no module has, or gets some, and computes with these before; it has a module."""
+
+    def __init__(self, value: float = 0.0) -> None:
         self.own = {name: torch.full((1 << 18,), value, device=self.ctx.device) for name in ("one", "other")}
-        self.net = torch.nn.Linear(8, 8) if has_module else None
+        self.net = torch.nn.Linear(8, 8)
 
     @method
     def look(self) -> list[float]:
         return [float(tensor.mean()) for tensor in self.own.values()]
 
-    def _load(self, weights: Weights) -> None:
+    def named_weights(self) -> Any:
+        return iter([(name, tensor / tensor.max()) for name, tensor in self.own.items()])
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        for tensor in self.own.values():
+            tensor.zero_()
         for name, tensor in weights:
-            self.own[name].copy_(tensor)
+            self.own[name].add_(tensor)
 
 
-class Plain(_HasPlain):
-    """Gives weights of its own that no module has, or gets some."""
+class Unsaved(Taker):
+    """Gives on what it has got, and has no checkpoint."""
+
+    save = restore = None  # type: ignore[assignment]
 
     def named_weights(self) -> Any:
-        return iter(self.own.items())
-
-    def load_weights(self, weights: Weights, version: int) -> None:
-        self._load(weights)
+        return colocate.torch.named_weights(self.net)
 
 
-class Declared(_HasPlain):
-    """Says what of its memory that needs."""
+class Declared(Role):
+    """Says that it needs less of its memory than it does."""
 
-    @method(awake=("cache",))
+    def __init__(self) -> None:
+        self.own = {"one": torch.ones(1 << 18, device=self.ctx.device)}
+
+    @method(awake=("weights",))
     def named_weights(self) -> Any:
         return iter(self.own.items())
-
-    @method(awake=("cache",))
-    def load_weights(self, weights: Weights, version: int) -> None:
-        self._load(weights)
 
 
 class Asker(Role):

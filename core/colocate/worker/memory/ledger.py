@@ -121,6 +121,7 @@ class Accounts:
             _gpu(worker_context.boot.device, worker_context.in_process),
             None if worker_context.device.peaks is None else dict(worker_context.device.peaks),
             shares.children,
+            {name: role.received.known() for name, role in named(worker_context).items() if role.received is not None},
         )
 
     # -- on the lane

@@ -479,17 +479,6 @@ class Sleeper:
                 "of its methods, before something in its workers uses it"
             )
 
-    def has_plain_weights(self, role: RoleInstance) -> bool:
-        """Return whether other tensors of a role sleep, and no module has any: its weights are among these, then.
-
-        Not where the role moves memory by its own means.
-        """
-        name = str(role.name)
-        if "cache" not in self.asleep.tags(name) or role.hook("wake") is not None:
-            return False
-        has_some = bool(self.asleep.coming(name, ("cache",)).pieces)
-        return has_some and not by_tags(_held(self._worker_context, name))["weights"].storages
-
     def sleep(
         self,
         name: str,

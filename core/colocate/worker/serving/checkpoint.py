@@ -77,16 +77,22 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
             ) from None
         raise _replaced(Path(directory))
     try:
-        _call(role, "restore", folder)
+        restored = _call(role, "restore", folder)
         own = _own_file(role, folder, "weights")
-        version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("", "", "")
-        restored = role.received is not None or role.hook("restore") is not None  # or it has what its constructor made
-        if role.received is None and version:
-            role.received = Received(int(version))
-        if role.received is not None:  # what it has may be of another age than what its source has
+        version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("0", "", "")
+        received = role.received
+        if received is not None or own.exists():  # what it has may be of another age than what its source has
             why = "it was restored since from a checkpoint"
-            role.received.fail(f"{why}, where it was stale: {torn}" if torn else why, whole=not torn and restored)
-            role.ctx.weights_version = role.received.version
+            if restored:
+                why += f", where it was stale: {torn}" if torn else ""
+            else:
+                torn = "it has what its constructor has made" if received is None else received.torn or ""
+                why = "other roles were restored since from a checkpoint, and it has no restore()"
+                why += f": {torn}" if torn else ""
+            role.received = received = received or Received()
+            received.version = max(received.version, int(version))
+            received.fail(why, whole=not torn)
+            role.ctx.weights_version = received.version
         if (own := _own_file(role, folder, "calls")).exists():
             role.ctx.calls_before = int(own.read_text(encoding="utf-8"))
         own = _own_file(role, folder, "generator")
@@ -157,11 +163,12 @@ def takes_ranks(cls: type) -> bool:
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
 
-def _call(role: RoleInstance, name: str, folder: Path) -> None:
+def _call(role: RoleInstance, name: str, folder: Path) -> bool:
+    """Call a role's `save` or `restore`, and return whether it has one, and its state is there."""
     assert role.name is not None
     own = folder / role.name
     if not own.is_dir():
-        return
+        return False
     more: dict[str, Any] = {}
     if name == "restore" and takes_ranks(type(role.instance)):
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -169,6 +176,7 @@ def _call(role: RoleInstance, name: str, folder: Path) -> None:
     found = getattr(type(role.instance), name)
     bound = MethodType(found.spec.function, role.instance) if isinstance(found, RoleMethod) else None
     role.run_hook(partial(bound or getattr(role.instance, name), **more), str(own), name=name)
+    return True
 
 
 def _own_file(role: RoleInstance, folder: Path, what: str) -> Path:
