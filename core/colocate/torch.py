@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from colocate._role.child_weights import receive_weights as receive_weights
 from colocate._role.child_weights import send_weights as send_weights
 from colocate._role.context import Context, context
-from colocate._role.rebuilt import rebuilt
 from colocate._role.weights import Weights, WeightSpec
 from colocate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 M = TypeVar("M", bound=nn.Module)
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -66,7 +67,7 @@ def renew(
         ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), or `rebuild` is missing
             where it is needed, or has made another model.
     """
-    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+    if _of_fsdp(module, "FullyShardedDataParallel"):
         raise ConfigError(
             f"{type(module).__name__} can't be renewed: FullyShardedDataParallel (FSDP1) has no way to go on with "
             "other process groups; shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
@@ -79,11 +80,26 @@ def renew(
     except _CannotGoOn as error:
         if rebuild is None:
             raise ConfigError(f"{type(module).__name__} can't be renewed in place: {error}") from error.__cause__
+        from colocate._role.rebuilt import rebuilt
+
         module = rebuilt(module, optimizer, rebuild)
     module.zero_grad(set_to_none=True)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     return module
+
+
+# To import what torch has for sharded models takes as long as torch itself. A model that is sharded has it imported.
+
+
+def _is_on_mesh(tensor: object) -> TypeGuard[DTensor]:
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def _of_fsdp(module: nn.Module, kind: str) -> list[nn.Module]:
+    """Return those parts of a model, itself included, that are of a class of torch's FSDP."""
+    sharding: Any = getattr(sys.modules.get("torch.distributed.fsdp"), kind, ())
+    return [each for each in module.modules() if isinstance(each, sharding)]
 
 
 class NamedWeights:
@@ -107,7 +123,7 @@ class NamedWeights:
                 f"named_weights(names={names!r}): it is a function of a name, as {{...}}.get; "
                 "colocate.sync_weights(names=...) takes a mapping"
             )
-        if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        if _of_fsdp(module, "FullyShardedDataParallel"):
             raise ConfigError(
                 f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
                 "shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
@@ -144,13 +160,17 @@ class NamedWeights:
                 together.append((name, cast("DTensor", tensor)))
                 room -= tensor.nbytes
             else:
-                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                yield name, tensor.full_tensor() if _is_on_mesh(tensor) else tensor
         yield from _gathered(together)
 
 
 def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
     """Whether a weight is a small one, by rows of one mesh of several ranks as the other is, that there is room for."""
-    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),) or tensor.nbytes > min(_SMALL, room):
+    if not _is_on_mesh(tensor) or tensor.nbytes > min(_SMALL, room):
+        return False
+    from torch.distributed.tensor import Shard
+
+    if tensor.placements != (Shard(0),):
         return False
     mesh = cast("DTensor", other).device_mesh
     return tensor.device_mesh == mesh and mesh.size() > 1 and tensor.dtype == other.dtype
@@ -264,7 +284,7 @@ def load_weights(module: nn.Module, weights: Weights) -> None:
     own = {
         name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
     }
-    if sharded := [name for name, tensor in own.items() if isinstance(tensor, DTensor)]:
+    if sharded := [name for name, tensor in own.items() if _is_on_mesh(tensor)]:
         weights.mismatch = ConfigError(
             f"{type(module).__name__} is sharded ({sharded[0]} and {len(sharded) - 1} more) and takes no whole "
             "weights; nothing was written. Give load_weights a module that isn't, or share the source's model"
@@ -293,7 +313,7 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     try:
         for mesh in {id(tensor.device_mesh): tensor.device_mesh for tensor in _tensors(module, optimizer)}.values():
             _look_up_groups(mesh)
-        _reset_sharded([each for each in module.modules() if isinstance(each, FSDPModule)])
+        _reset_sharded(_of_fsdp(module, "FSDPModule"))
         for each in module.modules():
             if isinstance(each, DistributedDataParallel):
                 wrapped: Any = each
@@ -323,11 +343,11 @@ def _resolve(name: str, what: str) -> Any:
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
     """Yield the tensors of a model and its optimizer that lie on a mesh."""
     for tensor in (*module.parameters(), *module.buffers()):
-        if isinstance(tensor, DTensor):
+        if _is_on_mesh(tensor):
             yield tensor
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
-            if isinstance(value, DTensor):
+            if _is_on_mesh(value):
                 yield value
 
 

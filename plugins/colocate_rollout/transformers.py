@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -432,12 +433,14 @@ def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _is_sharded(module: PreTrainedModel) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
+    # Nobody has sharded it who hasn't imported that, which takes as long as torch itself.
+    tensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return bool(_parts_in_shards(module)) or any(isinstance(each, tensors) for each in module.parameters())
 
-    return any(isinstance(each, FSDPModule) for each in module.modules()) or any(
-        isinstance(each, DTensor) for each in module.parameters()
-    )
+
+def _parts_in_shards(module: PreTrainedModel) -> list[Any]:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return [each for each in module.modules() if isinstance(each, kind)]
 
 
 @contextlib.contextmanager
@@ -446,9 +449,7 @@ def _whole(module: PreTrainedModel) -> Iterator[None]:
 
     A rank whose rows end early would keep the others waiting otherwise.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    sharded = _parts_in_shards(module)
     trains = module.training
     try:
         if trains:

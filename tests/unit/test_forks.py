@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import colocate
-from colocate import Runtime
+from colocate import RoleSpec, Runtime
 from colocate.keeper import forks
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.probes.born import Born
@@ -105,3 +106,23 @@ def test_a_template_of_ones_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
         os.kill(template.pid, signal.SIGSTOP)
         pool.spawn({"echo": colocate.role(Echo)}).close()
         assert not psutil.pid_exists(template.pid)
+
+
+def test_what_forks_have_imported(runtime: Runtime) -> None:
+    """Later ones find it: here what looking up the version of a role's distribution takes, which a script's has not."""
+
+    class Looks(colocate.Role):
+        def __init__(self) -> None:
+            self.found = "email.parser" in sys.modules
+
+        @colocate.method
+        def look(self) -> bool:
+            return self.found
+
+    found: list[bool] = []
+    beside: list[dict[str, RoleSpec[Any]]] = [{}, {"echo": colocate.role(Echo)}, {}]
+    with runtime.reserve(1) as pool:
+        for others in beside:
+            with pool.spawn({"looks": colocate.role(Looks), **others}) as group:
+                found += group.role("looks", Looks).look()
+    assert found == [False, False, True]

@@ -42,6 +42,8 @@ threads = [threading.Thread(target=each) for each in (whole, part)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 print(told)
+import colocate.torch
+print([name for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp") if name in sys.modules])
 """
 
 
@@ -62,5 +64,8 @@ def test_once_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_two_threads() -> None:
-    """One in torch, the other in a part of it: without turns that ends the process, in `terminate called`."""
-    assert run(TWO_THREADS) == ["[True, True]"]
+    """One in torch, the other in a part of it: without turns that ends the process, in `terminate called`.
+
+    Then `colocate.torch` imports nothing else of torch that takes as long as torch itself.
+    """
+    assert run(TWO_THREADS) == ["[True, True]", "[]"]

@@ -148,14 +148,16 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
     """What role classes need that takes long to import (`Boot.imports`), as they and their modules tell."""
     if shadowing():
         return None
+    classes = list(classes)
     seen: set[str] = set()
     bases = [base for cls in classes for base in cls.__mro__]
     todo = [base.__module__ for base in bases]
     tops = {name.partition(".")[0] for name in todo}
+    own = {cls.__module__ for cls in classes}
     todo += [name for base in bases if base.__module__ in MAINS or not _is_installed(base) for name in _used_in(base)]
     while todo:
         name = todo.pop()
-        if name in seen or (is_shipped_with_python(name) and name not in MAINS):
+        if name in seen or (is_shipped_with_python(name) and name not in MAINS and name not in own):
             continue
         seen.add(name)
         module = sys.modules.get(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+from email import message_from_string
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Any
 
@@ -16,7 +17,8 @@ from typing import Any
 def name_and_version(found: Distribution) -> tuple[str, str] | None:
     """Return the name and the version of a distribution; None where its folder has no METADATA."""
     try:
-        metadata = found.metadata
+        text = found.read_text("METADATA")  # in which a whole README may follow the fields
+        metadata: Any = found.metadata if text is None else message_from_string(text.partition("\n\n")[0])
     except FileNotFoundError:  # importlib_metadata raises it; Python's own has nothing to tell
         return None
     return (metadata["Name"], metadata["Version"]) if "Name" in metadata and "Version" in metadata else None

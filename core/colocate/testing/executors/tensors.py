@@ -142,7 +142,6 @@ class TensorResidents(TensorCase):
 class Optimizers(TensorCase):
     """A model and its optimizer that travel together have the same parameters where they arrive."""
 
-    @of_executor
     def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
         """For those of a call or a function, for results and residents, in whatever has the parameters."""
         # On one slot: threads would make steps of one model at the same time.

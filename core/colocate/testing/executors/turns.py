@@ -16,7 +16,7 @@ from colocate.errors import (
     RoleStartError,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Watching
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -49,7 +49,6 @@ class TakingTurns(ExecutorCase):
         for name in ("one", "two", "three"):
             assert turns.role(name, Dozing).digest() == free.role(name, Dozing).digest()
 
-    @of_executor
     def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
         """Observers hear of each sleep and wake, with its bytes."""
         records: list[colocate.MoveRecord] = []

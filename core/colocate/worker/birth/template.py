@@ -35,6 +35,7 @@ from typing import Any
 
 import attrs
 
+from colocate._system.installed import version_of
 from colocate._system.libc import die_with
 from colocate.worker.birth.imports import imported_already
 
@@ -49,6 +50,9 @@ ARGUMENTS_BYTES = 512
 
 TOLD_BYTES = 1 << 18
 """The longest request. An environment that is longer starts an interpreter of its own."""
+
+_QUIET_S = 10.0
+"""What forks have imported is imported here after so long, or before the next fork: a short script has none."""
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT = 0x8000
@@ -83,16 +87,22 @@ class Template:
     def run(self) -> None:
         """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""
         gc.disable()
+        told: list[str] = []
+        descriptors: list[int] = []
         while True:
             gc.freeze()  # what is here is never garbage, and a collector that looked at it would write into it
-            ready = select.select([self._sock.fileno(), self._reads], [], [])[0]
+            ready = select.select([self._sock.fileno(), self._reads], [], [], _QUIET_S if told else None)[0]
             if self._reads in ready:
-                _import(os.read(self._reads, select.PIPE_BUF).decode().split())
+                told += os.read(self._reads, select.PIPE_BUF).decode().split()
                 continue
-            data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
-            if not data:
-                os._exit(0)
-            if self._fork(pickle.loads(data), descriptors):
+            data = b""
+            if ready:
+                data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
+                if not data:
+                    os._exit(0)
+            _import(told)
+            told.clear()
+            if data and self._fork(pickle.loads(data), descriptors):
                 return
 
     def _fork(self, wanted: Wanted, descriptors: Sequence[int]) -> bool:
@@ -180,9 +190,12 @@ def _import(names: Sequence[str]) -> None:
     if all(name in sys.modules for name in names):
         return
     # The last is what torch's compiler imports in an exit handler: each fork would do so for itself.
-    for name in (*names, *(["tabulate"] if "tensordict" in names else [])):
+    compiles = not {"torch._dynamo", "tensordict"}.isdisjoint(names)
+    for name in (*names, *(["tabulate"] if compiles else [])):
         with contextlib.suppress(ImportError):  # not here: the role that needs it will say so
             importlib.import_module(name)
+    if _METADATA in names:  # its forks find known what lies in the folders of the path
+        version_of("colocate")
     imported_already.cache_clear()
     imported_already()
     # What libraries would take apart at the end of an interpreter is this one's, and its forks end without.
@@ -210,7 +223,9 @@ def _clone() -> int:
     return pid
 
 
-LONG = ("torch", "torch._dynamo", "tensordict", "numpy", "psutil", "importlib.metadata", "asyncio")
+_METADATA = "email.parser"  # imported when the version of a role's distribution is looked up for the first time
+
+LONG = ("torch", "torch._dynamo", "tensordict", "numpy", "psutil", _METADATA, "asyncio")
 """What takes long to import, and starts no thread then: workers find it imported when roles before them needed it.
 
 Torch's optimizers import `torch._dynamo` when the first of them is made, which takes as long as torch itself.

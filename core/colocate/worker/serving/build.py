@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
 from colocate._role.weights import Received
-from colocate._system.installed import version_line
+from colocate._system.installed import version_line, version_of
 from colocate._system.numbers import size_text
 from colocate._system.tracebacks import rebuilding
 from colocate._values.leaving import on_device
@@ -50,10 +51,7 @@ class Shipped:
         if self.data is not None:
             return wire.unpack(self.data)
         if self.distribution is not None:
-            # It takes a while, and only roles from distributions need it.
-            from colocate._system.installed import version_of
-
-            here = version_of(self.distribution)
+            here = _version_here(self.distribution)
             if here != self.version:
                 has = "doesn't have it" if here is None else f"has {here}"
                 raise PluginError(
@@ -68,6 +66,9 @@ class Shipped:
         for part in path.split("."):
             value = getattr(value, part)
         return value
+
+
+_version_here = functools.cache(version_of)  # it takes a while, and what has been imported stays as it is
 
 
 @attrs.frozen
