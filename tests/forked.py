@@ -34,8 +34,9 @@ _IMPORTED = (
     "pydantic.types",  # typer does, where it is installed
 )
 _IMPORTED_FOR = {  # seconds each
-    "doctor": ("torch",),
+    "doctor": ("torch", "ray", "colocate_dask.executor", "mlflow", "wandb"),
     "session.py": ("torch",),
+    "example.py": ("torch",),
     "ppo": ("colocate_ppo.team",),
     "plan": ("torch._dynamo", "torch.distributed.tensor", "transformers", "colocate_run.cli.plan"),
 }
@@ -112,7 +113,8 @@ def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], sc
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    first = folder if script is None else os.path.dirname(script)
+    sys.path[:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [script or "colocate", *args]
     try:
         if script is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -101,12 +102,13 @@ def test_a_transformers_model_under_fsdp2(executor: str, tmp_path: Path) -> None
     assert losses[-1] < 0.3 < 3 < losses[0]
 
 
-def test_the_example_trains_in_two_processes(tmp_path: Path) -> None:
+def test_the_example_trains_in_two_processes(tmp_path: Path, forks: Forks) -> None:
     """What the README says of its example: with two changes it is data-parallel."""
     (example,) = [block.text for block in blocks_of(ROOT / "README.md") if block.file == "example.py"]
     changed = example.replace("slots=1", "slots=2, processes=True")
     assert changed.count("slots=2, processes=True") == 1
     (tmp_path / "example.py").write_text(changed, encoding="utf-8")
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = forks.run((), tmp_path, os.environ, tmp_path / "example.py")
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout.split(",")[0].removeprefix("score: ")) > 0.8
     assert "role reward rank 1/2" in done.stdout
