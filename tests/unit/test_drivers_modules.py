@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _imp
 import importlib
 import importlib.resources
 import inspect
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +91,19 @@ def test_file_beside_it(driver: DriversModules, file: Path, there: str | None) -
     with pytest.raises(FileNotFoundError) as caught:
         (file.parents[1] / "elsewhere.txt").read_text()
     assert "came here as source" not in told_of(caught.value).traceback
+
+
+def test_the_receiver_may_need_importlibs_lock(driver: DriversModules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who drops the last reference to a module's lock takes importlib's: the receiver, when it tells of stacks."""
+    told = driver._ask
+
+    def ask(name: str) -> Any:
+        receiver = threading.Thread(target=lambda: (_imp.acquire_lock(), _imp.release_lock()), daemon=True)
+        receiver.start()
+        receiver.join(10)
+        assert not receiver.is_alive(), "it would have received the answer"
+        return told(name)
+
+    monkeypatch.setattr(driver, "_ask", ask)
+    assert len(imported().READS) == 3
+    assert driver.find_spec(NAME, None) is not None  # by itself, without that lock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _imp
 import contextlib
 import functools
 import importlib.machinery
@@ -10,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -95,7 +96,8 @@ class DriversModules:
         answer, unasked = None, ""
         if found is None and self._may_ask():
             try:
-                answer = self._ask(name)
+                with _without_import_lock():
+                    answer = self._ask(name)
             except ColocateError as error:  # there is no driver now, or nobody may wait for it, or it can't tell
                 unasked = error.message
         if answer:
@@ -126,6 +128,23 @@ class DriversModules:
     def _may_ask(self) -> bool:
         """Not in a child that a role has forked, and not on the thread that would have to receive the answer."""
         return os.getpid() == self._pid and threading.get_ident() != self.receiver
+
+
+@contextlib.contextmanager
+def _without_import_lock() -> Iterator[None]:
+    """Let go of the lock that importlib holds while a finder looks.
+
+    The thread that receives the answer takes that lock, too, when it drops the last reference to a module's own lock.
+    """
+    try:
+        _imp.release_lock()
+    except RuntimeError:  # nobody imports: the finder was called by itself
+        yield
+        return
+    try:
+        yield
+    finally:
+        _imp.acquire_lock()
 
 
 def _spec(name: str, source: Source) -> ModuleSpec | None:
