@@ -62,12 +62,11 @@ def main() -> None:
     rows, columns = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        answers = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr):
-            roles: dict[str, Any] = {name: RayClassWithInitArgs(ray.remote(Adder)) for name in ("a", "b", "c", "d")}
-            pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-            group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
-            views = group.spawn(roles.keys())
+        answers, sys.stdout = sys.stdout, sys.stderr  # to which verl prints, and Ray when a worker dies
+        roles: dict[str, Any] = {name: RayClassWithInitArgs(ray.remote(Adder)) for name in ("a", "b", "c", "d")}
+        pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+        group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
+        views = group.spawn(roles.keys())
         batch = DataProto.from_dict({"x": torch.zeros(rows, columns)})
 
         def total(value: DataProto) -> float:

@@ -1,4 +1,4 @@
-"""verl's own trainers on colocate's worker groups, beside its own `RayWorkerGroup`: `python -m colocate_verl.demo`.
+"""verl's own trainers on colocate's worker groups, beside its own `RayWorkerGroup`, in the demo.
 
 verl lives in an environment of its own (`make bench` makes it; VERL_PYTHON names its interpreter): without it there is
 nothing to measure. A quarter of an hour.
@@ -18,6 +18,7 @@ from typing import Any
 from tests.bench.rows import Row
 
 _PART = "verl 0.9.1's trainers, 2 workers, to its RayWorkerGroup"
+_PROGRAM = Path(__file__).with_name("verl_steps.py")
 _ROUNDS = 2
 _STEPS = 8
 _TRAINED = {"v0": ("ray", "local", "dask"), "v1": ("ray",)}
@@ -33,25 +34,28 @@ def rows() -> Iterator[Row]:
         for _ in range(_ROUNDS):
             for name, found in runs.items():
                 found.append(_demo(python, trainer, name))
-        steps = {name: min(map(_step_s, each)) for name, each in runs.items()}
+        steps = {name: min(_median(run, "timing_s/step") for run in each) for name, each in runs.items()}
+        spent = {name: min(_median(run, "cpu_s") for run in each) for name, each in runs.items()}
         starts = {name: min(run["start_s"] for run in each) for name, each in runs.items()}
         yield Row(_PART, f"PPO step of {trainer}, verl's", steps["verl"] * 1e3, "ms")
+        yield Row(_PART, f"CPU time of a step of {trainer}, verl's", spent["verl"] * 1e3, "ms")
         yield Row(_PART, f"start of {trainer}, verl's", starts["verl"], "s")
         for name in executors:
             bar = _BARS[trainer]
-            yield Row(_PART, f"PPO step of {trainer}, on {name}, to verl's", steps[name] / steps["verl"], "x", bar)
+            yield Row(_PART, f"PPO step of {trainer}, on {name}, to verl's", steps[name] / steps["verl"], "x")
+            yield Row(_PART, f"CPU time of {trainer}, on {name}, to verl's", spent[name] / spent["verl"], "x", bar)
             yield Row(_PART, f"start of {trainer}, on {name}, to verl's", starts[name] / starts["verl"], "x", 1.0)
 
 
-def _step_s(run: dict[str, Any]) -> float:
+def _median(run: dict[str, Any], name: str) -> float:
     """The median of the steps but the first, which warms up."""
-    return statistics.median(step["timing_s/step"] for step in run["steps"][1:])
+    return statistics.median(step[name] for step in run["steps"][1:])
 
 
 def _demo(python: str, trainer: str, executor: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [python, "-W", "ignore", "-m", "colocate_verl.demo", "--trainer", trainer, "--executor", executor]
+        command = [python, "-W", "ignore", str(_PROGRAM), "--trainer", trainer, "--executor", executor]
         command += ["--steps", str(_STEPS), "--out", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:
