@@ -151,7 +151,9 @@ def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
     with role_of(ctx, name, ()) as role:
         module = model_in(role, name)
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        return {**module.config.to_dict(), "architectures": [type(module).__name__]}, dtype
+        # FSDP2 makes a class of its own of the module's, and so may whoever has written the role.
+        kind = next(each for each in type(module).__mro__ if each.__module__.startswith("transformers."))
+        return {**module.config.to_dict(), "architectures": [kind.__name__]}, dtype
 
 
 def model_in(role: object, name: str) -> PreTrainedModel:

@@ -77,7 +77,7 @@ class EngineRole(Role):
         self.sampling = Sampling()
         self.sampling = self._wanted(sampling)  # a mapping, where the role is declared in Python with one
         self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
-        if child is False:
+        if child is False or self.ctx.device.type == "meta":  # what is only planned has no process
             self.engine = engine_class(engine, options)(self.ctx, **options)
         else:
             self.engine = ChildEngine(self.ctx, engine, options, child)

@@ -106,6 +106,12 @@ class TransformersEngine:
         """
         if not _is_sharded(module):
             return
+        if _computes_together(module):
+            raise ConfigError(
+                f"engine 'transformers': role {name!r} shards its model by tensor parallelism, so that its ranks "
+                "compute each token together, and rows would wait for those of other ranks: give the engine a model of "
+                "its own (`model`), and colocate.sync_weights brings the weights"
+            )
         with self._ctx.borrow(name, object, awake=()) as role:  # which may be of any class
             theirs = getattr(getattr(role, "ctx", self._ctx), "world_size", self._ctx.world_size)
         if theirs != self._ctx.world_size:
@@ -441,6 +447,16 @@ def _is_sharded(module: PreTrainedModel) -> bool:
 def _parts_in_shards(module: PreTrainedModel) -> list[Any]:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     return [each for each in module.modules() if isinstance(each, kind)]
+
+
+def _computes_together(module: PreTrainedModel) -> bool:
+    """Whether ranks have parts of weights that FSDP2 doesn't gather: those of tensor parallelism."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Replicate
+
+    gathered = int(any(isinstance(each, FSDPModule) for each in module.modules()))
+    shards = [each.placements for each in module.parameters() if isinstance(each, DTensor)]
+    return any(sum(not isinstance(place, Replicate) for place in each) > gathered for each in shards)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import secrets
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +61,7 @@ _CODE = (
 """Parts of names of options by which code is loaded: a config might come from others."""
 
 
+_CACHE = "1GiB"
 _AT_ONCE = 64
 """So many requests are added between two looks at whether anybody waits for them."""
 
@@ -98,15 +99,17 @@ class VllmEngine:
         self, ctx: Context, model: str | Mapping[str, Any] | None = None, role: str | None = None, **options: Any
     ) -> None:
         given_once("vllm", model, role)
+        self._engine: Any = None
+        if ctx.device.type == "meta":
+            self._planned = _planned(ctx, model, role, options)
+            return
         if VllmEngine._held is not None:
             raise ConfigError(
                 "this process has an engine 'vllm' already, and vLLM can't have two: where slots are threads use "
                 "connect('local', processes=True); two roles with one each are in groups of their own"
             )
         self._ctx, self._guest = ctx, Guest()
-        self._folder = tempfile.mkdtemp(prefix="vllm-")
         self._has_weights = isinstance(model, str)
-        self._engine: Any = None
         self._runner: Any = None
         self._awake = True
         self._version = 0
@@ -117,9 +120,9 @@ class VllmEngine:
         try:
             with self._guest.making():
                 self._vllm = _imported(self.known)
-                config, name, dtype = self._described(model, role)
-                self._arguments = self._checked(options, name, dtype)
-                self._expected, self._nbytes = _expected(config)
+                config, self._fields, dtype = self._described(model, role)
+                self._arguments = self._checked(options, model, dtype)
+                self._expected = _expected(config)
                 self._stops, self._vocabulary = stop_ids(config), config.get_text_config().vocab_size
             VllmEngine._held = self
             self._make()
@@ -130,8 +133,10 @@ class VllmEngine:
 
     # -- making and ending
 
-    def _described(self, model: str | Mapping[str, Any] | None, role: str | None) -> tuple[Any, str, str | None]:
-        """The config of the model, the folder or hub id that vLLM reads, and the dtype where it is known."""
+    def _described(
+        self, model: str | Mapping[str, Any] | None, role: str | None
+    ) -> tuple[Any, dict[str, Any] | None, str | None]:
+        """The config of the model; its fields, where vLLM is to find these in a folder, and the dtype then."""
         if role is not None:
             with role_of(self._ctx, role, ()) as other:
                 config: Any = model_in(other, role).config
@@ -140,15 +145,14 @@ class VllmEngine:
             assert model is not None
             config = config_of(model)
             if isinstance(model, str):
-                return config, model, None
+                return config, None, None
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
             kind = imported().AutoModelForCausalLM._model_mapping[type(config)].__name__
             fields = {**config.to_dict(), "architectures": [kind]}
-        (Path(self._folder) / "config.json").write_text(json.dumps(fields, default=str))
         self._missing = "none have come yet; colocate.sync_weights brings them"
-        return config, self._folder, dtype
+        return config, fields, dtype
 
-    def _checked(self, options: Mapping[str, Any], name: str, dtype: str | None) -> dict[str, Any]:
+    def _checked(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
         """VLLM's arguments, of options that it has."""
         there = {field.name for field in dataclasses.fields(self._vllm.EngineArgs)} - {"model"}
         ours = there & _OWN.keys() | {each for each in there if any(part in each for part in _CODE)}
@@ -157,7 +161,7 @@ class VllmEngine:
                 raise ConfigError(f"engine 'vllm': the option {each!r} of vLLM's isn't for users of this engine")
             if each not in there:
                 raise ConfigError(f"engine 'vllm': vLLM has no option {each!r}{did_you_mean(each, there - ours)}")
-        found = {"kv_cache_memory_bytes": "1GiB", "enforce_eager": self._ctx.device.type == "cpu", **options}
+        found = {"kv_cache_memory_bytes": _CACHE, "enforce_eager": self._ctx.device.type == "cpu", **options}
         if isinstance(size := found["kv_cache_memory_bytes"], str):
             found["kv_cache_memory_bytes"] = parse_bytes(size, "kv_cache_memory_bytes")
         if self._ctx.device.type == "cuda":
@@ -166,7 +170,7 @@ class VllmEngine:
             found.setdefault("dtype", dtype)
         if not self._has_weights:
             found["load_format"] = "dummy"
-        found.update(_OWN, model=name, tensor_parallel_size=self._tensor_parallel(found))
+        found.update(_OWN, model=model, tensor_parallel_size=self._tensor_parallel(found))
         if found["tensor_parallel_size"] > 1:
             found["distributed_executor_backend"] = "external_launcher"
         return found
@@ -195,11 +199,22 @@ class VllmEngine:
         core, ctx = importlib.import_module, self._ctx
         names = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "LOCAL_RANK": ctx.device.index or 0}
         self._guest.environ = {name: str(value) for name, value in names.items()}
-        self._guest.environ["VLLM_RPC_BASE_PATH"] = self._folder  # of sockets between ranks that are one engine
-        with self._guest.making(), self._named_apart(), self._grouped():
+        # Of the folder nothing is needed once the engine is there, and nobody removes it after a SIGKILL.
+        with (
+            tempfile.TemporaryDirectory(prefix="vllm-") as folder,
+            self._guest.making(),
+            self._named_apart(),
+            self._grouped(),
+        ):
+            core("vllm.envs").disable_envs_cache()  # one that is made anew has another folder
+            os.environ["VLLM_RPC_BASE_PATH"] = folder  # of sockets between ranks that are one engine
+            arguments = self._arguments
+            if self._fields is not None:
+                (Path(folder) / "config.json").write_text(json.dumps(self._fields, default=str))
+                arguments = {**arguments, "model": folder}
             engine = core("vllm.v1.engine.llm_engine").LLMEngine
             try:
-                config = self._vllm.EngineArgs(**self._arguments).create_engine_config()
+                config = self._vllm.EngineArgs(**arguments).create_engine_config()
                 executor = core("vllm.v1.executor").Executor.get_class(config)
                 self._engine = engine(vllm_config=config, executor_class=executor, log_stats=False)
             except (ValueError, NotImplementedError) as error:
@@ -209,6 +224,7 @@ class VllmEngine:
             self._engine.engine_core._finalizer.detach()
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._longest = config.model_config.max_model_len
+        self._nbytes = _nbytes(self._expected, config.model_config.dtype, self._ctx.mesh.size("tp"))
         self._most = 2 * config.scheduler_config.max_num_seqs  # requests that it is worth while to have waiting
         self._engine.set_weight_version(str(self._version))
 
@@ -265,7 +281,6 @@ class VllmEngine:
                 self._end()
                 self._forget_groups()
                 importlib.import_module("vllm.envs").disable_envs_cache()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def renew(self) -> None:
         """Do without the process groups of ranks that are one engine: it is made anew with the next weights."""
@@ -458,12 +473,40 @@ def _row(
     return Row(*number, tuple(tokens), tuple(log_probs.logprobs), finish, versions)
 
 
-def _expected(config: Any) -> tuple[dict[str, Tensor], int]:
-    """The weights of a model under the names of transformers, without memory; and their bytes, each once."""
+def _expected(config: Any) -> dict[str, Tensor]:
+    """The weights of a model under the names of transformers, without memory."""
     with torch.device("meta"):
         module = imported().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    found: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
-    return found, sum({id(each): each.nbytes for each in found.values()}.values())
+    return dict(module.state_dict(keep_vars=True))
+
+
+def _nbytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> int:
+    """The bytes of weights, each once, on one of the ranks that are one engine: of matrices it has a part."""
+    once = {id(each): each for each in weights.values()}.values()
+    return sum(each.numel() * dtype.itemsize // (ranks if each.ndim > 1 else 1) for each in once)
+
+
+def _planned(
+    ctx: Context, model: str | Mapping[str, Any] | None, role: str | None, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Memory as large as an engine's weights and its cache, for `colocate plan`: vLLM isn't imported."""
+    if role is not None:
+        with role_of(ctx, role, ()) as other:
+            module: Any = model_in(other, role)
+            config, kind = module.config, str(next(module.parameters()).dtype)
+    else:
+        assert model is not None
+        config = config_of(model)
+        kind = str(config.dtype or torch.float32)
+        if isinstance(model, str) and kind == "torch.float32":
+            kind = "bfloat16"  # or float16, as vLLM has those of a folder by itself
+    if (named := options.get("dtype", "auto")) != "auto":
+        kind = named
+    dtype = getattr(torch, kind.removeprefix("torch."))
+    weights = _nbytes(_expected(config), dtype, ctx.mesh.size("tp"))
+    cache = parse_bytes(options.get("kv_cache_memory_bytes", _CACHE), "kv_cache_memory_bytes")
+    taken = [torch.empty(size, dtype=torch.uint8, device=ctx.device) for size in (weights, cache)]
+    return torch.nn.Parameter(taken[0], requires_grad=False), taken[1]
 
 
 def _imported(known: Sequence[str]) -> Any:

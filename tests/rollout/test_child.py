@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import colocate
 from colocate import CallTimeout, ChildDied, GroupRestarted, RoleError, RoleStartError
-from colocate.testing.waiting import PATIENCE_S, Processes
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 from colocate_rollout import Row, Sampling
 from colocate_rollout.role import EngineRole
 from colocate_rollout.testing import LLAMA, PROMPTS, Trainer
@@ -62,6 +63,14 @@ class OddError(Exception):
 
     def __init__(self, one: Any, two: Any) -> None:
         super().__init__(f"{two} by {type(one).__name__}")
+
+
+class Typed(Trainer):
+    """A trainer that computes in a dtype."""
+
+    def __init__(self, model: Mapping[str, Any], dtype: str) -> None:
+        super().__init__(model)
+        self.model.to(getattr(torch, dtype))
 
 
 FINE, EXITS, HANGS, RAISES = range(4)
@@ -124,12 +133,16 @@ def test_the_trainer_goes_on(runtime: colocate.Runtime) -> None:
         assert child.generate(PROMPTS, 2, sampling=SEEDED) == found
 
 
-def _child(runtime: colocate.Runtime) -> int:
+def _running(runtime: colocate.Runtime) -> list[int]:
     nodes = [runtime.graph.data()]
     for node in nodes:
         nodes += node["children"]
-    (found,) = [node["pid"] for node in nodes if node["kind"] == "child" and node["state"] == "running"]
-    return int(found)
+    return [int(node["pid"]) for node in nodes if node["kind"] == "child" and node["state"] == "running"]
+
+
+def _child(runtime: colocate.Runtime) -> int:
+    (found,) = _running(runtime)
+    return found
 
 
 def test_beside_other_work() -> None:
@@ -153,6 +166,52 @@ def test_beside_other_work() -> None:
         found = {version for _, answer in [first, *rows] for row in answer for version, _ in row.versions}
         assert 2 in found
         assert found <= {1, 2}
+
+
+def test_made_anew_amid_a_pause() -> None:
+    """Rows of a child that has died while they were paused are lost, and told so; the one that came then generates."""
+    roles = {
+        "trainer": colocate.role(Trainer, LLAMA),
+        "rollout": colocate.role("rollout.engine", model=LLAMA, child=CHILD, **OPTIONS).on(background=True),
+    }
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        group = pool.spawn(roles)
+        trainer, rollout = group.role("trainer"), group.role("rollout")
+        colocate.sync_weights(trainer, rollout)
+        wanted = rollout.generate(PROMPTS, 2, sampling=SEEDED)
+        rows = rollout.generate.stream(PROMPTS * 100, 2, sampling=ENDLESS)
+        next(rows)
+        group.pause("rollout", how="keep")
+        os.kill(_child(runtime), signal.SIGKILL)
+        wait_until(lambda: not _running(runtime), "the worker knows of its end")
+        colocate.sync_weights(trainer, rollout)
+        group.resume("rollout")
+        with pytest.raises(ChildDied, match="has ended amid these rows, and another one has begun since"):
+            list(rows)
+        found = rollout.generate(PROMPTS, 2, sampling=SEEDED)
+        assert [[row.token_ids for row in each] for each in found] == [
+            [row.token_ids for row in each] for each in wanted
+        ]
+
+
+def test_dtype() -> None:
+    """An engine with the config of a role's model has the dtype of that, in a child as in the worker."""
+    for child in (False, CHILD):
+        slept = {}
+        for dtype in ("float32", "bfloat16"):
+            roles = {
+                "trainer": colocate.role(Typed, LLAMA, dtype),
+                "rollout": colocate.role("rollout.engine", role="trainer", child=child, **OPTIONS),
+            }
+            with colocate.spawn(roles) as group:
+                trainer, rollout = group.role("trainer"), group.role("rollout")
+                colocate.sync_weights(trainer, rollout)
+                found = rollout.generate(PROMPTS, sampling=SEEDED)
+                (wanted,) = trainer.log_probs(PROMPTS, [row for (row,) in found])
+                for (row,), each in zip(found, wanted, strict=True):
+                    assert row.log_probs == pytest.approx(each, abs=1e-5 if dtype == "float32" else 0.1)
+                slept[dtype] = group.sleep("rollout", ["cache"])
+        assert slept["float32"] == 2 * slept["bfloat16"] > 0
 
 
 def test_its_end(runtime: colocate.Runtime) -> None:

@@ -24,3 +24,15 @@ def test_the_example(shuffled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert start < 0.5
     assert last < start + 0.1 if shuffled else last >= 0.75
     assert max(row["engine_gap"] for row in rows[1:]) <= 5e-5
+
+
+def test_beside_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an actor whose two ranks have a part each (FSDP2): an engine in both slots has whole weights in each step."""
+    monkeypatch.chdir(tmp_path)
+    changes = ["pools.main.slots=2", "+groups.policy.roles.actor.with.parallel=fsdp2"]
+    changes += ["job.with.warm_up_steps=2", "job.with.steps=2", "job.with.batch=8", "job.with.samples=4"]
+    with colocate.launch(colocate.load_config(EXAMPLE, set=changes)) as job:
+        rows = job.run(quiet=True).metrics
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["policy_grad_norm"] > 0 for row in rows[1:])
+    assert max(row["engine_gap"] for row in rows[1:]) <= 5e-5

@@ -16,7 +16,7 @@ from colocate import CallTimeout, ConfigError, DispatchError, PluginError, RoleE
 from colocate_ppo.actor import Actor
 from colocate_rollout import Engine, Prompt, Row, Sampling
 from colocate_rollout.role import EngineRole
-from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, made
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, log_probs, made
 
 OPTIONS: dict[str, Any] = {"engine": "transformers", "max_rows": 4, "max_batch_tokens": 16}
 SHARING = colocate.role("rollout.engine", role="actor", **OPTIONS)
@@ -191,6 +191,24 @@ def test_ppo_actor() -> None:
     with colocate.spawn(roles) as group:
         ((row,),) = group.role("rollout").generate([[4, 5, 6]], sampling=SAMPLING)
         assert row.token_ids
+
+
+class WithModel:
+    """What has a model, and is no `Role`."""
+
+    def __init__(self) -> None:
+        self.model = made(LLAMA)
+
+    @colocate.method
+    def log_probs(self, prompts: Any, rows: Any) -> list[list[float]]:
+        return [log_probs(self.model, prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def test_a_plain_class_with_a_model() -> None:
+    """An engine generates by its model as by a role's."""
+    with colocate.spawn({"actor": colocate.role(WithModel), "rollout": SHARING}) as group:
+        found = group.role("rollout").generate(PROMPTS, 2, sampling=SAMPLING)
+        check(group.role("actor"), found)
 
 
 class Echo:

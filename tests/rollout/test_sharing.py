@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import colocate
 from colocate import ConfigError, RoleError, RoleStartError, method
@@ -37,7 +38,13 @@ class Sharded(Trainer):
     def __init__(self, model: Mapping[str, Any], parallel: str) -> None:
         super().__init__(model)
         self.trained: Any = self.model
-        if parallel == "ddp":
+        if parallel == "tp":
+            shards = {f"layers.*.{name}": ColwiseParallel() for name in ("self_attn.q_proj", "self_attn.k_proj")}
+            shards |= {f"layers.*.{name}": ColwiseParallel() for name in ("self_attn.v_proj", "mlp.gate_proj")}
+            shards |= {"layers.*.mlp.up_proj": ColwiseParallel(), "layers.*.mlp.down_proj": RowwiseParallel()}
+            shards |= {"layers.*.self_attn.o_proj": RowwiseParallel()}
+            parallelize_module(self.model.model, self.ctx.device_mesh()["tp"], shards)
+        elif parallel == "ddp":
             self.trained = torch.nn.parallel.DistributedDataParallel(
                 self.model, process_group=self.ctx.process_group(), broadcast_buffers=False
             )
@@ -51,7 +58,7 @@ class Sharded(Trainer):
     def learn(self) -> None:
         """An update, whose forward and backward passes are those of all ranks together."""
         self.model.train()
-        logits = self.trained(torch.tensor([[5, 6, 7, 8 + self.ctx.rank]]), use_cache=False).logits
+        logits = self.trained(torch.tensor([[5, 6, 7, 8 + self.ctx.mesh.rank("dp")]]), use_cache=False).logits
         logits.square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -97,6 +104,31 @@ def test_ranks_that_would_be_missing() -> None:
         assert colocate.sync_weights(trainer, shares).version == 1
         (((row,),),) = (shares.generate(PROMPTS[:1], sampling=ENDLESS),)
         assert row.log_probs == pytest.approx(trainer.log_probs(PROMPTS[:1], [row])[1][0], abs=1e-5)
+
+
+def test_shards_of_tensor_parallelism() -> None:
+    """They are a source for whole engines, in their slots and elsewhere; an engine can't generate by them."""
+    roles = {
+        "trainer": colocate.role(Sharded, LLAMA, "tp").on(mesh={"dp": 1, "tp": 2}),
+        "beside": colocate.role("rollout.engine", engine="transformers", model=LLAMA, max_rows=4),
+    }
+    with colocate.connect(processes=True) as runtime, runtime.reserve(slots=2) as pool, runtime.reserve(slots=1) as one:
+        group, other = pool.spawn(roles), one.spawn({"beside": roles["beside"]})
+        trainer = group.role("trainer", Sharded)
+        for version in range(1, 3):
+            trainer.learn()
+            for view in (group.role("beside"), other.role("beside")):
+                assert colocate.sync_weights(trainer, view).version == version
+                found = view.generate(PROMPTS, sampling=ENDLESS)
+                (rows,) = zip(*found, strict=True)
+                for wanted in trainer.log_probs(PROMPTS, rows):
+                    for row, each in zip(rows, wanted, strict=True):
+                        assert row.log_probs == pytest.approx(each, abs=5e-5)
+                        assert row.versions == ((version, 12),)
+        group.close()
+        said = "role 'trainer' shards its model by tensor parallelism.* give the engine a model of its own"
+        with pytest.raises(RoleStartError, match=said):
+            pool.spawn({**roles, "beside": SHARES})
 
 
 def test_weights_of_another_role() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 import colocate
-from colocate import CallTimeout, ConfigError, RoleStartError
-from colocate_rollout.contract import Row, Sampling
+from colocate import CallTimeout, ConfigError, RoleError, RoleStartError, method
+from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate_rollout.child import ChildEngine
+from colocate_rollout.contract import Prompt, Row, Sampling
 from colocate_rollout.process import _names
 from colocate_rollout.role import EngineRole
 from colocate_rollout.testing import (
@@ -31,11 +35,15 @@ from colocate_rollout.testing import (
     prompts,
     weights_of,
 )
+from colocate_rollout.vllm import VllmEngine
 
 pytest.importorskip("vllm")
 
 OPTIONS: dict[str, Any] = {"engine": "vllm", "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 8}
 SAMPLING = Sampling(max_tokens=12)
+CACHE = 4 * 2**20
+WEIGHTS = sum(each.numel() for each in made(LLAMA).parameters())
+VECTORS = sum(each.numel() for each in made(LLAMA).parameters() if each.ndim == 1)
 SEEDED = Sampling(max_tokens=12, seed=7)
 ENDLESS = Sampling(max_tokens=100, stop_token_ids=())
 
@@ -84,11 +92,26 @@ class TestVllm(ModelSuite):
         self._as_forward(role._engine, model, 1)
         role.close()
 
+    def test_what_it_manages(self, role: EngineRole) -> None:
+        """Its weights and its cache are told, and of these the cache goes, as nothing else of it can on a CPU."""
+        engine = role._engine
+        whole = {"weights": WEIGHTS * 4, "cache": CACHE}
+        assert engine.managed() == whole
+        engine.sleep(["weights"])
+        assert engine.managed() == whole
+        engine.sleep(["weights", "cache"])
+        assert engine.managed() == {**whole, "cache": 0}
+        engine.wake(["weights"])
+        assert engine.managed() == {**whole, "cache": 0}
+        engine.wake(["cache"])
+        assert engine.managed() == whole
+
     @pytest.mark.usefixtures("without")
     def test_bfloat16(self) -> None:
-        """A trainer in float32 and an engine in bfloat16 are as near as these numbers are."""
+        """A trainer in float32 and an engine in bfloat16 are as near as these numbers are; weights take half."""
         model = made(LLAMA)
         role = EngineRole("vllm", **self.options, dtype="bfloat16")
+        assert role.managed() == {"weights": WEIGHTS * 2, "cache": CACHE}
         role.load_weights(weights_of(model), 1)
         for (index, _), row in by_number(role._engine.rows(prompts(), self.sampling, _NEVER)).items():
             assert row.log_probs == pytest.approx(log_probs(model, PROMPTS[index], row), abs=0.1)
@@ -199,6 +222,120 @@ def test_in_a_group(group: colocate.ColocatedGroup) -> None:
     assert len(seeded) == len(PROMPTS)
 
 
+class Failing(VllmEngine):
+    """It fails where it is told to, says in a file that it amid rows, and knows whether anything is left of them."""
+
+    def __init__(self, ctx: colocate.Context, begun: str, **options: Any) -> None:
+        super().__init__(ctx, **options)
+        self.begun, self.last_row = Path(begun), 0
+
+    def fail_in(self, name: str) -> None:
+        """Have the third call of one of vLLM's own methods fail, once."""
+        before, count = getattr(self._runner, name), itertools.count(1)
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == 3:
+                setattr(self._runner, name, before)
+                raise ArithmeticError(f"in {name}")
+            return before(*args, **kwargs)
+
+        setattr(self._runner, name, fails)
+
+    def fail_at(self, row: int) -> None:
+        """Have a row fail; 0 for none."""
+        self.last_row = row
+
+    def left_nothing(self) -> None:
+        """Raise where there are requests."""
+        assert self.requests == 0
+
+    def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
+        steps = itertools.count()
+
+        def stops() -> bool:
+            if next(steps) == 3:
+                self.begun.touch()
+            return stop()
+
+        for number, row in enumerate(super().rows(prompts, sampling, stops), 1):
+            if number == self.last_row:
+                raise ArithmeticError(f"at row {number}")
+            yield row
+
+
+class FailingRole(EngineRole):
+    """A role whose engine can be told to fail, wherever it is."""
+
+    @method
+    def tell(self, name: str, *what: Any) -> None:
+        """Have a method of the engine called."""
+        engine = self._engine
+        engine._ask(name, *what) if isinstance(engine, ChildEngine) else getattr(engine, name)(*what)
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["here", "child"])
+def test_after_a_failure(child: bool, tmp_path: Path) -> None:
+    """Whatever ends a call: no request is left, and the next rows are those of an engine that was just made."""
+    begun = tmp_path / "begun"
+    options: Any = {**OPTIONS, "begun": str(begun), "child": child}
+    del options["engine"]
+    roles = {
+        "trainer": colocate.role(Trainer, LLAMA),
+        "engine": colocate.role(FailingRole, Failing, model=LLAMA, **options),
+    }
+    with colocate.spawn(roles, processes=True) as group:
+        trainer, engine = group.role("trainer", Trainer), group.role("engine", FailingRole)
+        colocate.sync_weights(trainer, engine)
+        fresh = engine.generate(PROMPTS, 2, sampling=SEEDED)
+        check(trainer, fresh)
+        endless = PROMPTS * 50, 4, ENDLESS
+
+        def amid() -> Any:
+            begun.unlink(missing_ok=True)
+            call = engine.generate.submit(*endless)
+            wait_until(begun.exists, "the engine is amid rows")
+            return call
+
+        def in_a_step(name: str) -> None:
+            engine.tell("fail_in", name)
+            with pytest.raises(RoleError, match=f"in {name}"):
+                engine.generate(*endless)
+
+        def at_a_row() -> None:
+            engine.tell("fail_at", 2)
+            with pytest.raises(RoleError, match="at row 2"):
+                engine.generate(PROMPTS * 4, 4, SAMPLING)
+            engine.tell("fail_at", 0)
+
+        def closed() -> None:
+            with engine.generate.stream(PROMPTS * 50, 4, SAMPLING) as rows:
+                next(rows)
+
+        def cancelled() -> None:
+            (call := amid()).cancel()
+            assert "aborted" in {row.finish_reason for rows in call.result(PATIENCE_S) for row in rows}
+
+        def timed_out() -> None:
+            with pytest.raises(CallTimeout):
+                engine.generate.options(timeout=0.5)(*endless)
+
+        for fails in (
+            *(partial(in_a_step, name) for name in ("execute_model", "sample_tokens")),
+            at_a_row,
+            closed,
+            cancelled,
+            timed_out,
+        ):
+            fails()
+            engine.tell("left_nothing")
+            assert_alike(numbered(engine.generate(PROMPTS, 2, sampling=SEEDED)), numbered(fresh))
+        assert group.generation == 0
+
+
+def numbered(found: list[tuple[Row, ...]]) -> dict[tuple[int, int], Row]:
+    return by_number(row for rows in found for row in rows)
+
+
 def test_wrong_places() -> None:
     """Tensor parallelism is over a mesh, and vLLM's groups are of all slots."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
@@ -220,6 +357,11 @@ def test_tensor_parallel() -> None:
             trainer.step()
             colocate.sync_weights(trainer, engine)
             check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
+        half = 4 * ((WEIGHTS - VECTORS) // 2 + VECTORS)
+        found = [slot.roles[0].device for slot in group.memory().slots]
+        assert [(each["parameters"], each["tensors"]) for each in found] == [(half, CACHE)] * 2
+        assert group.sleep("engine", ["cache"]) == 2 * CACHE
+        check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
         with pytest.raises(CallTimeout):
             engine.generate.options(timeout=0.5)(PROMPTS * 100, 4, sampling=ENDLESS)
         colocate.sync_weights(trainer, engine)

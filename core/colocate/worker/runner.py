@@ -217,7 +217,8 @@ class Runner:
             try:
                 with self._role_code:
                     role.close()
-                self._worker_context.children.stop(role.name)
+                if role.name is not None:  # what functions run in is a role without one
+                    self._worker_context.children.stop(role.name)
             except BaseException as error:
                 print(f"close() of role {role.name!r} has raised:\n{told(error)}", file=sys.stderr, flush=True)
 

@@ -33,6 +33,7 @@ from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Served, Starter, User
 from colocate.testing.probes.served import FOREVER, QUITS, SERVER, breaks_up, is_silent, says_up, serve
+from colocate.testing.probes.streams import number
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 PYTHON = sys.executable
@@ -442,9 +443,10 @@ class Children(Scripted):
 
     @of_executor
     def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
-        """The last first, after `close()` of their role."""
+        """The last first, after `close()` of their role; also where functions have run in the group."""
         file = tmp_path / "ends"
         group = spawn({"recorded": colocate.role(Recorded, str(file))}, slots=1)
+        group.run(number)
         group.close()
         assert file.read_text() == "close ba"
 
