@@ -40,7 +40,7 @@ def rows() -> Iterator[Row]:
         what = "SIGKILL of a worker to the error in a waiting call"
         yield Row(_PART, f"{what}, verl's", float(its("death")) * 1e3, "ms")
         yield Row(_PART, f"{what}, colocate's", float(ours("death")) * 1e3, "ms", 100.0)
-    # verl's are Ray's, which ends a minute later.
+    # Not verl's: of all that its driver has started, Ray included, something was there after a minute.
     yield Row(_PART, "SIGKILL of the driver to no worker left, colocate's", _driver_killed(command) * 1e3, "ms", 2000.0)
 
 
