@@ -85,19 +85,20 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         comes = {id(wanted[name]) for name in given if name in wanted}
         missing = [name for name, tensor in wanted.items() if id(tensor) not in comes]
         odd = [
-            f"{name} is {spec} there and {_spec(wanted[name])} here"
+            f"{name} is {spec} in {self.source} and {_spec(wanted[name])} in {whose}"
             for name, spec in given.items()
             if name in wanted and not _fits(spec, wanted[name], self.shared)
         ]
+        near = {name: did_you_mean(name, missing or wanted) for name in unknown}
         said = [
-            *_few(f"{whose} has no {name}{did_you_mean(name, missing or wanted)}" for name in unknown),
-            *_few(f"{name} doesn't come{did_you_mean(name, unknown)}" for name in missing),
+            *_few(f"{whose} has no {name}{hint}" for name, hint in near.items()),
+            *_few(f"{name} doesn't come" for name in missing),
             *_few(odd),
         ]
         if said:
+            advice = ". Map names by sync_weights(names={'of the source': 'of the target'})" if unknown else ""
             self.mismatch = ConfigError(
-                f"the weights of {self.source} don't fit {whose}, and nothing was written: {'; '.join(said)}. "
-                "Map names by sync_weights(names=...)"
+                f"the weights of {self.source} don't fit {whose}, and nothing was written: {'; '.join(said)}{advice}"
             )
             raise self.mismatch
 

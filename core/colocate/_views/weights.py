@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
 import time
 from collections import Counter
@@ -158,6 +159,13 @@ def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker
             raise ConfigError(
                 f"sync_weights: {role.cls.__qualname__} (role {role.name!r}) has no method {example}{near}"
             )
+        function = found.spec.function if isinstance(found, RoleMethod) else found
+        try:
+            inspect.signature(function).bind(*("self", "weights", "version")[: 1 if role is giver else 3])
+        except TypeError as error:
+            raise ConfigError(
+                f"sync_weights: {role.cls.__qualname__}.{name} (role {role.name!r}) must be {example}: {error}"
+            ) from None
     if worker_group.services is not other.services:
         raise ColocateError(
             f"sync_weights: roles {giver.name!r} and {taker.name!r} are of two runtimes, and weights have no way there"
@@ -212,7 +220,7 @@ def _planned(
         raise ConfigError(f"sync_weights(dtype=...): {taker.name} shares the tensors of {giver.name} as they are")
     if names is not None and not isinstance(names, Mapping):
         raise ConfigError(
-            f"sync_weights(names={names!r}): it maps names of the source to the target's, as {{'a': 'b'}}"
+            f"sync_weights(names={names!r}): it is a dict of names of the source to the target's, as {{'a': 'b'}}"
         )
     size = parse_bytes(bucket, "sync_weights(bucket)")
     if not size:

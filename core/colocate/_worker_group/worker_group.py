@@ -6,6 +6,7 @@ import abc
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -452,10 +453,11 @@ class WorkerGroup(Link):
         """Note what only a worker knew of the weights that its roles have from others, as these were restored, say."""
         for name, (version, stale) in ledger.weights.items():
             known, _ = self.synced.get(name, (0, 0.0))
+            if version > known:  # of a sync that is noted in a moment, or of a checkpoint
+                self.synced[name] = version, time.time() if stale is None else 0.0
+                self.stale.pop(name, None)
             if stale is not None and version >= known:  # else they have come since
                 self.stale.setdefault(name, stale)
-                if version > known:
-                    self.synced[name] = version, 0.0
 
     def _greet(self, worker: Worker) -> None:
         """Tell a new worker what the roles of those hold that share its slot."""

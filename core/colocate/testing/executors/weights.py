@@ -49,6 +49,17 @@ def shown(group: ColocatedGroup) -> str:
     return group.owner.owner.graph.render()  # type: ignore[no-any-return]
 
 
+class TakesNoVersion(colocate.Role):
+    """A target that doesn't ask which weights it gets."""
+
+    def load_weights(self, weights: colocate.Weights) -> None:
+        """Take them."""
+
+    @colocate.method
+    def nothing(self) -> None:
+        """A role has a method."""
+
+
 class WeightSyncs(ExecutorCase):
     """A role's weights in another one."""
 
@@ -218,13 +229,19 @@ class WeightSyncs(ExecutorCase):
         for text in (
             "has no 1.weight_; did you mean '1.weight'",
             "1.weight doesn't come",
-            "0.bias is [8] float32 there and [16] float32 here",
+            "0.bias is [8] float32 in giver and [16] float32 in ",
             "0.scale is [8]",
         ):
             assert text in str(caught.value)
         assert taker.look() == before
         with pytest.raises(ConfigError, match=r"giver has no weight 'wieght'"):
             colocate.sync_weights(giver, taker, names={"wieght": "weight"})
+
+    def test_a_target_that_takes_too_little(self, spawn: Spawn) -> None:
+        """Before anything is sent it is said which parameters the method has to have."""
+        group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(TakesNoVersion)}, slots=1)
+        with pytest.raises(ConfigError, match=r"must be load_weights\(self, weights, version\).*too many"):
+            colocate.sync_weights(group.role("giver", Giver), group.role("taker"))
 
     def test_names_and_dtype_of_weights(self, both: ColocatedGroup) -> None:
         """Of a tied weight it is enough that it comes by one name; numbers are rounded to the dtype on their way."""
@@ -317,7 +334,7 @@ class WeightSyncs(ExecutorCase):
             colocate.sync_weights(taker, giver)
         with pytest.raises(ConfigError, match=r"dtype='float23'.*did you mean 'float32'"):
             colocate.sync_weights(giver, taker, dtype="float23")
-        with pytest.raises(ConfigError, match=r"names=\['0.weight'\]\): it maps names"):
+        with pytest.raises(ConfigError, match=r"names=\['0.weight'\]\): it is a dict of names"):
             colocate.sync_weights(giver, taker, names=["0.weight"])  # type: ignore[arg-type]
         with both.pipeline(), pytest.raises(PipelineError):
             colocate.sync_weights(giver, taker)
