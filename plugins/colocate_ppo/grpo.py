@@ -71,8 +71,8 @@ def _checked(
     roles, rollout = groups[named[0]], options["rollout"]
     found = [*_wrong(named[0], classes_of(roles), lambda role: roles[role].background, **options)]
     own = roles[rollout].kwargs.get("sampling") if rollout in roles else None
-    for name in ("max_tokens", "temperature", "seed") if isinstance(own, Mapping) else ():
-        if name in own:
+    for name in ("max_tokens", "temperature", "seed"):
+        if isinstance(own, Mapping) and name in own:
             instead = {"max_tokens": "`max_new_tokens`", "temperature": "`temperature`"}.get(name, "the run's seed")
             found.append(("rollout", f"is a role with a {name} in its `sampling`; here {instead} of the job decides"))
     return found
