@@ -389,13 +389,14 @@ def test_beside_other_work() -> None:
         assert found <= {1, 2}
 
 
+@pytest.mark.parametrize("child", [False, {"env": {"OMP_NUM_THREADS": "1"}}], ids=["here", "child"])
 @pytest.mark.parametrize("executor", ["threads", "processes", "ray", "dask"])
-def test_on_each_executor(executor: str, rows_elsewhere: dict[str, Any]) -> None:
+def test_on_each_executor(executor: str, child: Any, rows_elsewhere: dict[str, Any]) -> None:
     """The same seed draws the same rows; the process of a thread is as before when the group is closed."""
     options = {"processes": True} if executor == "processes" else {}
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
-        "engine": colocate.role("rollout.engine", role="trainer", **OPTIONS),
+        "engine": colocate.role("rollout.engine", role="trainer", child=child, **OPTIONS),
     }
     before = state()
     name = executor if executor in ("ray", "dask") else "local"
@@ -411,8 +412,9 @@ def test_on_each_executor(executor: str, rows_elsewhere: dict[str, Any]) -> None
         check(trainer, found)
     for what in ("torch", "environ", "threads", "groups"):
         assert state()[what] == before[what], what
-    rows_elsewhere[executor] = [[row.token_ids for row in rows] for rows in found]
-    assert all(rows == rows_elsewhere[executor] for rows in rows_elsewhere.values())
+    drawn = [[row.token_ids for row in rows] for rows in found]
+    rows_elsewhere[f"{executor} {child}"] = drawn
+    assert all(rows == drawn for rows in rows_elsewhere.values())
 
 
 @pytest.fixture(scope="module")
