@@ -11,7 +11,7 @@ import itertools
 import pickle
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
 
 import attrs
@@ -142,10 +142,11 @@ class Task:
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"task {self.name!r} can't be imported: {error}") from error
         found = function(**self.options)
-        if not len(found) or not {"question", "answer"} <= set(found[0]):
+        size = len(found) if isinstance(found, Sized) else 0
+        if not size or not {"question", "answer"} <= set(found[0]):
             raise ConfigError(
                 f"task {self.name!r} must give a list, or what is like one, of mappings with 'question' and 'answer', "
-                f"at least one; it gave {type(found).__name__} of {len(found)}"
+                f"at least one; it gave {type(found).__name__} of {size}"
             )
         return found
 

@@ -88,6 +88,7 @@ def test_a_task_of_ones_own() -> None:
         (lambda: Task("spell_backwards"), "no task 'spell_backwards'; did you mean 'spell_backward'"),
         (lambda: Task("no_such:questions"), r"task 'no_such:questions' can't be imported: No module named 'no_such'"),
         (lambda: Task(f"{__name__}:nothing"), "can't be imported: .* no attribute 'nothing'"),
+        (lambda: Task("itertools:count"), "must give a list, .* at least one; it gave count of 0"),
         (lambda: Task(f"{__name__}:numbers", {"count": 0}), "must give a list, .* at least one; it gave list of 0"),
         (lambda: Task(options={"max_word_length": 4}), r"'spell_backward' refuses the options .*'max"),
         (lambda: Task(options={"min_word_len": 9, "max_word_len": 4}), r"'spell_backward' refuses the options .*'max"),
