@@ -13,6 +13,8 @@ from tests.forked import Forks
 
 from colocate_rollout.testing import EngineSuite
 
+pytest.importorskip("hatchling.build", reason="what builds distributions is not installed here")
+
 DICE = """
     executor: {use: local, with: {processes: true}}
     plugins: {allow: [dice]}
