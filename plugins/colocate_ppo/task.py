@@ -11,7 +11,7 @@ import itertools
 import pickle
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import attrs
@@ -142,7 +142,7 @@ class Task:
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"task {self.name!r} can't be imported: {error}") from error
         found = function(**self.options)
-        size = len(found) if isinstance(found, Sized) else 0
+        size = len(found) if hasattr(found, "__len__") else 0
         if not size or not {"question", "answer"} <= set(found[0]):
             raise ConfigError(
                 f"task {self.name!r} must give a list, or what is like one, of mappings with 'question' and 'answer', "
