@@ -1,5 +1,7 @@
 """Sync role code asks for the event loop, as many libraries do: 42, and what its constructor made for it works.
 
+So it is after a role has closed that loop.
+
 Modes: threads, strict, processes, ray, dask.
 """
 
@@ -28,6 +30,15 @@ class Rollout(Role):
         asyncio.get_running_loop().call_soon(self.ready.set_result, 42)
         return await self.ready
 
+    @method(collect=First())
+    def closes(self):
+        asyncio.get_event_loop().close()
+
+    @method(collect=First())
+    async def awaits(self):
+        await asyncio.sleep(0)
+        return await answer()
+
 
 if __name__ == "__main__":
     with connect() as runtime, runtime.reserve(slots=1) as pool:
@@ -36,4 +47,7 @@ if __name__ == "__main__":
         verdict("a sync method has a loop", got == 42, got)
         got = attempt(rollout.serve)
         verdict("an async method runs in that of the constructor", got == 42, got)
+        rollout.closes()
+        got = attempt(rollout.awaits), attempt(rollout.generate)
+        verdict("there is one when a role has closed it", got == (42, 42), got)
     end()

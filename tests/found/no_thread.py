@@ -1,5 +1,7 @@
 """ctx.process_group() while a process can start no thread is that call's error: the next one works.
 
+So it is with a spawn, where the driver can't, and with a look at a worker's memory.
+
 Modes: processes, ray, dask.
 """
 
@@ -10,6 +12,7 @@ from hx import attempt, connect, end, verdict
 
 import colocate
 from colocate import PerRank, Role, method
+from colocate.testing.probes.starved import without_threads
 
 
 def size():
@@ -22,6 +25,15 @@ class Reduces(Role):
     def limit(self, on):
         most = size() + (1 << 20) if on else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+    @method
+    def lack(self):
+        self.lacking = without_threads()
+        self.lacking.__enter__()
+
+    @method
+    def recover(self):
+        self.lacking.__exit__(None, None, None)
 
     @method
     def go(self, axis=None):
@@ -48,4 +60,16 @@ if __name__ == "__main__":
                         got = attempt(role.go.options(timeout=20))
                         verdict("the next one works", got == [2.0, 2.0], got)
                     verdict("the group goes on", group.state == "ready", group.state)
+        with without_threads():
+            error = attempt(pool.spawn, {"r": colocate.role(Reduces)})
+        verdict("a spawn is told", "can't start new thread" in str(error), error)
+        with pool.spawn({"r": colocate.role(Reduces)}) as group:
+            role = group.role("r", Reduces)
+            role.lack()
+            error = attempt(group.memory)
+            verdict("a look is told", "can't start new thread" in str(error), error)
+            got = attempt(role.recover)
+            verdict("the worker goes on", got == [None, None], got)
+            got = attempt(group.memory)
+            verdict("it can be looked at", isinstance(got, colocate.GroupMemory) and len(got.slots) == 2, got)
     end()

@@ -1,5 +1,7 @@
 """A process that a role starts and terminates at once: all of them end, and so does a pool at the end of its block.
 
+A pool that is spawned hasn't what the script defines: that is an error, and it starts no processes for ever.
+
 Modes: processes, ray, dask.
 """
 
@@ -10,6 +12,10 @@ from hx import attempt, connect, end, verdict
 
 import colocate
 from colocate import First, Role, method
+
+
+def double(number):
+    return 2 * number
 
 
 class Sandbox(Role):
@@ -32,6 +38,11 @@ class Sandbox(Role):
         with multiprocessing.get_context("fork").Pool(4) as pool:
             return pool.map(abs, [-1, 1])
 
+    @method(collect=First())
+    def pooled(self, how):
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            return pool.map(double, [1])
+
 
 if __name__ == "__main__":
     with connect() as runtime, runtime.reserve(slots=1) as pool:
@@ -40,4 +51,8 @@ if __name__ == "__main__":
         verdict("all of them end", got == 0, got)
         got = attempt(sandbox.pool.submit().result, 30)
         verdict("the pool ends", got == [1, 1], got)
+        got = attempt(sandbox.pooled.submit("fork").result, 30)
+        verdict("a forked pool has what the script defines", got == [2], got)
+        got = attempt(sandbox.pooled.submit("spawn").result, 60)
+        verdict("a spawned one says that it hasn't", "'double' is defined in the driver's script" in str(got), got)
     end()

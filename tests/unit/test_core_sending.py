@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ import pytest
 from tests.unit.counted import functions_called
 
 import colocate
-from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, method
+from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, WorkerDied, method
 from colocate._calls.pending import PendingCall
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import read
@@ -73,6 +76,37 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
         kept.free()
         assert echo.make(1) == [0, 1]
         wait_until(lambda: not group._node.residents.kept, "what was freed is forgotten")
+
+
+class Large:
+    """It takes until somebody says so to be encoded."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        self.begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+        return int, (1,)
+
+
+def test_while_an_argument_is_encoded() -> None:
+    """Other groups are called, and a death is told: who hears of that waits for no encoding."""
+    large = Large()
+    with colocate.connect("local", processes=True) as runtime, ThreadPoolExecutor(1) as thread:
+        one, other = (runtime.reserve(1).spawn({"echo": colocate.role(Echo)}) for _ in range(2))
+        sent = thread.submit(one.role("echo", Echo).each, [large])
+        try:
+            assert large.begun.wait(PATIENCE_S)
+            each = other.role("echo", Echo).each.options(timeout=PATIENCE_S / 2)
+            assert each([2]) == [2]
+            (pid,) = other.run(lambda ctx: os.getpid())
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied):
+                each([3])
+        finally:
+            large.may_end.set()
+        assert sent.result(PATIENCE_S) == [1]
 
 
 def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:

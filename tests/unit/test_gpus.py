@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for senseless in (-1, fraction):
         with pytest.raises(ConfigError, match=f"gpus={senseless}: an executor hands out whole GPUs"):
             gpus.names(senseless, {})
+
+
+def test_help_shows_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults are shown by `help`: none is os.environ."""
+    monkeypatch.setenv("COLOCATE_TEST_SECRET", "hidden")
+    assert "hidden" not in pydoc.render_doc(gpus)
 
 
 def test_threads_of_a_job_with_some_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,3 +201,24 @@ class Borrows(ExecutorCase):
             assert "user.write_later changed its argument 'value' in place" in str(late.exception(PATIENCE_S))
             assert user.untouched() == [1.0, 1.0]
             assert not driver.written()
+
+    def test_the_call_that_wrote_is_blamed(self) -> None:
+        """Of two async calls of one method with one resident of another slot the one that wrote is told of it."""
+        pytest.importorskip("torch")
+        with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, Gate() as first, Gate() as second:
+            group = pool.spawn({"maker": colocate.role(Writer).on(slots=[0]), "user": colocate.role(Writer)})
+            maker, user = group.role("maker", Writer), group.role("user", Writer)
+            with maker.nested.keep() as kept:
+                ends = user.write_later.submit(kept.ref, None, [None, first.address])
+                writes = user.write_later.submit(kept.ref, "operators", [None, second.address])
+                first.wait_for()
+                second.wait_for()
+                first.open()
+                ends.result(PATIENCE_S)
+                second.open()
+                error = writes.exception(PATIENCE_S)
+                if error is None:  # where it got a copy, nothing has happened to the resident
+                    assert kept.fetch()["x"].tolist() == [0.0, 1.0, 2.0]
+                else:
+                    assert "user.write_later changed in place a value that maker.nested had returned" in str(error)
+                assert maker.untouched() == [1.0]
