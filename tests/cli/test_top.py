@@ -6,6 +6,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -19,7 +20,8 @@ from colocate._system.recent import RECENT_S
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_report.window import Job, jobs
-from colocate_run.cli.top import _page
+from colocate_run.cli.cluster import Cluster
+from colocate_run.cli.top import _page, show_top
 
 JOB = """
 import sys
@@ -122,6 +124,23 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     assert not [job for job in jobs() if job.pid == running.pid]
     ended = colocate("top", str(running.pid))
     assert ended.returncode == 1
+
+
+def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal it says so, and shows the first one; a probe is told that there is none."""
+    looks: list[list[Job]] = [[], [], [Job("demo", 7)], [Job("demo", 7)]]
+    shown: list[str] = []
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    module = sys.modules[show_top.__module__]
+    monkeypatch.setattr(module, "console", lambda: terminal)
+    monkeypatch.setattr(module, "jobs", lambda: looks.pop(0))
+    monkeypatch.setattr(module, "_show", lambda sight, *how: shown.append(sight.name))
+    assert show_top(None, Cluster(), once=False, every=0.0, json=False) == 0
+    assert (shown, looks) == (["demo"], [])
+    assert isinstance(terminal.file, io.StringIO)
+    assert "no job runs on this machine yet; waiting for one that starts" in terminal.file.getvalue()
+    looks.append([])
+    assert show_top(None, Cluster(), once=True, every=0.0, json=False) == 1
 
 
 def test_an_executor_that_there_is_not(colocate: CommandLine) -> None:

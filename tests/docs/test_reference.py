@@ -84,6 +84,14 @@ def test_the_index_has_every_page() -> None:
     assert [page for page in pages if f"({page})" not in text] == ["README.md"]
 
 
+def test_the_home_has_the_readmes_comparison() -> None:
+    """With Ray, verl and TRL, in the same words."""
+    heading = "Beside others"
+    compared = [[cell.replace("(docs/", "(") for cell in row] for row in tables(ROOT / "README.md")[heading]]
+    assert compared == tables(DOCS / "README.md")[heading]
+    assert {"plain Ray", "verl", "colocate"} <= {*compared[0]}
+
+
 def test_the_changelog_has_this_version() -> None:
     """A version in development is what is unreleased."""
     headings = re.findall(r"^## (.+)$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE)
