@@ -131,6 +131,22 @@ def test_trace(tmp_path: Path) -> None:
         assert begin["ts"] == pytest.approx(listening.told[name].submitted * 1e6, abs=1.0)
 
 
+def test_phases_and_steps_of_a_run(tmp_path: Path) -> None:
+    """They are on the driver, beside its calls."""
+    path = tmp_path / "trace.json"
+    with colocate.connect() as runtime, runtime.trace(path), colocate.record(runtime, tmp_path / "run") as run:
+        with run.timed("rollout"):
+            pass
+        run.log(1, loss=0.5)
+    (begun,), (ended,), (step,) = (events(path, kind) for kind in "bei")
+    assert [(each["name"], each["cat"], each["id2"]) for each in (begun, ended)] == [
+        ("rollout", "phases", begun["id2"])
+    ] * 2
+    assert step["name"] == "step 1"
+    assert begun["ts"] <= ended["ts"] <= step["ts"]
+    assert begun["pid"] == step["pid"]
+
+
 def test_failures(tmp_path: Path) -> None:
     """What has raised is where it ran, for as long as it did; a call that is given up ends when that is known."""
     path, listening = tmp_path / "trace.json", Listening()
