@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import signal
+from pathlib import Path
+
+import pytest
 
 from colocate.testing import executors
-from colocate.testing.executors import Executor, ExecutorSuite, Smoke
+from colocate.testing.executors import Executor, ExecutorSuite, Smoke, drivers
 
 
 def test_no_area_hides_a_test_of_another() -> None:
@@ -19,6 +24,21 @@ def test_no_area_hides_a_test_of_another() -> None:
     names = [name for area in areas for name in vars(area) if name.startswith("test_")]
     assert len(areas) > 15
     assert sorted(names) == sorted(set(names))
+
+
+def test_a_process_that_outlives_a_script_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fault of the executor under test ends the test, and not in a wait for the end of the script's output."""
+    monkeypatch.setattr(drivers, "_FOLLOWS_WITHIN_S", 0.1)
+    scripts = drivers.Scripts(tmp_path, "")
+    script = scripts.start("""
+        import subprocess
+        say(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+        wait()
+        """)
+    pid = script.hear()
+    with pytest.raises(AssertionError, match=rf"these still have its output open.*: {pid} \(sleep 1000\)"):
+        scripts.close()
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_levels_of_the_suite() -> None:
