@@ -203,9 +203,10 @@ class Received:
             self.stale, self.since = _WRITTEN, time.time()  # a sync only has to look at what is shared
         if self.stale is not None:
             at = time.strftime("%H:%M:%S", time.localtime(self.since))
+            last = f"version {self.version} was the last whole one" if self.version else "no sync has brought them yet"
             raise StaleWeightsError(
-                f"{label} can't run: the weights of role {role!r} are stale since {at} (version {self.version} was the "
-                f"last whole one): {self.stale}. colocate.sync_weights(source, target) brings them"
+                f"{label} can't run: the weights of role {role!r} are stale since {at} ({last}): {self.stale}. "
+                "colocate.sync_weights(source, target) brings them"
             )
 
 
