@@ -23,7 +23,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions trainers engines verl-tests docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions trainers engines verl-tests verl-upstream docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -99,8 +99,11 @@ build/verl/verl-0.9.1/.unpacked: tests/verl/sdist.txt  # verl's tests are in its
 	touch $@
 
 EXECUTOR ?= local
-verl-tests: $(VERL_TESTS)/.installed build/verl/verl-0.9.1/.unpacked  ## colocate_verl, and verl's own tests on it: EXECUTOR=ray, dask or local, FILES= for some of verl's; half an hour on a CPU, Python 3.11
+verl-tests: $(VERL_TESTS)/.installed  ## colocate_verl, and verl's own tests on it: EXECUTOR=ray, dask or local; half an hour on a CPU, Python 3.11
 	COLOCATE_VERL=$(EXECUTOR) $(VERL_TESTS)/bin/python -m pytest -W ignore tests/verl  # what verl imports warns of much
+	$(MAKE) verl-upstream
+
+verl-upstream: $(VERL_TESTS)/.installed build/verl/verl-0.9.1/.unpacked  ## verl's own tests alone, FILES= for some of them
 	$(VERL_TESTS)/bin/python tests/verl/upstream.py build/verl/verl-0.9.1 $(EXECUTOR) $(FILES)
 
 versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports; parts on today's newest
