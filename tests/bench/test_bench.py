@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 from pathlib import Path
 
 import pytest
 from tests.bench import scale
-from tests.bench.__main__ import main
+from tests.bench.__main__ import PARTS, main
 from tests.bench.rows import Row
 from tests.bench.stub import StubExecutor
 
@@ -42,3 +44,12 @@ def test_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         main(["scales"])
     assert "calls, before, definitions, residents" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "before"])  # which installs an old commit
+def test_parts(part: str) -> None:
+    """Each part still runs: it measures what it says, or nothing where it lacks an environment of its own."""
+    rows = list(importlib.import_module(f"tests.bench.{part}").rows())
+    assert all(0 <= row.value < math.inf for row in rows), rows
