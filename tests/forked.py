@@ -1,25 +1,33 @@
 """The `colocate` command, or a script, in a process of its own, forked from one that has imported what these import.
 
 From its first line to its exit handlers it is what a shell would start. What an interpreter takes from the environment
-when it begins, it has from the process that forks: who gives it such variables starts a new one.
+when it begins, it has from the process that forks: who gives it such variables starts a new one. The template of its
+workers, too, is a fork, of what has imported torch if the driver has: else each driver would have one that does.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib.util
 import json
 import os
 import runpy
+import select
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import types
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from colocate.keeper import forks
+from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM
 
 _ROOT = Path(__file__).parents[1]
 _IMPORTED = (
@@ -30,16 +38,17 @@ _IMPORTED = (
         "colocate_run.cli.run",
     ),
     *("colocate._api.runtime", "colocate_run.config.structure", "colocate_report.page", "jinja2", "rich.table"),
-    *("colocate_local.plugin", "colocate_local.processes", "colocate_local.threads"),
+    *("colocate_local.plugin", "colocate_local.processes", "colocate_local.threads", "colocate.worker.birth.main"),
     "pydantic.types",  # typer does, where it is installed
 )
 _IMPORTED_FOR = {  # seconds each
     "doctor": ("torch", "ray", "colocate_dask.executor", "mlflow", "wandb"),
-    "session.py": ("torch",),
+    "session.py": ("torch._dynamo", "torch.distributed.tensor", "transformers"),
     "example.py": ("torch",),
     "ppo": ("colocate_ppo.team",),
     "plan": ("torch._dynamo", "torch.distributed.tensor", "transformers", "colocate_run.cli.plan"),
 }
+_ROOM_BYTES = 1 << 16
 # A library that computes in parallel starts threads when it is imported, which a fork would be without.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `colocate plan` sets before torch is imported
@@ -51,9 +60,9 @@ class Forks:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.forked", str(theirs.fileno())],
+            [sys.executable, "-W", "error", "-m", "tests.forked", str(theirs.fileno()), " " * 2 * ARGUMENTS_BYTES],
             cwd=_ROOT,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _ONE_THREAD | _QUIET,
+            env={**os.environ, **_ONE_THREAD, **_QUIET, ROOM: " " * _ROOM_BYTES},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
@@ -65,14 +74,16 @@ class Forks:
         self._process.wait()
 
     def run(
-        self, args: Sequence[str], folder: Path, environment: Mapping[str, str], script: Path | None = None
+        self,
+        args: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        script: Path | None = None,
+        strict: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run one to its end: the command, or a script."""
+        """Run one to its end: the command, or a script. If strict, what Python warns of are errors in it."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            asked = {"args": args, "folder": str(folder), "environment": dict(environment)}
-            told = json.dumps({**asked, "script": None if script is None else str(script)}).encode()
-            socket.send_fds(self._socket, [told], [out.fileno(), err.fileno()])
-            status = json.loads(self._socket.recv(64))
+            status = _ask(self._socket, args, folder, environment, script, strict, [out.fileno(), err.fileno()])
             texts = []
             for file in (out, err):
                 file.seek(0)
@@ -80,39 +91,93 @@ class Forks:
         return subprocess.CompletedProcess(list(args), status, *texts)
 
 
+def beside(args: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command from a script that was forked; what it prints and says is one text."""
+    assert _beside is not None
+    with tempfile.TemporaryFile() as out:
+        status = _ask(_beside, args, Path.cwd(), os.environ, None, True, [out.fileno()] * 2)
+        out.seek(0)
+        return subprocess.CompletedProcess(list(args), status, out.read().decode(errors="replace"))
+
+
+_beside: socket.socket | None = None
+
+
+def _ask(
+    connection: socket.socket,
+    args: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    script: Path | None,
+    strict: bool,
+    files: Sequence[int],
+) -> int:
+    asked = {"args": args, "folder": str(folder), "environment": dict(environment), "strict": strict}
+    told = json.dumps({**asked, "script": None if script is None else str(script)}).encode()
+    socket.send_fds(connection, [told], files)
+    status: int = json.loads(connection.recv(64))
+    return status
+
+
 def _serve(number: int) -> dict[str, Any]:
     """Fork for each that is asked for, and tell how it ended. Comes back in the fork, with what to run."""
+    global _beside
     for name in _IMPORTED:
         importlib.import_module(name)
-    with socket.socket(fileno=number) as connection:
-        while True:
-            asked, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
-            if not asked:
-                os._exit(0)
-            told = dict(json.loads(asked))
-            for word in (*told["args"], os.path.basename(told["script"] or "")):
-                for name in _IMPORTED_FOR.get(word, ()):
-                    if importlib.util.find_spec(name.partition(".")[0]) is not None:
-                        importlib.import_module(name)
-            gc.freeze()  # or a fork's collections would copy every page
-            assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
-            child = os.fork()
-            if child == 0:
-                for standard, file in enumerate(files, 1):
-                    os.dup2(file, standard)
-                    os.close(file)
-                return told
-            for file in files:
-                os.close(file)
+    sys.modules["tests.forked"] = sys.modules["__main__"]  # for scripts that are forked
+    asking = {number: socket.socket(fileno=number)}
+    running: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        ready = select.select([*asking, *running], [], [])[0][0]
+        if ready in running:
+            child, connection = running.pop(ready)
+            os.close(ready)
             _, status = os.waitpid(child, 0)
             connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        connection = asking[ready]
+        asked, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
+        if not asked:
+            if ready == number:
+                os._exit(0)
+            asking.pop(ready).close()
+            continue
+        told = dict(json.loads(asked))
+        for word in (*told["args"], os.path.basename(told["script"] or "")):
+            for name in _IMPORTED_FOR.get(word, ()):
+                if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                    importlib.import_module(name)
+        gc.freeze()  # or a fork's collections would copy every page
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        child = os.fork()
+        if child == 0:
+            for other in (ours, *asking.values()):
+                other.close()
+            for other_pid in running:
+                os.close(other_pid)
+            for standard, file in enumerate(files, 1):
+                os.dup2(file, standard)
+                os.close(file)
+            _beside = theirs
+            return told
+        theirs.close()
+        for file in files:
+            os.close(file)
+        asking[ours.fileno()] = ours
+        running[os.pidfd_open(child)] = child, connection
 
 
-def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], script: str | None) -> int:
+def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], script: str | None, strict: bool) -> int:
     """Be what `python -m colocate`, or `python SCRIPT`, is there; its status."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # who has asked for it before has had it from another environment
+    if script is not None or "run" in args:
+        _Templates(environment)
+    if not strict:
+        _warn_only()
     first = folder if script is None else os.path.dirname(script)
     sys.path[:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [script or "colocate", *args]
@@ -130,6 +195,59 @@ def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], sc
     else:
         return 0
     return 1
+
+
+class _Templates:
+    """How a driver's first template begins: forked before the driver does anything, and asked to be one later."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._asks, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._asks.close()
+            _be_template(asked)
+        asked.close()
+        forks.subprocess = types.SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=self.start)  # type: ignore[attr-defined]
+
+    def start(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **other: Any) -> Any:
+        """Have it be what this command starts, unless it is one already, or comes too late for the environment."""
+        with self._asks as sock:
+            if sock.fileno() < 0 or forks.differs(env, {**self._environment, "OPENBLAS_NUM_THREADS": "1"}) is not None:
+                return subprocess.Popen(command, env=env, pass_fds=pass_fds, **other)
+            socket.send_fds(sock, [json.dumps([command, dict(env)]).encode()], pass_fds)
+        return types.SimpleNamespace(pid=self._pid)
+
+
+def _be_template(asked: socket.socket) -> NoReturn:
+    data, descriptors, *_ = socket.recv_fds(asked, 1 << 20, 1)
+    if not data:
+        os._exit(0)
+    asked.close()
+    command, env = json.loads(data)
+    command[command.index(MODE) + 2] = str(descriptors[0])
+    with open("/proc/self/stat", "rb") as file:  # where the kernel finds its command line
+        start, end = map(int, file.read().rpartition(b")")[2].split()[45:47])
+    line = b"".join(os.fsencode(word) + b"\0" for word in command)
+    ctypes.memmove(start, line.ljust(end - start, b" ")[: end - start - 1] + b"\0", end - start)
+    os.environ.clear()
+    os.environ.update(env)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(null, number)
+    os.setpgid(0, 0)
+    sys.argv = ["", *command[command.index(MODE) :]]
+    sys.path[:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    _warn_only()
+    del sys.modules["colocate.worker.birth.main"]  # the template imports it, and looks what is imported by then
+    runpy.run_module("colocate.worker", run_name="__main__", alter_sys=True)
+    raise AssertionError("a worker has ended without its end")
+
+
+def _warn_only() -> None:
+    sys.warnoptions.clear()
+    warnings.filters.remove(("error", None, Warning, None, 0))  # type: ignore[attr-defined]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 def _end(status: int) -> NoReturn:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.forked import Forks
 
 EXECUTORS = {
     "threads": "colocate.connect('local')",
@@ -31,10 +32,13 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Program:
-    """Writes a script and the files beside it, runs it elsewhere, and returns what it printed."""
+def program(tmp_path: Path, forks: Forks) -> Program:
+    """Writes a script and the files beside it, runs it elsewhere, and returns what it printed.
 
-    def run(script: str, executor: str = "processes", code: int = 0, **files: str) -> str:
+    In a fork of what has imported colocate, or else by an interpreter of its own.
+    """
+
+    def run(script: str, executor: str = "processes", code: int = 0, python: str | None = None, **files: str) -> str:
         folder, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)
@@ -44,9 +48,10 @@ def program(tmp_path: Path) -> Program:
             file.write_text(text)
         main = folder / "main.py"
         main.write_text(HEAD + script.replace("CONNECT", EXECUTORS[executor]))
-        done = subprocess.run(
-            [sys.executable, str(main)], cwd=elsewhere, capture_output=True, text=True, timeout=120, check=False
-        )
+        if python is None:
+            done = forks.run((), elsewhere, os.environ, main, strict=False)
+        else:
+            done = subprocess.run([python, main], cwd=elsewhere, capture_output=True, text=True, check=False)
         assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
         return done.stdout if code == 0 else done.stderr
 

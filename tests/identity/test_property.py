@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.forked import Forks
 from tests.identity.conftest import BUILT_IN, EXECUTORS
 from tests.identity.kinds import KINDS, code
 
@@ -189,15 +191,18 @@ def write(folder: Path, drawn: Sequence[Drawn], executor: str) -> Path:
     return main
 
 
-def agrees(drawn: Sequence[Drawn], executor: str) -> None:
+def agrees(drawn: Sequence[Drawn], executor: str, forks: Forks) -> None:
     """Whether the script says so."""
     with tempfile.TemporaryDirectory() as folder:
-        python = sys.executable
-        if any(place == "installed" for _, place, _ in drawn):
+        installed = any(place == "installed" for _, place, _ in drawn)
+        if installed:
             environment(Path(folder, "venv"))
-            python = f"{folder}/venv/bin/python"
         main = write(Path(folder), drawn, executor)
-        done = subprocess.run([python, str(main)], capture_output=True, text=True, timeout=240, check=False)
+        if installed:
+            command = [f"{folder}/venv/bin/python", str(main)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        else:
+            done = forks.run((), Path(folder), os.environ, main, strict=False)
         assert done.stdout == "agreed\n", f"{drawn}\n{done.stderr[-6000:]}"
 
 
@@ -211,16 +216,16 @@ def agrees(drawn: Sequence[Drawn], executor: str) -> None:
     )
 )
 @hypothesis.example(drawn=[("parametrised", "beside", "result"), ("enum", "package", "error")])  # each names it first
-def test_a_class_is_one_class(executor: str, drawn: list[Drawn]) -> None:
+def test_a_class_is_one_class(executor: str, forks: Forks, drawn: list[Drawn]) -> None:
     """Drawn: kinds of classes, the places of their definitions, and the way that values of each go first; then they go
     all others."""
-    agrees(drawn, executor)
+    agrees(drawn, executor, forks)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.long
-def test_all_kinds(executor: str, place: str) -> None:
+def test_all_kinds(executor: str, place: str, forks: Forks) -> None:
     """All kinds, in each of the places, by other ways first in each."""
     ways = WAYS[PLACES.index(place) :] + WAYS
-    agrees([(kind, place, ways[number % len(WAYS)]) for number, kind in enumerate(sorted(KINDS))], executor)
+    agrees([(kind, place, ways[number % len(WAYS)]) for number, kind in enumerate(sorted(KINDS))], executor, forks)

@@ -100,6 +100,7 @@ def test_distributions_outside_the_environment(
     (packages / "linked.pth").write_text("../linked\n")  # an editable one, as some tools write it
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "linked_in.py").write_text("")
+    python = None
     if way == "PYTHONPATH":
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), str(tmp_path / "linked")]))
     else:
@@ -107,7 +108,7 @@ def test_distributions_outside_the_environment(
         (site,) = overlay.glob("lib/python*/site-packages")
         here = "\n".join(path for path in sys.path if path.startswith("/"))
         (site / "overlay.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n{here}")
-        monkeypatch.setattr(sys, "executable", str(overlay / "bin" / "python"))
+        python = str(overlay / "bin" / "python")
     program(
         """
 from colocate._definitions import sources
@@ -122,7 +123,8 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert pool.spawn({"actor": colocate.role(Actor)})["actor"].look() == [2]
     import acme, linked_in
     assert [sources.answer(name) for name in ("acme", "acme.words", "linked_in")] == [{}, {}, {}]
-"""
+""",
+        python=python,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=60) as pool:
     print(is_one, who, type(batch) is profile.Batch)
 """,
         executor,
+        python=sys.executable,  # as below: a fork has what its parent has imported
         profile="class Batch: pass\n",
         cmd="WHO = 'mine'\n",
     )
@@ -266,6 +268,7 @@ with CONNECT as runtime, runtime.reserve(1, env={"PYTHONPATH": HERE + "/there"})
     pool.spawn({"actor": colocate.role(Actor)})
 """.replace("HERE", "__file__.rpartition('/')[0]"),
         code=1,
+        python=sys.executable,
         calendar="WHO = 'mine'\n",
         there__in__sitecustomize="import sys; sys.path.append(sys.path.pop(0)); import calendar\n",
     )

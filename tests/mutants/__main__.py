@@ -107,7 +107,8 @@ def verdict(mutant: Mutant, run: Run) -> str:
         return f"NOT RUN: {run.words}"
     if not run.seen:
         return "NOT IMPORTED"
-    if mutant.is_of_workers and not any("colocate.worker" in each for each in run.seen):
+    workers = ("colocate.worker", "tests.forked")  # of the latter a template may be a fork
+    if mutant.is_of_workers and not any(name in each for each in run.seen for name in workers):
         return "NOT IMPORTED by a worker"
     if run.code is None:
         return "found: it goes on for ever"
