@@ -8,6 +8,7 @@ import pytest
 from tests.distributions.install import Installed
 from tests.forked import Forks
 
+from colocate.keeper import forks as templates
 from colocate.testing import leaks
 
 pytest.register_assert_rewrite("colocate_rollout.testing")  # before anything imports that
@@ -16,6 +17,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Torch asks for the name of each address that a store's client connects to. Where such an answer is lost, a test had
 # stood still for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+# A template stays while files are run whose tests start no worker: the next one would import torch anew.
+templates.TEMPLATE_IDLE_S = 3600.0
 
 # The longest files go first, so that no process has one for itself in the end.
 LONGEST = (

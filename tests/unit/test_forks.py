@@ -43,7 +43,7 @@ def runtime() -> Iterator[Runtime]:
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
         ({"PYTHONHASHSEED": "0"}, "PYTHONHASHSEED"),
         ({"LANG": "C"}, "LANG"),
-        ({"LANGLEY": "x", "TZDATA": "x"}, None),
+        ({"LANGLEY": "x", "TZDATA": "x", "TORCHINDUCTOR_CACHE_DIR": "/tmp/x"}, None),
     ],
 )
 def test_which_environment_comes_too_late(changed: dict[str, str], late: str | None) -> None:

@@ -36,7 +36,8 @@ _TOO_EARLY = re.compile(
     "|PYTHON|COVERAGE_|COV_CORE_"  # by Python, and what is imported at its start
     "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # by numerical libraries
     "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"  # by tensordict
-    "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|TORCH|PYTORCH_|ATEN_|C10_|KINETO_"  # by torch, and below it
+    "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|PYTORCH_|ATEN_|C10_|KINETO_"  # by torch, and below it
+    "|TORCH(?!INDUCTOR_CACHE_DIR$)"  # that one each compilation reads, and the import of its compiler sets
 )
 
 _logger = logging.getLogger("colocate")
