@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from tests.rollout.odd import EXITS, FINE, HANGS, RAISES, Odd
 
 import colocate
 from colocate import CallTimeout, ChildDied, GroupRestarted, RoleError, RoleStartError
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
-from colocate_rollout import Row, Sampling
+from colocate_rollout import Sampling
 from colocate_rollout.role import EngineRole
 from colocate_rollout.testing import LLAMA, PROMPTS, Trainer
 
@@ -24,56 +25,12 @@ SEEDED = Sampling(max_tokens=12, seed=7)
 ENDLESS = Sampling(max_tokens=60, stop_token_ids=())
 
 
-class Odd:
-    """An engine that does to its process what nobody should, as a prompt's first token says."""
-
-    def __init__(self, ctx: colocate.Context, refuses: bool = False) -> None:
-        self.ctx, self.weights = ctx, 0
-        if refuses:
-            raise OddError(ctx, "made")
-
-    def rows(self, prompts: Sequence[Any], sampling: Sampling, stop: Any) -> Iterator[Row]:
-        for prompt in prompts:
-            what = prompt.token_ids[0]
-            if what == EXITS:
-                print("it has had enough", flush=True)
-                os._exit(3)
-            if what == HANGS:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if what == RAISES:
-                raise OddError(self.ctx, "asked for it")
-            ids = (os.getpid(), os.getppid(), len(os.environ.get("OF_THE_ENGINE", "")), self.weights)
-            stop()
-            yield Row(prompt.index, 0, ids, (0.0,) * len(ids), "length", ((0, len(ids)),))
-
-    def update(self, weights: colocate.Weights, version: int) -> None:
-        self.weights = sum(1 for _ in weights)
-
-    def sleep(self, tags: Sequence[str]) -> None: ...
-    def wake(self, tags: Sequence[str]) -> None: ...
-    def managed(self) -> dict[str, int]:
-        return {}
-
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class OddError(Exception):
-    """That can't be made again elsewhere."""
-
-    def __init__(self, one: Any, two: Any) -> None:
-        super().__init__(f"{two} by {type(one).__name__}")
-
-
 class Typed(Trainer):
     """A trainer that computes in a dtype."""
 
     def __init__(self, model: Mapping[str, Any], dtype: str) -> None:
         super().__init__(model)
         self.model.to(getattr(torch, dtype))
-
-
-FINE, EXITS, HANGS, RAISES = range(4)
 
 
 def odd(**child: Any) -> Any:
@@ -146,14 +103,18 @@ def _child(runtime: colocate.Runtime) -> int:
 
 
 def test_beside_other_work() -> None:
-    """In the background, on threads: paused, the engine sleeps and gets other weights, and its rows go on."""
+    """In the background, on threads: paused, the engine sleeps and gets other weights, and its rows go on.
+
+    Those of a child that has died while they were paused are lost, and told so; the one that came then generates.
+    """
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
         "rollout": colocate.role("rollout.engine", model=LLAMA, child=CHILD, **OPTIONS).on(
             background=True, weights="from sync"
         ),
     }
-    with colocate.spawn(roles) as group:
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        group = pool.spawn(roles)
         trainer, rollout = group.role("trainer"), group.role("rollout")
         colocate.sync_weights(trainer, rollout)
         rows = rollout.generate.stream(PROMPTS * 4, 2, sampling=Sampling(max_tokens=100, stop_token_ids=()))
@@ -166,18 +127,6 @@ def test_beside_other_work() -> None:
         found = {version for _, answer in [first, *rows] for row in answer for version, _ in row.versions}
         assert 2 in found
         assert found <= {1, 2}
-
-
-def test_made_anew_amid_a_pause() -> None:
-    """Rows of a child that has died while they were paused are lost, and told so; the one that came then generates."""
-    roles = {
-        "trainer": colocate.role(Trainer, LLAMA),
-        "rollout": colocate.role("rollout.engine", model=LLAMA, child=CHILD, **OPTIONS).on(background=True),
-    }
-    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
-        group = pool.spawn(roles)
-        trainer, rollout = group.role("trainer"), group.role("rollout")
-        colocate.sync_weights(trainer, rollout)
         wanted = rollout.generate(PROMPTS, 2, sampling=SEEDED)
         rows = rollout.generate.stream(PROMPTS * 100, 2, sampling=ENDLESS)
         next(rows)
@@ -188,30 +137,30 @@ def test_made_anew_amid_a_pause() -> None:
         group.resume("rollout")
         with pytest.raises(ChildDied, match="has ended amid these rows, and another one has begun since"):
             list(rows)
-        found = rollout.generate(PROMPTS, 2, sampling=SEEDED)
-        assert [[row.token_ids for row in each] for each in found] == [
+        again = rollout.generate(PROMPTS, 2, sampling=SEEDED)
+        assert [[row.token_ids for row in each] for each in again] == [
             [row.token_ids for row in each] for each in wanted
         ]
 
 
 def test_dtype() -> None:
     """An engine with the config of a role's model has the dtype of that, in a child as in the worker."""
-    for child in (False, CHILD):
-        slept = {}
-        for dtype in ("float32", "bfloat16"):
-            roles = {
-                "trainer": colocate.role(Typed, LLAMA, dtype),
-                "rollout": colocate.role("rollout.engine", role="trainer", child=child, **OPTIONS),
-            }
-            with colocate.spawn(roles) as group:
-                trainer, rollout = group.role("trainer"), group.role("rollout")
-                colocate.sync_weights(trainer, rollout)
-                found = rollout.generate(PROMPTS, sampling=SEEDED)
-                (wanted,) = trainer.log_probs(PROMPTS, [row for (row,) in found])
-                for (row,), each in zip(found, wanted, strict=True):
-                    assert row.log_probs == pytest.approx(each, abs=1e-5 if dtype == "float32" else 0.1)
-                slept[dtype] = group.sleep("rollout", ["cache"])
-        assert slept["float32"] == 2 * slept["bfloat16"] > 0
+    slept = []
+    for child, dtype in ((False, "float32"), (False, "bfloat16"), (CHILD, "bfloat16")):
+        roles = {
+            "trainer": colocate.role(Typed, LLAMA, dtype),
+            "rollout": colocate.role("rollout.engine", role="trainer", child=child, **OPTIONS),
+        }
+        with colocate.spawn(roles) as group:
+            trainer, rollout = group.role("trainer"), group.role("rollout")
+            colocate.sync_weights(trainer, rollout)
+            found = rollout.generate(PROMPTS, sampling=SEEDED)
+            (wanted,) = trainer.log_probs(PROMPTS, [row for (row,) in found])
+            for (row,), each in zip(found, wanted, strict=True):
+                assert row.log_probs == pytest.approx(each, abs=1e-5 if dtype == "float32" else 0.1)
+            slept.append(group.sleep("rollout", ["cache"]))
+    whole, half, half_in_a_child = slept
+    assert whole == 2 * half == 2 * half_in_a_child > 0
 
 
 def test_its_end(runtime: colocate.Runtime) -> None:

@@ -29,6 +29,10 @@ class TestInAChild(ModelSuite):
     def leave_nothing(self) -> None:
         """The engine stays for the next test, and so does its group."""
 
+    @pytest.fixture
+    def without(self) -> None:
+        """It is in the way of no other child."""
+
     @pytest.mark.usefixtures("without")
     @pytest.mark.parametrize("kind", ["tied"])
     def test_updates(self, kind: str) -> None:
