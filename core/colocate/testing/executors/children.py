@@ -28,7 +28,7 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import Spawn, needs, of_executor, smoke
+from colocate.testing.executors._base import Spawn, needs, of_executor
 from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Served, Starter, User
@@ -99,7 +99,7 @@ class Children(Scripted):
                 os.kill(pid, signal.SIGKILL)
                 assert isinstance(call.exception(PATIENCE_S), ChildDied)
 
-    @smoke
+    @of_executor
     def test_the_next_call_fails_of_an_end_between_calls(self, spawn: Spawn) -> None:
         """With the exit code and the last lines; others of the group go on, and stopping it ends the matter."""
         group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
@@ -210,7 +210,7 @@ class Children(Scripted):
                     assert starter.stop() == "stopped"
                 processes.wait()
 
-    @smoke
+    @of_executor
     def test_a_port_as_a_socket(self, spawn: Spawn) -> None:
         """A command that names {fd} gets a socket that listens; others the number of a port that is held for them."""
         starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
@@ -459,7 +459,7 @@ class Children(Scripted):
             os.kill(starter.pid(), signal.SIGKILL)
             children.wait()
 
-    @smoke
+    @of_executor
     def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
         """By SIGKILL: of threads as well."""
         driver = scripts.start("""

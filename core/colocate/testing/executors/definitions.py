@@ -487,7 +487,7 @@ class Serialization(ExecutorCase):
         assert repr(back) == repr(value)
         assert type(back) is type(value)
 
-    @smoke
+    @of_executor
     def test_large(self, pair: ColocatedGroup) -> None:
         """Size doesn't matter, with calls and results of many megabytes under way at once."""
         echo = pair.role("echo", Echo)

@@ -148,7 +148,7 @@ class Startup(ExecutorCase):
             assert started.result(PATIENCE_S) is group
 
     @needs(OwnProcess)
-    @smoke
+    @of_executor
     def test_dying_constructor(self, spawn: Spawn) -> None:
         """A worker that dies while it constructs its roles is told as such."""
         with pytest.raises(RoleStartError) as caught:

@@ -136,9 +136,9 @@ class TakingTurns(ExecutorCase):
 
     @needs(OwnProcess)
     def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
-        """Of four roles only one is ever in memory, from their constructors on."""
+        """Of three roles only one is ever in memory, from their constructors on."""
         pytest.importorskip("torch")
-        names = "one", "two", "three", "four"
+        names = "one", "two", "three"
         mib = 36  # `malloc` keeps pieces of up to 32 MiB for the next time, as it happens, and gives larger ones back
         most = []
         for these in (names[:1], names):
