@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colocate
@@ -33,11 +33,13 @@ def rows_of(counts: list[int], size: int, epochs: int) -> list[list[int]]:
     return [[start + int(row) for start, rows in zip(starts, parts, strict=True) for row in rows] for parts in together]
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(1, 30), st.integers(1, 4))
 def test_minibatches_do_not_depend_on_the_ranks(counts: list[int], size: int, epochs: int) -> None:
     assert rows_of(counts, size, epochs) == rows_of([sum(counts)], size, epochs)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 100), st.integers(1, 30), st.integers(1, 4))
 def test_every_epoch_uses_every_row_once(count: int, size: int, epochs: int) -> None:
     batches = rows_of([count], size, epochs)

@@ -6,8 +6,7 @@ The run in which nothing fails is also what `colocate plan` is compared with.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import attrs
 import pytest
 from tests.conformance.shared import cluster
+from tests.forked import Forks
 
 import colocate
 from colocate import GroupMemory, RoleError
@@ -83,11 +83,10 @@ def test_nothing_fails(expected: Trained) -> None:
     assert expected.generation == 0
 
 
-def test_what_is_planned_is_what_they_hold(expected: Trained) -> None:
+def test_what_is_planned_is_what_they_hold(expected: Trained, tmp_path: Path, forks: Forks) -> None:
     """Shards of an actor with its optimizer, beside whole models; tests/cli/test_plan.py has the other layouts."""
-    command = [sys.executable, "-W", "error", "-m", "colocate", "plan", str(EXAMPLE), "--json"]
-    command += [part for change in SMALL for part in ("--set", change)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    changes = [part for change in SMALL for part in ("--set", change)]
+    done = forks.run(("plan", str(EXAMPLE), "--json", *changes), tmp_path, os.environ)
     assert (done.returncode, done.stderr) == (0, "")
     (group,) = json.loads(done.stdout)
     plan = {role["role"]: role["kinds"] for role in group["roles"]}
