@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import resource
@@ -22,7 +23,7 @@ from colocate.keeper import forks
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.plain import Echo
-from colocate.worker.birth.template import MODE, ROOM, Wanted
+from colocate.worker.birth.template import _MADV_COLLAPSE, _MANY, MODE, ROOM, Wanted
 
 ROLES = {"born": colocate.role(Born)}
 
@@ -126,3 +127,20 @@ def test_what_forks_have_imported(runtime: Runtime) -> None:
             with pool.spawn({"looks": colocate.role(Looks), **others}) as group:
                 found += group.role("looks", Looks).look()
     assert found == [False, False, True]
+
+
+def test_what_many_forks_share(runtime: Runtime) -> None:
+    """Is in large pages after some, as each next one copies the entries of all pages; they live on it."""
+    with mmap.mmap(-1, 1 << 23, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as probe:
+        probe.write(b"x" * len(probe))
+        try:
+            probe.madvise(_MADV_COLLAPSE)
+        except OSError as error:
+            pytest.skip(f"this kernel doesn't make large pages of others: {error}")
+    with runtime.reserve(1) as pool:
+        for _ in range(2 * _MANY):  # it begins to count again when it has imported what the first have
+            with pool.spawn({"echo": colocate.role(Echo)}) as group:
+                assert group.role("echo", Echo).noop() == [None]
+    told = Path(f"/proc/{forks.own_process()}/smaps_rollup").read_text().splitlines()
+    (line,) = [each for each in told if each.startswith("AnonHugePages:")]
+    assert int(line.split()[1]) > 0

@@ -54,8 +54,12 @@ TOLD_BYTES = 1 << 18
 _QUIET_S = 10.0
 """What forks have imported is imported here after so long, or before the next fork: a short script has none."""
 
+_MANY = 8
+"""How many forks make it worth the time to have memory in large pages: as long as ten of them take with torch."""
+
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT = 0x8000
+_LARGE_BYTES, _MADV_COLLAPSE = 1 << 21, 25
 
 
 @attrs.frozen
@@ -82,6 +86,7 @@ class Template:
         self._sock.set_inheritable(False)
         self._shown = _Shown()
         self._reads, self._writes = os.pipe()  # the names of what its forks have imported
+        self._modules, self._forks = 0, 0  # how many it has imported, and how often it has forked since
         _import(["colocate.worker.birth.main"])
 
     def run(self) -> None:
@@ -113,6 +118,11 @@ class Template:
             _import(wanted.imports)
             if (threads := len(os.listdir("/proc/self/task"))) != 1:
                 raise OSError(f"it has {threads} threads, of which a fork would have one")
+            if self._modules != len(sys.modules):
+                self._modules, self._forks = len(sys.modules), 0
+            self._forks += 1
+            if self._forks == _MANY:
+                _gather()
             fork = _clone() == 0
             if fork:
                 self._become(wanted, output, lane, folder)
@@ -201,6 +211,23 @@ def _import(names: Sequence[str]) -> None:
     # What libraries would take apart at the end of an interpreter is this one's, and its forks end without.
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
+
+
+def _gather() -> None:
+    """Have what this process has written in large pages, where the kernel can (Linux 6.1).
+
+    A fork copies an entry for each page, and so do the two of its supervisors: with torch imported that takes a worker
+    more processor time than all else that it does until it is ready. What a fork writes it gets in small pages.
+    """
+    madvise: Any = ctypes.CDLL(None).madvise
+    with open("/proc/self/maps") as file:
+        found = [line.split() for line in file]
+    for addresses, permissions, _, _, inode, *name in found:
+        if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            start = -(-start // _LARGE_BYTES) * _LARGE_BYTES
+            if (length := end - end % _LARGE_BYTES - start) > 0:
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_COLLAPSE)
 
 
 def _clone() -> int:
