@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from colocate.keeper import forks
-from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM
+from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, _gather
 
 _ROOT = Path(__file__).parents[1]
 _IMPORTED = (
@@ -127,6 +127,7 @@ def _serve(number: int) -> dict[str, Any]:
     sys.modules["tests.forked"] = sys.modules["__main__"]  # for scripts that are forked
     asking = {number: socket.socket(fileno=number)}
     running: dict[int, tuple[int, socket.socket]] = {}
+    modules = 0
     while True:
         ready = select.select([*asking, *running], [], [])[0][0]
         if ready in running:
@@ -147,7 +148,10 @@ def _serve(number: int) -> dict[str, Any]:
             for name in _IMPORTED_FOR.get(word, ()):
                 if importlib.util.find_spec(name.partition(".")[0]) is not None:
                     importlib.import_module(name)
-        gc.freeze()  # or a fork's collections would copy every page
+        if modules != len(sys.modules):
+            modules = len(sys.modules)
+            gc.freeze()  # or a fork's collections would copy every page
+            _gather()  # which each fork, that of its template and all workers would have an entry for
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = os.fork()
