@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -234,9 +234,9 @@ def _sleeper(ctx: colocate.Context) -> Sleeper:
 
 def digest_of(*values: Any) -> str:
     """One of the bytes of tensors and arrays."""
-    found = hashlib.blake2b(digest_size=8)
+    found = 0
     for value in values:
         # Of a copy: a tensor of which there was an array isn't torch's alone any more.
         array = value.detach().cpu().clone().numpy() if isinstance(value, torch.Tensor) else value
-        found.update(array.tobytes())
-    return found.hexdigest()
+        found = zlib.crc32(array.tobytes(), found)
+    return f"{found:08x}"
