@@ -260,8 +260,8 @@ def _kept(group: WorkerGroup) -> Iterator[tuple[str, Thing]]:
 
 def _processes() -> Iterator[tuple[str, Thing]]:
     tracker = _tracker_has("_pid")
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
+    for pid in sorted(_children_of(os.getpid())):
+        with contextlib.suppress(psutil.NoSuchProcess), (process := psutil.Process(pid)).oneshot():
             is_zombie = process.status() == psutil.STATUS_ZOMBIE
             is_template = not is_zombie and (arguments_of(process, MODULE) or [""])[0] == MODE  # it ends by itself
             if process.pid != tracker and not is_template:
@@ -269,6 +269,21 @@ def _processes() -> Iterator[tuple[str, Thing]]:
                 words = f"process {process.pid} ({what}) {'was never waited for' if is_zombie else 'still runs'}"
                 end = lambda process=process: _end(process)  # noqa: E731
                 yield f"process {process.pid} {process.create_time()}", Thing(words, end, parent=process.ppid())
+
+
+def _children_of(pid: int) -> set[int]:
+    """Return all processes below one, from the kernel's own lists where it has them: psutil looks at each process."""
+    try:
+        # Twice: such a list may lack somebody after whose elder has ended as it was read.
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children") for _ in range(2)]
+    except OSError:  # it, or a thread of it, has ended meanwhile
+        lists = []
+    if not lists:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return {process.pid for process in psutil.Process(pid).children(recursive=True)}
+        return set()
+    children = {int(child) for each in lists for child in each.split()}
+    return children.union(*map(_children_of, children))
 
 
 def _tracker_has(name: str) -> object:
