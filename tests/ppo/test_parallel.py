@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from colocate_ppo.critic import Critic
 from colocate_ppo.model import Weights
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
+from colocate_ppo.spread import Layout, SpreadModel
 from colocate_ppo.task import Problems
 from colocate_ppo.team import Team
 
@@ -121,10 +123,9 @@ def test_aligned_ranks_are_equal_and_stay_so(two_ranks: Team, problems: Problems
 
 
 def test_a_mesh_with_other_axes_is_refused() -> None:
-    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
-        spec = colocate.role(Actor, **SMALL).on(mesh={"dp": 1, "tp": 2})
-        with pytest.raises(colocate.RoleStartError, match="which is the mesh that it has without `mesh`"):
-            pool.spawn({"actor": spec})
+    ctx: Any = SimpleNamespace(role="actor", world_size=2, mesh=colocate.Mesh({"dp": 1, "tp": 2}))
+    with pytest.raises(colocate.ConfigError, match="which is the mesh that it has without `mesh`"):
+        SpreadModel(ctx, torch.nn.Linear(1, 1), Layout())
 
 
 def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: Problems) -> None:
