@@ -128,12 +128,18 @@ def _replaying(cls: type) -> type:
         cls.__init__(self, **options)  # type: ignore[misc]
         self.recorded = pickle.loads(Path(recorded).read_bytes())
 
-    # Its checkpoint at the end has nothing in it, as the roles have no models.
-    return _with_bodies(cls, _replay, __init__=__init__, save=_nothing, restore=_nothing)
+    # Its checkpoint at the end has nothing in it, as the roles have no models, and weights have nowhere to stay.
+    hooks = {"save": _nothing, "restore": _nothing, "load_weights": _no_weights}
+    return _with_bodies(cls, _replay, __init__=__init__, **{name: hooks[name] for name in hooks if hasattr(cls, name)})
 
 
 def _nothing(self: Any, directory: str) -> None:
     pass
+
+
+def _no_weights(self: Any, weights: Any, version: int) -> None:
+    for _ in weights:  # a sync has to be taken whole
+        pass
 
 
 class Recording:
