@@ -129,6 +129,25 @@ def test_what_forks_have_imported(runtime: Runtime) -> None:
     assert found == [False, False, True]
 
 
+def test_what_can_no_longer_be_imported(runtime: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+    """The template ends without a word where what a worker tells of can't be imported; the next worker starts alone."""
+
+    def tell(_: colocate.Context) -> bool:
+        from colocate.worker.birth import template
+
+        if template._writes is not None:
+            os.write(template._writes, b".relative ")  # whose import is a TypeError
+        return template._writes is not None
+
+    forks: list[bool] = []
+    with runtime.reserve(1) as pool:
+        for _ in range(3):
+            with pool.spawn({"echo": colocate.role(Echo)}) as group:
+                forks += group.run(tell)
+    assert forks == [True, False, True]
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_what_many_forks_share(runtime: Runtime) -> None:
     """Is in large pages after some, as each next one copies the entries of all pages; they live on it."""
     with mmap.mmap(-1, 1 << 23, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as probe:

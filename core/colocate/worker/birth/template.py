@@ -105,7 +105,10 @@ class Template:
                 data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
                 if not data:
                     os._exit(0)
-            _import(told)
+            try:
+                _import(told)
+            except Exception:  # a folder is gone, say; nobody is to be a fork of what is half imported
+                os._exit(0)
             told.clear()
             if data and self._fork(pickle.loads(data), descriptors):
                 return
