@@ -26,7 +26,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("ray.md", "needs a cluster"): 4,
     ("ray.md", "one start of a Ray is enough for the tests of this page"): 1,
     ("from-verl.md", "verl and Ray are not installed with the tests"): 1,
-    ("verl.md", "verl is not installed with the tests; `make verl-tests` has it"): 6,
+    ("verl.md", "verl is not installed with the tests; `make verl-tests` has it"): 7,
     ("bring-your-trainer.md", "accelerate is not installed with the tests; `make trainers` runs it"): 1,
     ("bring-your-trainer.md", "lightning-fabric is not installed with the tests; `make trainers` runs it"): 1,
     ("restart.md", "it trains for a minute"): 1,
