@@ -131,21 +131,40 @@ def test_what_forks_have_imported(runtime: Runtime) -> None:
 
 def test_what_can_no_longer_be_imported(runtime: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     """The template ends without a word where what a worker tells of can't be imported; the next worker starts alone."""
+    with runtime.reserve(1) as pool:
+        assert _telling(pool, b".relative ") == [True, False, True]  # whose import is a TypeError
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which a template was started: it goes on, also where what it imports asks for that."""
+    if (template := forks._forks.current) is not None:
+        template.end()
+    (gone := tmp_path / "gone").mkdir()
+    with monkeypatch.context() as there:
+        there.chdir(gone)
+        with colocate.connect("local", processes=True) as runtime, runtime.reserve(1) as pool:
+            pool.spawn({"echo": colocate.role(Echo)}).close()
+            there.undo()
+            gone.rmdir()
+            assert _telling(pool, b"test.support.os_helper ") == [True, True, True]
+
+
+def _telling(pool: colocate.Pool, names: bytes) -> list[bool]:
+    """Have three workers, one after the other, say that they have imported something; returns which are forks."""
 
     def tell(_: colocate.Context) -> bool:
         from colocate.worker.birth import template
 
         if template._writes is not None:
-            os.write(template._writes, b".relative ")  # whose import is a TypeError
+            os.write(template._writes, names)
         return template._writes is not None
 
-    forks: list[bool] = []
-    with runtime.reserve(1) as pool:
-        for _ in range(3):
-            with pool.spawn({"echo": colocate.role(Echo)}) as group:
-                forks += group.run(tell)
-    assert forks == [True, False, True]
-    assert "Traceback" not in capfd.readouterr().err
+    found: list[bool] = []
+    for _ in range(3):
+        with pool.spawn({"echo": colocate.role(Echo)}) as group:
+            found += group.run(tell)
+    return found
 
 
 def test_what_many_forks_share() -> None:

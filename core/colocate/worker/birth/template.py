@@ -202,6 +202,10 @@ class _Shown:
 def _import(names: Sequence[str]) -> None:
     if all(name in sys.modules for name in names):
         return
+    try:
+        os.getcwd()  # as torch's compiler does when it is imported
+    except FileNotFoundError:  # its starter's folder of then is gone; each fork goes to that of its own starter
+        os.chdir("/")
     # The last is what torch's compiler imports in an exit handler: each fork would do so for itself.
     compiles = not {"torch._dynamo", "tensordict"}.isdisjoint(names)
     for name in (*names, *(["tabulate"] if compiles else [])):
