@@ -30,8 +30,11 @@ class Maker(Probe):
 
 
 @contextmanager
-def _ray() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
-    """A call of a pair of actors that is compiled to a graph; a tensor between two with a group of gloo's."""
+def _ray() -> Iterator[tuple[Callable[[], object], Callable[[], object], Callable[[], object]]]:
+    """A call of a pair of actors that is compiled to a graph, and its end; a tensor between two with a group of gloo's.
+
+    Actors of a graph look for its next call without a pause, and take the time of all others.
+    """
     with own_ray() as ray:
         from ray.dag import InputNode, MultiOutputNode
         from ray.experimental.collective import create_collective_group
@@ -50,14 +53,13 @@ def _ray() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
             graph: Any = MultiOutputNode([one.noop.bind(given) for one in pair]).experimental_compile()
         maker, taker = actor.remote(), actor.remote()
         create_collective_group([maker, taker], backend="torch_gloo")
-        yield lambda: ray.get(graph.execute(0)), lambda: ray.get(taker.take.remote(maker.make.remote()))
-        graph.teardown()
+        yield lambda: ray.get(graph.execute(0)), graph.teardown, lambda: ray.get(taker.take.remote(maker.make.remote()))
 
 
 def rows() -> Iterator[Row]:
     """Calls, then a tensor from one process to another."""
     with ExitStack() as stack:
-        theirs, their_hand_over = stack.enter_context(_ray())
+        theirs, end, their_hand_over = stack.enter_context(_ray())
         runtime = stack.enter_context(colocate.connect("ray", cpus=8))
         both, maker, taker = (
             stack.enter_context(runtime.reserve(slots)).spawn({"probe": colocate.role(Maker)}).role("probe", Maker)
@@ -72,6 +74,7 @@ def rows() -> Iterator[Row]:
         timed = side_by_side({"theirs": theirs, "ours": both.noop}, rounds=20, calls=50)
         yield Row(part, "a call that does nothing, 2 slots, compiled graph", timed["theirs"].least * 1e6, "µs")
         yield Row(part, "ours to that", timed["ours"].over(timed["theirs"]), "x")
+        end()
         timed = side_by_side({"theirs": their_hand_over, "ours": hand_over}, rounds=8, calls=1)
         name = "64 MB made in one process, used in another, direct over gloo"
         yield Row(part, name, timed["theirs"].least * 1e3, "ms")
