@@ -107,7 +107,7 @@ class Template:
                     os._exit(0)
             try:
                 _import(told)
-            except Exception:  # a folder is gone, say; nobody is to be a fork of what is half imported
+            except Exception:  # nobody is to be a fork of what is half imported; who needs it says why it fails
                 os._exit(0)
             told.clear()
             if data and self._fork(pickle.loads(data), descriptors):
