@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from colocate.keeper import forks
-from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, _gather
+from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, gather
 
 _ROOT = Path(__file__).parents[1]
 _IMPORTED = (
@@ -151,7 +151,7 @@ def _serve(number: int) -> dict[str, Any]:
         if modules != len(sys.modules):
             modules = len(sys.modules)
             gc.freeze()  # or a fork's collections would copy every page
-            _gather()  # which each fork, that of its template and all workers would have an entry for
+            gather()  # which each fork, that of its template and all workers would have an entry for
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = os.fork()

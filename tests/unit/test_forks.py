@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
 import pickle
@@ -19,11 +20,12 @@ import pytest
 
 import colocate
 from colocate import RoleSpec, Runtime
+from colocate._system.libc import MADV_COLLAPSE
 from colocate.keeper import forks
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.plain import Echo
-from colocate.worker.birth.template import _MADV_COLLAPSE, MODE, ROOM, Wanted, _gather
+from colocate.worker.birth.template import MODE, ROOM, Wanted, gather
 
 ROLES = {"born": colocate.role(Born)}
 
@@ -38,7 +40,7 @@ def runtime() -> Iterator[Runtime]:
     ("changed", "late"),
     [
         ({}, None),
-        ({"COLOCATE_PROBE": "1", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "HF_HOME": "/models"}, None),
+        ({"COLOCATE_PROBE": "1", "NCCL_DEBUG": "INFO", "HF_HOME": "/models", "CUDA_VISIBLE_DEVICES": "1"}, None),
         ({"LD_PRELOAD": "libjemalloc.so"}, "LD_PRELOAD"),
         ({"OMP_NUM_THREADS": "3"}, "OMP_NUM_THREADS"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
@@ -129,11 +131,27 @@ def test_what_forks_have_imported(runtime: Runtime) -> None:
     assert found == [False, False, True]
 
 
-def test_what_can_no_longer_be_imported(runtime: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    """The template ends without a word where what a worker tells of can't be imported; the next worker starts alone."""
+def test_transformers_is_shared(runtime: Runtime) -> None:
+    """By workers after the one that imported it, but by none whose environment has others of what that import reads."""
+
+    class Looks(colocate.Role):
+        def __init__(self) -> None:
+            from colocate.worker.birth import template
+
+            self.found = "transformers.modeling_utils" in sys.modules, template._writes is not None
+            importlib.import_module("transformers.modeling_utils")
+
+        @colocate.method
+        def look(self) -> tuple[bool, bool]:
+            return self.found
+
+    pytest.importorskip("transformers")
+    found: list[tuple[bool, bool]] = []
     with runtime.reserve(1) as pool:
-        assert _telling(pool, b".relative ") == [True, False, True]  # whose import is a TypeError
-    assert "Traceback" not in capfd.readouterr().err
+        for env in ({}, {}, {"HF_HUB_OFFLINE": "1"}, {}):
+            with pool.spawn({"looks": colocate.role(Looks)}, env=env) as group:
+                found += group.role("looks", Looks).look()
+    assert found == [(False, True), (True, True), (False, False), (True, True)]
 
 
 def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +192,11 @@ def test_what_many_forks_share() -> None:
         with mmap.mmap(-1, 1 << 23, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             memory.write(b"x" * len(memory))
             try:
-                memory.madvise(_MADV_COLLAPSE, 0, 1 << 21)
+                memory.madvise(MADV_COLLAPSE, 0, 1 << 21)
             except OSError:  # this kernel doesn't make large pages of others
                 os._exit(2)
             before = _large_kib()
-            _gather()
+            gather()
             os._exit(0 if _large_kib() - before >= 1 << 12 else 1)
     if (code := exit_code(child)) == 2:
         pytest.skip("this kernel makes no large pages of others (Linux 6.1 does)")

@@ -8,6 +8,9 @@ import os
 import signal
 import sys
 
+LARGE_PAGE_BYTES = 2 << 20
+MADV_COLLAPSE = 25  # Linux 6.1
+
 _LARGEST_LEFT_FOR_LATER = 1  # `M_MXFAST`, of malloc.h
 
 
@@ -34,6 +37,13 @@ def merge_at_once() -> None:
     function = getattr(libc(), "mallopt", None)
     if function is not None:
         function(_LARGEST_LEFT_FOR_LATER, 0)
+
+
+def advise_large(start: int, end: int, advice: int) -> None:
+    """Give the kernel advice (`madvise(2)`) on the large pages that lie in an area as a whole, if there are any."""
+    start, end = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES, end - end % LARGE_PAGE_BYTES
+    if start < end:
+        libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 _PR_SET_PDEATHSIG = 1

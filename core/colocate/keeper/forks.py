@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.limits import FORKS_WITHIN_S, TEMPLATE_IDLE_S
 from colocate.gpus import SHOWING
-from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted
+from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted, different
 
 THREAD = "colocate-template"
 
@@ -32,12 +32,14 @@ _ROOM_BYTES = 1 << 14
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _TOO_EARLY = re.compile(
+    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # these are read when GPUs are first used
     "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"  # read by the loader, the C library and OpenSSL
     "|PYTHON|COVERAGE_|COV_CORE_"  # by Python, and what is imported at its start
     "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # by numerical libraries
     "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"  # by tensordict
     "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|PYTORCH_|ATEN_|C10_|KINETO_"  # by torch, and below it
     "|TORCH(?!INDUCTOR_CACHE_DIR$)"  # that one each compilation reads, and the import of its compiler sets
+    ")"
 )
 
 _logger = logging.getLogger("colocate")
@@ -77,10 +79,7 @@ def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
         env: What the worker is to have.
         base: What the template was started with.
     """
-    for name in sorted((env.keys() | base.keys()) - SHOWING):  # these are read when GPUs are first used
-        if env.get(name) != base.get(name) and _TOO_EARLY.match(name):
-            return name
-    return None
+    return different(env, base, _TOO_EARLY)
 
 
 def hold(base: Mapping[str, str]) -> None:

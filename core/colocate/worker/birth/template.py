@@ -24,6 +24,7 @@ import importlib
 import os
 import pickle
 import platform
+import re
 import resource
 import select
 import signal
@@ -36,7 +37,7 @@ from typing import Any
 import attrs
 
 from colocate._system.installed import version_of
-from colocate._system.libc import die_with
+from colocate._system.libc import MADV_COLLAPSE, advise_large, die_with
 from colocate.worker.birth.imports import imported_already
 
 MODE = "forks"
@@ -59,7 +60,6 @@ _MANY = 8
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT = 0x8000
-_LARGE_BYTES, _MADV_COLLAPSE = 1 << 21, 25
 
 
 @attrs.frozen
@@ -105,10 +105,7 @@ class Template:
                 data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
                 if not data:
                     os._exit(0)
-            try:
-                _import(told)
-            except Exception:  # nobody is to be a fork of what is half imported; who needs it says why it fails
-                os._exit(0)
+            _import(told)
             told.clear()
             if data and self._fork(pickle.loads(data), descriptors):
                 return
@@ -121,11 +118,13 @@ class Template:
             _import(wanted.imports)
             if (threads := len(os.listdir("/proc/self/task"))) != 1:
                 raise OSError(f"it has {threads} threads, of which a fork would have one")
+            if "transformers" in sys.modules and (name := different(wanted.env, os.environ, _TRANSFORMERS)):
+                raise OSError(f"it has imported transformers, which reads {name} then")
             if self._modules != len(sys.modules):
                 self._modules, self._forks = len(sys.modules), 0
             self._forks += 1
             if self._forks == _MANY:
-                _gather()
+                gather()
             fork = _clone() == 0
             if fork:
                 self._become(wanted, output, lane, folder)
@@ -199,6 +198,12 @@ class _Shown:
             ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
+def different(one: Mapping[str, str], other: Mapping[str, str], pattern: re.Pattern[str]) -> str | None:
+    """Return the first variable that matches and isn't the same in two environments; None when there is none."""
+    names = sorted(name for name in one.keys() | other.keys() if pattern.match(name))
+    return next((name for name in names if one.get(name) != other.get(name)), None)
+
+
 def _import(names: Sequence[str]) -> None:
     if all(name in sys.modules for name in names):
         return
@@ -220,21 +225,18 @@ def _import(names: Sequence[str]) -> None:
         finalizer.atexit = False
 
 
-def _gather() -> None:
+def gather() -> None:
     """Have what this process has written in large pages, where the kernel can (Linux 6.1).
 
     A fork copies an entry for each page, and so do the two of its supervisors: with torch imported that takes a worker
     more processor time than all else that it does until it is ready. What a fork writes it gets in small pages.
     """
-    madvise: Any = ctypes.CDLL(None).madvise
     with open("/proc/self/maps") as file:
         found = [line.split() for line in file]
     for addresses, permissions, _, _, inode, *name in found:
         if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
-            start = -(-start // _LARGE_BYTES) * _LARGE_BYTES
-            if (length := end - end % _LARGE_BYTES - start) > 0:
-                madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_COLLAPSE)
+            advise_large(start, end, MADV_COLLAPSE)
 
 
 def _clone() -> int:
@@ -259,11 +261,19 @@ def _clone() -> int:
 
 _METADATA = "email.parser"  # imported when the version of a role's distribution is looked up for the first time
 
-LONG = ("torch", "torch._dynamo", "tensordict", "numpy", "psutil", _METADATA, "asyncio")
+LONG = (
+    *("torch", "torch._dynamo", "tensordict", "transformers", "transformers.modeling_utils"),
+    *("numpy", "psutil", _METADATA, "asyncio"),
+)
 """What takes long to import, and starts no thread then: workers find it imported when roles before them needed it.
 
 Torch's optimizers import `torch._dynamo` when the first of them is made, which takes as long as torch itself.
 """
+
+_TRANSFORMERS = re.compile(
+    "HF_|HUGGINGFACE_|TRANSFORMERS_|SAFETENSORS_|(HOME|XDG_CACHE_HOME|DISABLE_TELEMETRY|DO_NOT_TRACK|USE_TORCH_XLA)$"
+)
+"""What transformers and the libraries below it read when they are imported."""
 
 _writes: int | None = None
 _told: set[str] = set()

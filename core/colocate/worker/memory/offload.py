@@ -26,7 +26,7 @@ from colocate._devices.copies import SideStream
 from colocate._devices.cuda_driver import DriverError, driver
 from colocate._system.imported import imported
 from colocate._system.jobs import by_threads
-from colocate._system.libc import libc
+from colocate._system.libc import LARGE_PAGE_BYTES, advise_large, libc
 from colocate._system.numbers import size_text
 from colocate._system.room import SpillFile, free_memory
 from colocate.gpus import in_use
@@ -34,7 +34,6 @@ from colocate.worker.memory.holdings import WeakStorage, name_of
 from colocate.worker.memory.vmm import Mapped
 
 GRAIN = 512  # bytes: where pieces may begin
-_REGION_BYTES = 2 << 20  # a huge page
 _THREADS = 8
 _TOUCHED_BYTES = 64 << 20
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14
@@ -75,19 +74,12 @@ class Resized:
                         )
                     storage.resize_(nbytes)
                     there.append(storage)
-                    _in_large_pages(storage)
+                    if place_of(storage) == HOST:  # with small ones most of a wake's time is the kernel's
+                        start = storage.data_ptr()
+                        advise_large(start, start + storage.nbytes(), mmap.MADV_HUGEPAGE)
         except RuntimeError:
             self.take(there)
             raise
-
-
-def _in_large_pages(storage: Any) -> None:
-    """Have the kernel give the host's memory in large pages: with small ones most of a wake's time is theirs."""
-    if place_of(storage) == HOST and storage.nbytes() >= 2 * _REGION_BYTES:
-        begin = storage.data_ptr()
-        start, end = -(-begin // _REGION_BYTES), (begin + storage.nbytes()) // _REGION_BYTES  # whole ones alone
-        length = (end - start) * _REGION_BYTES
-        libc().madvise(ctypes.c_void_p(start * _REGION_BYTES), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 
 @attrs.define(eq=False)
@@ -311,7 +303,7 @@ class Offload:
         torch, file = imported("torch"), self.file()
         ahead = self._spilled.size // 4  # each piece takes a descriptor, and there aren't many
         try:
-            self._mapped.append(file.more(max(nbytes, -(-ahead // _REGION_BYTES) * _REGION_BYTES)))
+            self._mapped.append(file.more(max(nbytes, -(-ahead // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)))
         except OSError:
             if ahead <= nbytes:
                 raise
@@ -432,7 +424,7 @@ class Arena:
             self._give(self._left.popleft())
         spare = sum(size for size, _ in self._sized)
         if (more := sum(map(_rounded, sizes)) - spare) > 0:
-            for region in self._grow(-(-more // _REGION_BYTES) * _REGION_BYTES):
+            for region in self._grow(-(-more // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES):
                 self._regions.append(region)
                 self._give(_Span(len(self._regions) - 1, 0, region.numel()))
                 spare += region.numel()
