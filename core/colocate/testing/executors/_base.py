@@ -83,6 +83,7 @@ class Shared:
                         self._pool.close(grace=0, force=True)
                 self._pool = self.runtime.reserve(self.slots, cpus=0)
                 self._group = self._pool.spawn(self.roles, self.name, self.mesh)
+                self._group.memory()  # starts a thread that counts, as looks at all groups do
                 self.warm_up(self._group)
         return self._group
 
@@ -93,12 +94,10 @@ def _warm_up(group: ColocatedGroup) -> None:
     group.role("log", Log).clear()
     group.role("left", Rows).seen([1])
     group.role("rows", Rows).produce.keep(1).fetch()
-    group.memory()
 
 
 def _warm_up_square(group: ColocatedGroup) -> None:
     group.role("axes", Axes).seen.keep([1, 2]).fetch()
-    group.memory()
 
 
 class ExecutorCase:
