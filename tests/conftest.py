@@ -17,6 +17,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Torch asks for the name of each address that a store's client connects to. Where such an answer is lost, a test had
 # stood still for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+# What tests compute is small: more threads than processors wait for each other, and compute nothing meanwhile.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A template stays while files are run whose tests start no worker: the next one would import torch anew.
 templates.TEMPLATE_IDLE_S = 3600.0
 
