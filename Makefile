@@ -48,7 +48,7 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 
 test: install $(BARE)/.installed
 	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" -rfE \
-		--ignore tests/docs/test_site.py  # `make check` builds the site, and reads what it has
+		--ignore tests/docs/test_site.py --ignore tests/typing  # `make check` has the site, and both type checkers
 
 suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; forty minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance
@@ -135,7 +135,7 @@ check: install $(SITE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.checkers
-	$(BIN)/python -m pytest -q tests/docs/test_site.py
+	$(BIN)/python -m pytest -q tests/docs/test_site.py tests/typing
 
 $(MONARCH)/.installed: $(INSTALLED)  # Monarch beside what .venv has, for a comparison in the bench only
 	$(PYTHON) -m venv $(MONARCH)

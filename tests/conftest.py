@@ -38,7 +38,6 @@ LONGEST = (
     "field_notes/",
     "engines/",
     "chaos/",
-    "typing/",
 )
 HERE = Path(__file__).parent
 

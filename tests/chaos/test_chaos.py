@@ -13,7 +13,7 @@ import colocate
 
 SEEDS = {"local": (0, 1, 2, 3, 8045), "ray": (0, 3), "dask": (1, 3)}
 TORCH = (8045,)
-DRIVERS = {"local": (4, 14), "ray": (9,), "dask": (4,)}
+DRIVERS = {"local": (4,), "ray": (9,), "dask": (4,)}
 PLAYED = 5  # so often at most: on a busy machine a fault's moment may come when there is nothing left to do it to
 NEEDS = {"ray": "ray", "dask": "distributed"}
 
