@@ -28,9 +28,8 @@ def with_calls_pending(episode: Episode) -> bool:
 
 
 def with_a_failure(episode: Episode) -> bool:
-    last = episode.before[-1].what if episode.before else ""
-    # A group that is restarted writes a checkpoint and would wait for it: the worker holds, as nobody has heard of it.
-    found = episode.settled and last == "fail" and not episode.restart
+    # Whatever comes after it, a restart's checkpoint too, would wait: the worker holds, as nobody has heard of it.
+    found = episode.settled and [step.what for step in episode.before] == ["fail"] and not episode.restart
     return found and amid(episode)
 
 

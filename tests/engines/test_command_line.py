@@ -131,7 +131,8 @@ def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
         out, err = running.communicate()
     assert running.returncode == 128 + signal.SIGINT
     said = f"{LOUD}SIGINT: stopping after a checkpoint (a second one ends it at once)\n"
-    assert sorted(err.splitlines()) == sorted(said.splitlines())  # a worker's lines come by another way
+    heard = [line for line in err.splitlines() if not line.startswith("[colocate] connect(")]  # on a busy machine
+    assert sorted(heard) == sorted(said.splitlines())  # a worker's lines come by another way
     assert out.splitlines()[-1] == "stopped by SIGINT; go on with --resume"
     wait_until(lambda: _marked(mark) == [], "no process of it is left")
     (*_, last) = sorted((colocate.folder / "runs" / "demo" / "checkpoints").iterdir())

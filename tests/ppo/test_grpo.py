@@ -376,7 +376,7 @@ def test_questions_and_scores_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mo
     for block in blocks_of(EXAMPLES.parent / "rollouts.md"):
         if block.file in ("vowels.py", "vowels.yaml"):
             Path(block.file).write_text(block.text)
-    with colocate.launch("vowels.yaml") as job:
+    with colocate.launch(colocate.load_config("vowels.yaml")) as job:
         job.run(quiet=True)
     lines = [json.loads(line) for line in Path("runs/vowels/metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines if "reward" in line]

@@ -204,10 +204,13 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
 def test_one_whose_envoy_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same error as for one that doesn't start by itself."""
 
+    others = psutil.Process().children()
+
     def kill() -> None:
         logs = "*/r/session_latest/logs/gcs_server.out"
         wait_until(lambda: any(each.stat().st_size for each in Path(parent).glob(logs)), "Ray logs")
-        (service,) = (each for each in psutil.Process().children() if "colocate_ray.service" in each.cmdline())
+        started = [each for each in psutil.Process().children() if each not in others]
+        (service,) = (each for each in started if "colocate_ray.service" in each.cmdline())
         service.kill()
 
     # Below tmp_path the names of Ray's sockets would be too long.

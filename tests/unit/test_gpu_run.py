@@ -89,5 +89,7 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     outcomes = Counter(test["outcome"] for test in record["tests"])
     assert (done.returncode, record["device"]) == (0, None), done.stdout[-6000:]
     assert (outcomes["failed"], outcomes["passed"] > 100) == (0, True), outcomes
-    assert {test["reason"] for test in record["tests"] if test["outcome"] == "skipped"} == {"needs CUDA"}
+    skipped = {test["reason"] for test in record["tests"] if test["outcome"] == "skipped"}
+    no_threads = "executor 'local' keeps its slots in the driver's own process, which can't vanish"
+    assert skipped == {"needs CUDA", "its slots are processes", no_threads}
     assert "no GPU (--allow-cpu)" in (tmp_path / "gpu.md").read_text()
