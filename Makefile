@@ -47,10 +47,10 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 	touch $@
 
 test: install $(BARE)/.installed
-	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" -rfE \
+	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -rfE \
 		--ignore tests/docs/test_site.py --ignore tests/typing  # `make check` has the site, and both type checkers
 
-suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; forty minutes
+suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; fifty minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long --ignore tests/conformance
 	COLOCATE_LAWS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/laws
