@@ -157,8 +157,17 @@ def test_transformers_is_shared(runtime: Runtime) -> None:
 
 def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In which a template was started: it goes on, also where what it imports asks for that."""
-    if (template := forks._forks.current) is not None:
-        template.end()
+
+    def tell(_: colocate.Context) -> bool:
+        from colocate.worker.birth import template
+
+        if template._writes is not None:
+            os.write(template._writes, b"test.support.os_helper ")
+        return template._writes is not None
+
+    found: list[bool] = []
+    if (before := forks._forks.current) is not None:
+        before.end()
     (gone := tmp_path / "gone").mkdir()
     with monkeypatch.context() as there:
         there.chdir(gone)
@@ -166,24 +175,10 @@ def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             pool.spawn({"echo": colocate.role(Echo)}).close()
             there.undo()
             gone.rmdir()
-            assert _telling(pool, b"test.support.os_helper ") == [True, True, True]
-
-
-def _telling(pool: colocate.Pool, names: bytes) -> list[bool]:
-    """Have three workers, one after the other, say that they have imported something; returns which are forks."""
-
-    def tell(_: colocate.Context) -> bool:
-        from colocate.worker.birth import template
-
-        if template._writes is not None:
-            os.write(template._writes, names)
-        return template._writes is not None
-
-    found: list[bool] = []
-    for _ in range(3):
-        with pool.spawn({"echo": colocate.role(Echo)}) as group:
-            found += group.run(tell)
-    return found
+            for _ in range(3):
+                with pool.spawn({"echo": colocate.role(Echo)}) as group:
+                    found += group.run(tell)
+    assert found == [True, True, True]
 
 
 def test_what_many_forks_share() -> None:
