@@ -24,6 +24,7 @@ from colocate._system.limits import (
     CHILD_STACK_WITHIN_S,
     CHILD_TOLD_WITHIN_S,
 )
+from colocate._system.numbers import limit, seconds
 from colocate.errors import ChildDied, ColocateError
 from colocate.wire import EventLoop
 
@@ -41,6 +42,7 @@ _LONGEST_LINE = 1 << 12
 _TAIL_LENGTH = 1 << 14
 _MOST_READS = 16
 _LOOKS_S, _ANSWERS_S = 0.02, 2.0
+_ASKED_EVERY_S, _ASKED_SELDOM_S = 0.02, 5.0  # how often it is asked whether it is well, at most and at least
 
 
 class Parent(NamedTuple):
@@ -138,6 +140,7 @@ class Child:
         Args:
             grace: Seconds that it has from SIGTERM to SIGKILL.
         """
+        grace = seconds(grace, "child.stop: grace")
         self._expected = True
         if self.alive:
             self._why = "stopped"
@@ -160,6 +163,7 @@ class Child:
         Raises:
             TimeoutError: It still runs.
         """
+        timeout = limit(timeout, "child.wait: timeout")
         self._waiting += 1
         self._on_change(self)
         try:
@@ -303,7 +307,7 @@ class Child:
 
     def _awaits(self, ready: Ready | None) -> Ready | None:
         """Look in what it prints for the line that it is ready by, if it is by one; return what it is ready by."""
-        if isinstance(ready, str) and not ready.startswith(("http://", "https://")):
+        if isinstance(ready, str) and not is_url(ready):
             ready = re.compile(re.escape(ready))
         self._line = ready if isinstance(ready, re.Pattern) else None
         return ready
@@ -311,7 +315,7 @@ class Child:
     def _look_after(self, health: Health, hung_after: float) -> None:
         """Ask for its health again and again from now on; end it when nothing good has come for so many seconds."""
         self._well_at = looked = time.monotonic()
-        every = min(hung_after / 4, 5.0)
+        every = max(_ASKED_EVERY_S, min(hung_after / 4, _ASKED_SELDOM_S))
 
         def ask() -> None:
             while not self._ended.wait(every):
@@ -519,6 +523,11 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def is_url(what: object) -> bool:
+    """Whether it is something that a URL's answer is looked at for."""
+    return isinstance(what, str) and what.startswith(("http://", "https://"))
 
 
 def answer_of(url: str) -> str:

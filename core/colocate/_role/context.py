@@ -355,8 +355,8 @@ class Context:
                 function of the `Child`, which says whether it is. None: until it has begun.
             within: Seconds in which it has to be ready.
             health: A URL, or a function of the `Child`, which is called on a thread of its own: that it is well.
-            hung_after: A child that wasn't well for so many seconds is ended, by SIGABRT: a Python program prints the
-                stacks of its threads then, which the error has.
+            hung_after: A child that wasn't well for so many seconds (more than 0) is ended, by SIGABRT: a Python
+                program prints the stacks of its threads then, which the error has.
             env: Variables besides those of the worker.
             python: The interpreter that runs the words of a command, or the function, of another environment say. For a
                 function that has the same version of colocate, and the function's module.

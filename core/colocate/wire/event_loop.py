@@ -276,12 +276,13 @@ class EventLoop:
             self._end()
 
     def _patience(self) -> float:
-        """Run what is due; return how long until the next is."""
+        """Run what is due by now; return how long until the next is."""
+        now = time.monotonic()  # what becomes due while these run comes after what descriptors have
         while self._timers:
             with self._lock:
-                left = self._timers[0][0] - time.monotonic()
+                left = self._timers[0][0] - now
                 if left > 0:
-                    return min(left, _LOOKS_EVERY_S)
+                    return max(0.0, min(self._timers[0][0] - time.monotonic(), _LOOKS_EVERY_S))
                 action = heapq.heappop(self._timers)[2]
             _try(action)
         return -1

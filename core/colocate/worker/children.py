@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -29,7 +30,7 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._role.context import Context, RowState, current, running_call
 from colocate._system.limits import CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
-from colocate._system.numbers import limit
+from colocate._system.numbers import seconds
 from colocate.errors import ClosedError, ColocateError, ConfigError, SerializationError
 from colocate.executor import Boot
 from colocate.wire import LOOPBACK, EventLoop
@@ -102,7 +103,7 @@ class Children:
         fails: Fails,
     ) -> Child:
         """See `Context.start`."""
-        from colocate._role.child import Child, Parent  # as all that few workers need: when one needs it
+        from colocate._role.child import Child, Parent, is_url  # as all that few workers need: when one needs it
 
         words, title = _words(program, python, port)
         what = f"ctx.start({name or title!r})"
@@ -110,8 +111,12 @@ class Children:
             raise ConfigError(f"{what}: children belong to a role, which a function isn't: have a method start it")
         if fails not in ("call", "group", None):
             raise ConfigError(f"{what}: fails={fails!r}; it is 'call', 'group' or None")
-        limit(within, f"{what}: within")
-        limit(hung_after, f"{what}: hung_after")
+        within = seconds(within, f"{what}: within")
+        hung_after = seconds(hung_after, f"{what}: hung_after", positive=True)
+        for word, asked, others in ("ready", ready, (str, re.Pattern)), ("health", health, ()):
+            if not (asked is None or callable(asked) or is_url(asked) or isinstance(asked, others)):
+                kinds = f"a URL{', a line that it prints' if others else ''}"
+                raise ConfigError(f"{what}: {word}={asked!r}; it is {kinds} or a function of the child")
         loop, parent = self._have_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
         for known in list(self._all.values()):
             known._settle(CHILD_TOLD_WITHIN_S)  # who starts it again may know of its end already

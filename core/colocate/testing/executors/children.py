@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -270,6 +272,29 @@ class Children(Scripted):
         with pytest.raises(RoleError, match=words) as caught:
             starter.start(what, **options)
         assert isinstance(caught.value.__cause__, ConfigError)
+
+    def test_times_and_what_is_asked_are_checked(self, spawn: Spawn) -> None:
+        """Before anything is started: nothing of the children that are there is held up by a wrong one."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        wrong: Any
+        for name, wrong in {"within": (None, -1, math.nan), "hung_after": (None, 0, -1, math.nan, True)}.items():
+            for value in wrong:
+                with pytest.raises(RoleError, match=f"{name} must be a number of seconds, .*, not {value}"):
+                    starter.start([PYTHON, "-c", FOREVER], **{name: value})
+        for name, wrong in {"ready": 5, "health": "127.0.0.1:80"}.items():
+            with pytest.raises(RoleError, match=f"{name}={wrong!r}; it is a URL.* or a function of the child"):
+                starter.start([PYTHON, "-c", FOREVER], **{name: wrong})
+        starter.serve()
+        for name in ("stop", "wait"):
+            with pytest.raises(RoleError, match="must be a number of seconds"):
+                starter.end(name, -1)
+        assert starter.end("stop", math.inf) == "stopped"
+
+    def test_one_of_little_patience_holds_up_no_other(self, spawn: Spawn) -> None:
+        """It is ended itself; the ends of others are seen as ever."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.start([PYTHON, "-c", FOREVER], health="http://127.0.0.1:1/", hung_after=1e-9, fails=None)
+        assert starter.run([PYTHON, "-c", "raise SystemExit(7)"])[0] == 7
 
     def test_a_port_that_is_taken(self, spawn: Spawn) -> None:
         """Is refused before anything is started."""

@@ -117,6 +117,12 @@ class Starter(Role):
         return self.child.state
 
     @method(collect=First())
+    def end(self, how: str, seconds: float) -> str:
+        """Stop the child, or wait for its end; what it does then."""
+        getattr(self.child, how)(seconds)
+        return self.child.state
+
+    @method(collect=First())
     def wait_too_short(self) -> str:
         try:
             self.child.wait(0.01)
