@@ -77,6 +77,20 @@ def test_a_template_with_two_threads_refuses() -> None:
         template.end()
 
 
+@pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "3"}], ids=["forked", "by itself"])
+def test_an_end_that_nobody_knows(runtime: Runtime, env: dict[str, str]) -> None:
+    """Of which the kernel keeps nothing, as SIGCHLD is ignored since: no exit code is told, and why."""
+    with runtime.reserve(1, cpus=0, env=env) as pool:
+        group = pool.spawn(ROLES)
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            with pytest.raises(colocate.WorkerDied, match="its exit code isn't known") as caught:
+                group.run(lambda ctx: os.kill(os.getpid(), signal.SIGKILL))
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        assert (caught.value.exitcode, caught.value.signal) == (None, None)
+
+
 def test_what_a_fork_has_of_its_starter(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folder, umask, limits and CPUs as they are now, not as they were when the template was started."""
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from colocate._system.ends import hear_of_ends, wait_for
 from colocate._system.jobs import error_text
 from colocate._system.limits import (
     CHILD_CODE_WITHIN_S,
@@ -210,6 +211,7 @@ class Child:
         """
         import subprocess  # as all that few workers need, it is imported when one needs it
 
+        hear_of_ends()
         told, tell = os.pipe()
         try:
             output, printed = os.pipe()
@@ -454,7 +456,9 @@ class Child:
     def _all_gone(self) -> None:
         self._loop.unwatch(self._whole)
         assert self._popen is not None
-        self._exitcode = self._popen.wait()
+        code = self._popen.returncode  # whoever has signalled it may have found it ended
+        self._exitcode = wait_for(self._popen.pid) if code is None else code
+        self._popen.returncode = self._exitcode or 0
         self._finish()
         for fd in (self._output, self._itself, self._whole):
             if fd >= 0:

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from colocate._system.ends import hear_of_ends, wait_for
 from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.limits import FORKS_WITHIN_S, TEMPLATE_IDLE_S
 from colocate.gpus import SHOWING
@@ -50,26 +51,34 @@ class NoFork(Exception):
 
 
 class Fork:
-    """A worker that was forked, as `subprocess.Popen` shows one that was started: a child of this process."""
+    """A child of this process.
+
+    Attributes:
+        over: Whether it is known to have ended.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.over = False
+        self._exitcode: int | None = None
 
-    def wait(self) -> int:
-        """Wait for its end; the exit code, or a signal below zero."""
-        if self.returncode is None:
-            try:
-                _, status = os.waitpid(self.pid, 0)
-            except ChildProcessError:  # somebody else has waited for it, or nobody is to
-                status = 0
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+    def wait(self) -> int | None:
+        """Wait for its end; the exit code, or a signal below zero; None where nobody knows."""
+        if not self.over:
+            self._exitcode = wait_for(self.pid)
+            self.over = True
+        return self._exitcode
 
     def kill(self) -> None:
         """End it."""
-        if self.returncode is None:
+        if not self.over:
             os.kill(self.pid, signal.SIGKILL)
+
+
+def started(process: subprocess.Popen[bytes]) -> Fork:
+    """Return what shows a process that was started by itself: `subprocess` guesses at an end that nobody knows."""
+    process.returncode = 0  # nobody waits for it there, and it may well outlive that object
+    return Fork(process.pid)
 
 
 def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
@@ -166,6 +175,7 @@ class _Template:
         env = {**base, "OPENBLAS_NUM_THREADS": "1"}  # it starts threads when it is loaded
         room = _ROOM_BYTES + 2 * sum(len(name) + len(value) + 2 for name, value in env.items())
         command = [sys.executable, "-P", "-m", "colocate.worker", MODE, str(os.getpid()), str(theirs.fileno())]
+        hear_of_ends()
         try:
             with theirs:
                 process = subprocess.Popen(
@@ -180,8 +190,7 @@ class _Template:
             self.sock.close()
             raise
         self.pid = process.pid
-        process.returncode = 0  # it is waited for here, and may well outlive the object
-        self._gone = Fork(process.pid)
+        self._gone = started(process)
 
     def fork(self, data: bytes, sock: socket.socket, output: int) -> Fork:
         """Ask for a worker; from any thread."""

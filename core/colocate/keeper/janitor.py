@@ -24,6 +24,7 @@ _PAUSE_S = 0.02
 
 def main() -> None:
     """Wait for the ends of both, and leave nothing of theirs."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the driver decides when it ends
     driver, proxy, session = (int(number) for number in sys.argv[1:4])
     mark, folder = sys.argv[4].encode(), sys.argv[5]
     if not _wait([driver, proxy], None, proxy):

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from colocate import wire
+from colocate._system.ends import hear_of_ends
 from colocate._system.jobs import JobThread, report_exception
 from colocate._system.room import OomKills
-from colocate.keeper.forks import Fork, NoFork, fork
+from colocate.keeper.forks import Fork, NoFork, fork, started
 from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
 from colocate.worker.serving.output import shown, written_over
@@ -28,6 +29,7 @@ _BAR_EVERY_S = 1.0  # one that is written over, a progress bar's, is shown as it
 _LAST_READS = 16
 AFTER_LANE_S = 1.0
 _NO_LANE = f"it had closed its connection to the driver and gone on, and was ended; {CLOSES_OTHERS}"
+_UNKNOWN = "its exit code isn't known: other code of the process that has started it has waited for it"
 _BY_EXEC = "a role had put another program in its place, by exec ({!r}){}; start programs with subprocess"
 
 _logger = logging.getLogger("colocate")
@@ -66,7 +68,7 @@ class WorkerProcess:
     def __init__(self, event_loop: wire.EventLoop, events: ProcessEvents) -> None:
         self._event_loop = event_loop
         self._events = events
-        self._process: subprocess.Popen[bytes] | Fork | None = None
+        self._process: Fork | None = None
         self._pidfd = -1
         self._lock = threading.Lock()  # a descriptor that is closed may be another process's at once
         self._log = -1
@@ -83,7 +85,7 @@ class WorkerProcess:
     @property
     def over(self) -> bool:
         """Whether it is known to have ended."""
-        return self._process is not None and self._process.returncode is not None
+        return self._process is not None and self._process.over
 
     def start(
         self,
@@ -108,6 +110,7 @@ class WorkerProcess:
         Raises:
             OSError: It couldn't be started; nothing is left.
         """
+        hear_of_ends()
         self._log, output = os.pipe()
         try:
             arguments = [str(os.getpid()), "waits" if waits else "serves", label.replace("\0", "")]
@@ -116,7 +119,7 @@ class WorkerProcess:
                 self._process = fork(arguments, env, os.environ if base is None else base, sock, output, imports)
             except NoFork as why:
                 _logger.info("worker %s is started by itself, not forked: %s", label, why)
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), *arguments],
                     env=env,
                     stdin=subprocess.DEVNULL,
@@ -125,6 +128,7 @@ class WorkerProcess:
                     pass_fds=[sock.fileno()],
                     process_group=0,
                 )
+                self._process = started(process)
         except BaseException:
             os.close(self._log)
             raise
@@ -218,11 +222,13 @@ class WorkerProcess:
         self._close_descriptors()
         if code == -ENDS:  # it was killed before it had put supervisors above itself
             code = -signal.SIGKILL
-        name = signal.Signals(-code).name if code < 0 else None
+        name = signal.Signals(-code).name if code is not None and code < 0 else None
         why = (self._astray or self._oom_kills.since()) if code == -signal.SIGKILL else None
         if why is None and program is not None:
             why = _BY_EXEC.format(program, "")
-        self._events.ended(None if code < 0 else code, name, why)
+        if why is None and code is None:
+            why = _UNKNOWN
+        self._events.ended(None if name is not None else code, name, why)
 
     def _close_descriptors(self) -> None:
         with self._lock:

@@ -25,8 +25,10 @@ from colocate import wire
 from colocate._protocol.message import Message, read
 from colocate._protocol.proxying import OPEN, PING, Failure, ProxyDid, ProxyDo, ProxySaid
 from colocate._protocol.requests import Request, Requests
+from colocate._system.ends import hear_of_ends
 from colocate.errors import ColocateError, EngineError
 from colocate.keeper import janitor
+from colocate.worker.birth.signals import FOR_DRIVERS, LEFT, pass_over
 
 _ENDS_WITHIN_S = 10.0
 # A proxy that has been silent for so long is asked whether it is there, and ended when it isn't.
@@ -78,6 +80,7 @@ class DriverProxy:
         value = secrets.token_hex(8)
         whole = {**(os.environ if env is None else env), mark: value}
         whole["PYTHONPATH"] = os.pathsep.join(_import_path(whole.get("PYTHONPATH"), module))
+        hear_of_ends()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -295,8 +298,9 @@ class Proxied:
     @classmethod
     def serve(cls) -> None:
         """Be the process, until the driver lets go or is gone. It doesn't return."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides when it ends
-            signal.signal(number, lambda *_: None)  # by handlers, which children don't inherit
+        pass_over(LEFT)  # the driver decides when it ends
+        for number in FOR_DRIVERS:  # an engine that it starts is none of a batch system's programs either
+            signal.signal(number, signal.SIG_IGN)
         made = cls()
         made._to_open = queue.SimpleQueue()
         made._lane = wire.EventLoop("driver").attach(socket.socket(fileno=int(sys.argv[1])), made._heard, made._left)

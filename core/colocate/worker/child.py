@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from colocate import __version__
 from colocate._definitions.sources import Source
 from colocate.worker.birth.imports import DriversModules
+from colocate.worker.birth.signals import FOR_DRIVERS, pass_over
 
 
 class Start(NamedTuple):
@@ -30,6 +31,7 @@ class Start(NamedTuple):
 
 def main() -> None:
     """Run the function."""
+    pass_over(FOR_DRIVERS)
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     connection: Any = Connection(fd)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from types import FrameType
 
 from colocate import First, Role, method
@@ -56,6 +59,10 @@ class Raises:
         return int, (1,)
 
 
+def _end_when_told(connection: Connection) -> None:
+    os._exit(connection.recv())
+
+
 class Limited(Role):
     """Sets alarms."""
 
@@ -92,6 +99,28 @@ class Limited(Role):
             self.in_time.append(False)
             raise
         return "in time"
+
+    @method(collect=First())
+    def forked(self, sent: Sequence[signal.Signals]) -> int | None:
+        """The exit code of a fork to which signals come, a DataLoader's worker say; 3 if it goes on."""
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        process = context.Process(target=_end_when_told, args=(there,))
+        process.start()
+        for number in sent:
+            os.kill(process.pid or 0, number)
+        here.send(3)
+        process.join()
+        return process.exitcode
+
+    @method(collect=First())
+    def hears(self, number: signal.Signals) -> list[int]:
+        """What comes to a handler of its own."""
+        heard: list[int] = []
+        before = signal.signal(number, lambda number, frame: heard.append(number))
+        signal.raise_signal(number)
+        signal.signal(number, before)
+        return heard
 
     @method(collect=First())
     def seen(self) -> list[bool]:

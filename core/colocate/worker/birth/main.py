@@ -12,7 +12,6 @@ import ctypes
 import faulthandler
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -42,7 +41,6 @@ def main() -> None:
     """Serve one lane until it is closed."""
     fd = int(sys.argv[1])
     renew()
-    _leave_signals_to_the_driver()
     label_output()
     faulthandler.enable()
     merge_at_once()
@@ -64,36 +62,6 @@ def main() -> None:
     else:
         door.close()
         serve(sock, tls)
-
-
-def _leave_signals_to_the_driver() -> None:
-    """A terminal or a batch system signals all processes at once; the driver decides what becomes of the workers.
-
-    By handlers, not by ignoring: an ignored signal stays ignored in the programs that roles start.
-    """
-
-    def passed_over(number: int, frame: object) -> None:
-        return
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, passed_over)
-
-    # What comes to a fork before the handlers are gone there would be passed over: it waits, until they are.
-    before = threading.local()
-
-    def block() -> None:
-        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
-
-    def restore() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is passed_over:
-                signal.signal(number, signal.SIG_DFL)
-        unblock()
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door: socket.socket | None = None) -> None:

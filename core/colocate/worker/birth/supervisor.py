@@ -26,6 +26,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 ENDS = signal.SIGRTMIN
@@ -48,6 +49,7 @@ TRACKERS_S = 5.0
 _LIMIT = 0xC010 << 46
 _LIMIT_PIDS = 1 << 22
 
+_PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # Python ignores them, and raises an error instead
 _LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, or of other users
 _LOWER_S = 1.0  # for the lower supervisor to end by itself: it may be stopped
 _LOOK_S, _LONGEST_S = 0.01, 0.5
@@ -57,15 +59,22 @@ _BY_EXEC = "exec:"
 _TRACKER = b"resource_tracker import main"  # multiprocessing's, and loky's
 
 
-def supervise(starter: int) -> None:
+def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
     """Put supervisors above this process, and return in their grandchild. It has one thread, and no child yet.
+
+    No signal is ignored or blocked there, whatever the starter was started with (by `nohup`, a daemon, a shell's `&`):
+    those who ignore SIGCHLD aren't told how a process ends, and what ignores SIGTERM isn't ended by that.
 
     Args:
         starter: The process that has started it, with which all of them end.
+        begin: What the grandchild does before signals come to it.
     """
     import resource
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    for number in signal.valid_signals() - _PYTHONS:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
     if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):  # else it means something
         resource.setrlimit(resource.RLIMIT_RTTIME, (_LIMIT + starter, hard))
@@ -85,7 +94,8 @@ def supervise(starter: int) -> None:
     # until who runs has had its time. Collectives took twice as long so (two ranks on two cores), a step 8 % longer.
     os.setsid()
     _prctl(_PR_SET_PTRACER, starter)  # or the kernel's Yama keeps its children from looking at this one's memory
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    begin()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def starter_of(limit: int) -> int | None:
@@ -259,6 +269,8 @@ def become(starter: int, told: int, command: list[str]) -> NoReturn:
     supervise(starter)
     os.write(told, str(os.getpid()).encode())
     os.set_inheritable(told, False)
+    for number in _PYTHONS:
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:

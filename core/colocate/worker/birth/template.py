@@ -39,6 +39,7 @@ import attrs
 from colocate._system.installed import version_of
 from colocate._system.libc import MADV_COLLAPSE, advise_large, die_with
 from colocate.worker.birth.imports import imported_already
+from colocate.worker.birth.signals import LEFT
 
 MODE = "forks"
 """What a template's command line has in the place of a worker's descriptor."""
@@ -80,7 +81,7 @@ class Template:
     def __init__(self) -> None:
         _, _, starter, sock, *_ = sys.argv
         die_with(int(starter))
-        for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides what a terminal's or batch system's mean
+        for number in LEFT:
             signal.signal(number, signal.SIG_IGN)
         self._sock = socket.socket(fileno=int(sock))
         self._sock.set_inheritable(False)
@@ -161,8 +162,6 @@ class Template:
         global _writes
         _writes = self._writes
         _told.update(name for name in LONG if name in sys.modules)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Shown:
