@@ -135,6 +135,8 @@ class TensorPickler(Pickler):
                 return make, args, *rest
             # What code of the script has of it may travel at different times: a model first, its optimizer later.
             return making.shared, (id_of(obj), make, args), *rest
+        if issubclass(kind, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return making.found_at, ("torch.ops", str(obj))
         if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
             # Its tensors will be where the receiver wants them: the device it was made on must not come along.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)
@@ -145,7 +147,8 @@ class TensorPickler(Pickler):
 def _is_ordinary(kind: type) -> bool:
     """Return whether neither this module nor the pickler has a way of its own for values of a type."""
     torch = sys.modules["torch"]
-    return not (is_special(kind) or issubclass(kind, torch.Tensor) or _is_tensordict(kind))
+    ops = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+    return not (is_special(kind) or issubclass(kind, (torch.Tensor, *ops)) or _is_tensordict(kind))
 
 
 def is_trained(tensor: Any) -> bool:

@@ -101,6 +101,14 @@ def shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return found
 
 
+def found_at(module: str, path: str) -> Any:
+    """Import a module, and return what a path leads to from there."""
+    found: Any = importlib.import_module(module)
+    for part in filter(None, path.split(".")):
+        found = getattr(found, part)
+    return found
+
+
 # -- functions
 
 _bound: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyDictionary()

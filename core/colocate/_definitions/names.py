@@ -58,6 +58,32 @@ def path_of(thing: Any) -> tuple[str, str] | None:
     return (name, path) if found is thing else None
 
 
+def place_of(module: ModuleType) -> tuple[str, str] | None:
+    """Return what another process imports to have a module, of whatever class, and the path from there.
+
+    A module may stand under another name than its own (`six.moves`), or only be an attribute (`torch.ops.aten`).
+    """
+    name = object.__getattribute__(module, "__dict__").get(
+        "__name__"
+    )  # so that one that loads itself later doesn't now
+    if not isinstance(name, str):
+        return None
+    for each in (name, *(other for other, found in list(sys.modules.items()) if found is module)):
+        if sys.modules.get(each) is module and (is_main(each) or can_be_imported(each)):
+            return each, ""
+    home, _, path = name.rpartition(".")
+    while home:
+        if home in sys.modules and can_be_imported(home):
+            found: Any = sys.modules[home]
+            for part in path.split("."):
+                found = getattr(found, part, MISSING)
+            if found is module:
+                return home, path
+        home, _, last = home.rpartition(".")
+        path = f"{last}.{path}"
+    return None
+
+
 def can_be_imported(name: str) -> bool:
     """Return whether another process can import a module: it was imported here, not made by code."""
     # That of torch._C.something, which has no origin of its own, is made by torch.

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import operator
+import pickle
 import sys
 import types
 import typing
@@ -23,7 +24,7 @@ from cloudpickle import cloudpickle as details
 
 from colocate._definitions import making
 from colocate._definitions.ids import Definition, Name, Need, id_of
-from colocate._definitions.names import can_be_imported, is_main, path_of, script_names
+from colocate._definitions.names import can_be_imported, is_main, path_of, place_of, script_names
 from colocate._definitions.structure import arrived, structure_of
 from colocate._system.by_type import by_type
 
@@ -32,7 +33,7 @@ _SENTINELS = {
     id(getattr(dataclasses, name)): name for name in ("MISSING", "_HAS_DEFAULT_FACTORY") if hasattr(dataclasses, name)
 }
 _SPECIAL = (
-    *(type, FunctionType, types.CodeType, _CACHED),
+    *(type, FunctionType, types.CodeType, types.ModuleType, _CACHED),
     *(functools.cached_property, BaseException, type(dataclasses.MISSING)),
 )
 _SINGLETONS = (type(None), type(Ellipsis), type(NotImplemented))
@@ -45,13 +46,29 @@ _CODE_FILE = 10  # among the arguments of `CodeType`
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 
 
+_TIED = {
+    ("multiprocessing.managers", "BaseProxy"): "its Manager lets in only processes that multiprocessing has started",
+    ("multiprocessing.connection", "_ConnectionBase"): "it is a descriptor, which this process alone has",
+}
+"""What pickle takes though it is of no use elsewhere, by module and class, and why."""
+
+
+@by_type
+def _why_tied(kind: type) -> str | None:
+    """Return why values of a type are of no use in other processes, if pickle doesn't say so itself."""
+    for (module, name), why in _TIED.items():
+        if issubclass(kind, getattr(sys.modules.get(module), name, ())):
+            return why
+    return None
+
+
 @by_type
 def is_special(kind: type) -> bool:
     """Return whether values of a type have a way of their own here.
 
     Those have that say in Python how they are pickled, too: it may be by the name that they have.
     """
-    if structure_of(kind) is not None:
+    if structure_of(kind) is not None or _why_tied(kind) is not None:
         return True
     return issubclass(kind, _SPECIAL) or (
         not issubclass(kind, enum.Enum)
@@ -73,6 +90,14 @@ class _Later:
         return self._reduce()
 
 
+class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """cloudpickle, but for modules, which go by name whatever their class is."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to pickle what has a way of its own."""
+        return reduce_module(obj) if issubclass(type(obj), types.ModuleType) else super().reducer_override(obj)
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle, but for definitions: those that a `bundle` (of `bundles`) has are put into it, others are named."""
 
@@ -91,6 +116,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         kind: Any = type(obj)
         if not is_special(kind):
             return NotImplemented
+        if (why := _why_tied(kind)) is not None:
+            raise pickle.PicklingError(why)
         if kind is FunctionType:
             if path_of(obj) is not None:
                 return NotImplemented
@@ -105,6 +132,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             if (made := _parametrised(obj)) is not None:
                 return self._defined(obj, partial(self._class_by_arguments, *made))
             return NotImplemented if path_of(obj) is not None else self._defined(obj, self._class_by_value)
+        if issubclass(kind, types.ModuleType):
+            return reduce_module(obj)
         if kind is _CACHED:
             return NotImplemented if path_of(obj) is not None else self._defined(obj, _cache)
         if kind is functools.cached_property:
@@ -298,6 +327,17 @@ def _leads_to(function: FunctionType) -> bool:
 
 def _is_slot_of(cls: type, value: Any) -> bool:
     return isinstance(value, types.MemberDescriptorType) and value.__objclass__ is cls
+
+
+def reduce_module(module: types.ModuleType) -> Any:
+    """Return how to pickle a module: by name, also one of a class of its own, as those of torch's switches are."""
+    if (place := place_of(module)) is not None:
+        return making.found_at, place
+    if type(module) is types.ModuleType:
+        return details._module_reduce(module)
+    if {"__reduce__", "__reduce_ex__"} & {name for each in type(module).__mro__[:-1] for name in vars(each)}:
+        return module.__reduce_ex__(5)
+    raise pickle.PicklingError("code has made this module, and no import leads to it")
 
 
 def _exception(error: BaseException) -> Any:

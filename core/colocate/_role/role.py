@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_origin, overload
@@ -49,6 +51,29 @@ def methods_of(cls: type) -> Mapping[str, MethodSpec]:
             else:
                 found.pop(name, None)  # overridden by something that is no role method
     return found
+
+
+def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> Any:
+    """Return a method that a role object has for a purpose of colocate's; None where it has none.
+
+    An attribute or property of that name, whatever it holds, and what `__getattr__` makes up, is the role's own.
+
+    Args:
+        instance: The role object.
+        name: The method's.
+        takes_nothing: Whether it is one only if it needs no argument: what needs some is for another purpose.
+    """
+    found = inspect.getattr_static(instance, name, None)
+    if not (inspect.isroutine(found) or isinstance(found, functools.partial)):
+        return None
+    if isinstance(found, functools.cached_property) or not callable(bound := getattr(instance, name)):
+        return None
+    if takes_nothing:
+        try:
+            inspect.signature(bound).bind()
+        except (TypeError, ValueError):
+            return None
+    return bound
 
 
 @attrs.frozen(eq=False)

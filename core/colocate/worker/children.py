@@ -12,6 +12,7 @@ breaks a wait: such a call fails when it ends, or by what it waits for.
 from __future__ import annotations
 
 import inspect
+import io
 import itertools
 import os
 import re
@@ -480,9 +481,11 @@ def _filled(value: T, values: Mapping[str, str]) -> T:
 
 
 def _packed(function: Callable[[Any], object], what: str) -> bytes:
-    import cloudpickle
+    from colocate._definitions.pickler import ByValue
 
+    file = io.BytesIO()
     try:
-        return bytes(cloudpickle.dumps(function))
+        ByValue(file).dump(function)
+        return file.getvalue()
     except Exception as error:  # whatever classes of users raise
         raise SerializationError(f"{what}: the function can't be sent: {error}", argument="function") from error

@@ -32,6 +32,7 @@ from colocate.hosting import (
     hosted,
     need_torch,
     optimizers_of,
+    own_method,
 )
 from colocate.plugins import find_role
 from colocate.signatures import Budgets, Limit, arguments_of, methods_of, parse_meshes
@@ -242,8 +243,8 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
                 args = (torch.ones(args[0].shape, dtype=args[0].dtype, device="cpu"),)
             return func(*args, **(kwargs or {}))
 
-    planned = getattr(made.instance, "plan", None)
-    if callable(planned) and "plan" not in methods_of(type(made.instance)):  # a role method of that name is another
+    planned = own_method(made.instance, "plan")
+    if planned is not None and "plan" not in methods_of(type(made.instance)):  # a role method of that name is another
         with made.running("its plan()"):
             planned(roles)
     others = [each for each in roles.values() if each is not made.instance]
@@ -264,13 +265,13 @@ def _measure(made: Sequence[RolePlan]) -> None:
     for each in made:
         if each.instance is None:
             continue
-        declares: Any = getattr(each.instance, "device_state", None)
-        declared: Any = {}
-        if callable(declares):
+        declares = own_method(each.instance, "device_state", takes_nothing=True)
+        declared: Any = None
+        if declares is not None and "device_state" not in methods_of(type(each.instance)):
             with each.running("its device_state()"):
                 declared = declares()
         others = [other.instance for other in made if other is not each and other.instance is not None]
-        held, _ = held_by(each.instance, declared.values(), others, _Planned)
+        held, _ = held_by(each.instance, [declared], others, _Planned)
         for purpose in Purpose:
             for device, pieces in held.get(purpose, {}).items():
                 each.alone += sum(pieces.values())

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.util
+import json
+import multiprocessing
+import os
 import sys
 import threading
 import weakref
@@ -141,6 +145,28 @@ class Worker(Role):
 """
 
 
+_SWITCHES = """
+import torch
+from torch.backends import cudnn
+
+APART = torch.ops, torch.classes, torch.ops.aten
+KEPT = {torch.ops.aten.mm.default}
+
+def tell(connection):
+    connection.send(type(torch.backends.cudnn).__name__)
+
+class Switches(Role):
+    @method
+    def kinds(self):
+        kinds = (type(each).__name__ for each in (torch.backends.cudnn, *APART) if cudnn is torch.backends.cudnn)
+        return *kinds, *(each.__name__ for each in KEPT & {torch.ops.aten.mm.default})
+
+    @method
+    def of_a_child(self):
+        return self.ctx.start(tell, fails=None).connection.recv()
+"""
+
+
 class Definitions(ExecutorCase):
     """What is defined in the script."""
 
@@ -185,6 +211,15 @@ class Definitions(ExecutorCase):
             assert worker.look(script.Batch(), script.Colour.RED) == [(True, True, True, "new")]
             assert worker.look(old(2), script.Colour.RED) == [(True, False, True, True)]
             assert type(kept.fetch()[0]) is old
+
+    def test_modules_that_code_names(self, runtime: Runtime, script: Any) -> None:
+        """Of classes of their own, as those of torch's switches: they go by name, with roles and what these start."""
+        pytest.importorskip("torch")
+        exec(_SWITCHES, script.__dict__)
+        with runtime.reserve(1) as pool:
+            switches = pool.spawn({"switches": colocate.role(script.Switches)})["switches"]
+            assert switches.kinds() == [("CudnnModule", "_Ops", "_Classes", "_OpNamespace", "mm.default")]
+            assert switches.of_a_child() == ["CudnnModule"]
 
     def test_a_name_that_is_bound_anew(self, runtime: Runtime, script: Any) -> None:
         """Code that was sent goes on with what it was, which one call warns of; new code has what it is."""
@@ -261,6 +296,16 @@ class Without(Ordinary):
         return {}
 
 
+def _imported_later(name: str) -> ModuleType:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Serialization(ExecutorCase):
     """What can't be sent is an ordinary error that names it, never a hang."""
 
@@ -274,6 +319,39 @@ class Serialization(ExecutorCase):
         assert "echo.echo" in str(error)
         assert "lock" in str(error)
         assert copying.role("echo", Echo).first(1) == 1
+
+    def test_modules(self, copying: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Go by the names under which they are found, whatever their class is; one that code has made is refused."""
+        echo, lazy = copying.role("echo", Echo), _imported_later("wave")
+        monkeypatch.setitem(sys.modules, "wave", lazy)
+        for module in (lazy, os.path, json.decoder):
+            assert echo.first(module) is module
+
+        class Own(ModuleType):
+            pass
+
+        with pytest.raises(SerializationError, match="code has made this module, and no import leads to it") as caught:
+            echo.first([Own("own")])
+        assert caught.value.path == "value[0]"
+
+    def test_what_this_process_alone_has(self, copying: ColocatedGroup) -> None:
+        """What pickle takes, and would be of no use in a worker or do harm there: the error says why."""
+        echo, context = copying.role("echo", Echo), multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        value: Any
+        with here, there, context.Manager() as manager:
+            for value, why in (
+                (manager.dict(), "its Manager lets in only processes that multiprocessing has started"),
+                (manager.Queue(), "its Manager lets in only processes that multiprocessing has started"),
+                (here, "it is a descriptor, which this process alone has"),
+            ):
+                with pytest.raises(SerializationError, match=why) as caught:
+                    echo.first({"a": value})
+                assert caught.value.path == "value['a']"
+        for value in context.Queue(), context.Lock(), (number for number in range(3)), threading.Lock():
+            with pytest.raises(SerializationError, match="value can't be sent: it is a "):
+                echo.first(value)
+        assert echo.first(1) == 1
 
     def test_result(self, copying: ColocatedGroup) -> None:
         """A result that can't be sent: SerializationError names the method, the path, and the rank."""

@@ -22,7 +22,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.holders import Declaring, Holding, Training, Watched
-from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.plain import Echo, Ported
 from colocate.testing.probes.sleepers import Dozing, Sharing
 from colocate.testing.waiting import PATIENCE_S
 
@@ -81,6 +81,16 @@ class Ledgers(ExecutorCase):
         with pytest.raises(RoleError, match=r"role 'failing' of group .* could not be looked at.*rank \d can't") as e:
             failing.memory()
         assert "in device_state" in (e.value.remote_traceback or "")
+
+    def test_what_is_no_method_is_the_roles_own(self, spawn: Spawn) -> None:
+        """Attributes, properties and what is made up, by the names of methods that colocate calls."""
+        group = spawn({"ported": colocate.role(Ported)}, slots=1)
+        assert [role.role for slot in group.memory().slots for role in slot.roles] == ["ported"]
+        if isinstance(group._node.services.executor, OwnProcess):
+            group.sleep("ported")
+            group.wake("ported")
+        assert group.role("ported", Ported).state() == ["idle"]
+        group.close()
 
     def test_memory_beside_a_call(self, holding: ColocatedGroup) -> None:
         """Whatever a lane runs."""

@@ -9,7 +9,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
 import colocate
 from colocate import First, Gather, OnRank, PerRank, Role, method
@@ -239,3 +240,38 @@ class Plain:
     @method(collect=Gather())
     def value(self) -> int:
         return self.start
+
+
+def _never(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("it is no method for colocate")
+
+
+class Machine:
+    """What can be called, and is no method."""
+
+    __call__ = _never
+
+
+class Ported(Role):
+    """A class of before, which has of its own what colocate would call if it were a method."""
+
+    def __init__(self) -> None:
+        self.device_state = "idle"
+        self.sleep, self.close = Machine(), Machine
+
+    @property
+    def managed(self) -> Any:
+        return _never()
+
+    @cached_property
+    def wake(self) -> Any:
+        return _never()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("apart", "renew", "plan"):
+            return _never
+        raise AttributeError(name)
+
+    @method
+    def state(self) -> str:
+        return self.device_state

@@ -11,6 +11,7 @@ import attrs
 from colocate._protocol.ledger import Purpose, counts_as
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
+from colocate._role.role import own_method
 from colocate._role.standalone import awaited
 from colocate._role.weights import Received
 from colocate.worker.serving.handlers import calls_role_code
@@ -63,9 +64,8 @@ class RoleInstance:
             self.run_hook(hook, *args, name=name)
 
     def hook(self, name: str) -> Any:
-        """What it has for a purpose of colocate's; a method for its callers is no hook, nor is what can't be called."""
-        hook = None if name in self.methods else getattr(self.instance, name, None)
-        return hook if callable(hook) else None
+        """What it has for a purpose of colocate's; a method for its callers is none."""
+        return None if name in self.methods else own_method(self.instance, name)
 
     def close(self) -> None:
         """Have it end what it has begun: it has a method `close` for that, or has begun nothing."""
@@ -73,14 +73,8 @@ class RoleInstance:
             self.run_hook(hook, name="close")
 
     def _asked(self, name: str) -> Any:
-        """What it has for a purpose of colocate's that needs no argument: what needs some is for another purpose."""
-        if (hook := self.hook(name)) is None:
-            return None
-        try:
-            inspect.signature(hook).bind()
-        except (TypeError, ValueError):
-            return None
-        return hook
+        """What it has for a purpose of colocate's that needs no argument."""
+        return None if name in self.methods else own_method(self.instance, name, takes_nothing=True)
 
     def run_hook(self, hook: Callable[..., Any], *args: Any, name: str = "the hook") -> None:
         """Run a method that isn't one for its callers, to its end where it is async."""
@@ -93,8 +87,7 @@ class RoleInstance:
     @calls_role_code
     def declared(self) -> Sequence[Any]:
         """What it says that it holds, by a hook `device_state`: for memory that nobody can find."""
-        hook = getattr(self.instance, "device_state", None)
-        if hook is None:
+        if (hook := self._asked("device_state")) is None:
             return ()
         token = set_current(self.ctx)
         try:
