@@ -56,7 +56,7 @@ class RunFolder:
         for _, path in numbered:
             folder = cls(path.absolute())
             # A folder demo-2 may also be the first of a config that is called so.
-            if folder.checkpoints() and f"name: {name}" in folder.config().splitlines():
+            if folder.checkpoints() and folder.is_of(name):
                 return folder
         raise ConfigError(
             f"nothing to resume: no complete checkpoint of {name!r} in {root.absolute()}; run it without --resume"
@@ -66,6 +66,14 @@ class RunFolder:
         """The config as it ran last; empty when there is none."""
         path = self.path / "config.yaml"
         return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def is_of(self, name: str) -> bool:
+        """Whether a config of this name has run in it."""
+        from colocate_run.config.source import read_file  # which needs YAML
+
+        with contextlib.suppress(ConfigError):  # there is none, or it isn't one
+            return read_file(self.path / "config.yaml").data.get("name") == name
+        return False
 
     def write(self, name: str, text: str) -> None:
         """Write a file, all of it or nothing."""
@@ -93,7 +101,7 @@ class RunFolder:
         """Take out of metrics.jsonl what comes after a step, and return the rest."""
         self.close()
         path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         rows = [row for row in map(_row, lines) if row is not None and row["step"] <= step]
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         return rows
@@ -129,9 +137,9 @@ def finite(value: Any) -> Any:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """The object of a line; None for the torn last line of a run that was killed."""
+    """The object of a line; None for what isn't one, as the torn last line of a run that was killed."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

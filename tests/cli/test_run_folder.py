@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from colocate.config import load_config
+from colocate.errors import ConfigError
 from colocate_run.folder import RunFolder
 
 
 def make(root: Path, name: str, *steps: int) -> RunFolder:
     folder = RunFolder.create(name, root)
-    folder.write("config.yaml", f"name: {name}\nseed: 0\n")
+    folder.write("config.yaml", load_config({"name": name}).dump())
     for step in steps:
         with folder.checkpoint(step) as directory:
             (directory / "state").write_text(str(step))
@@ -64,6 +66,29 @@ class TestResuming:
         other = make(tmp_path, "demo-2", 5)
         assert RunFolder.latest("demo", tmp_path).path == first.path
         assert RunFolder.latest("demo-2", tmp_path).path == other.path
+
+    @pytest.mark.parametrize(
+        "name", ["2026-11-29", "0042", "1.5", "1e5", "null", "true", "0x10", "12_000", "no", "_.-", "ä"]
+    )
+    def test_whatever_yaml_takes_its_name_for(self, tmp_path: Path, name: str) -> None:
+        """A date, a number or null in quotes is a name; also where the file's author has written another form of it."""
+        folder = make(tmp_path, name, 1)
+        assert RunFolder.latest(name, tmp_path).path == folder.path
+        folder.write("config.yaml", f'# a note\n"name":   "{name}" # another\n')
+        assert RunFolder.latest(name, tmp_path).path == folder.path
+
+    @pytest.mark.parametrize("text", [b"", b"name: [demo", b"\xff\xfe", b"- demo", b"name: [[demo]]", b"[" * 10**5])
+    def test_a_folder_whose_config_is_none(self, tmp_path: Path, text: bytes) -> None:
+        """It is no run of this name."""
+        (make(tmp_path, "demo", 1).path / "config.yaml").write_bytes(text)
+        with pytest.raises(ConfigError, match="nothing to resume"):
+            RunFolder.latest("demo", tmp_path)
+
+    def test_lines_of_metrics_that_are_none(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, "demo", 1)
+        lines = [b'{"step": 1}', b"\xff\xfe", b"[" * 10**5, b"{}", b'{"step": "2"}', b"\0" * 100]
+        (folder.path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+        assert folder.rewind(2) == [{"step": 1}]
 
     def test_metrics_after_the_checkpoint_go(self, tmp_path: Path) -> None:
         folder = make(tmp_path, "demo")

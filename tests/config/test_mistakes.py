@@ -1,7 +1,9 @@
 """What a wrong config is told: path, line, message, and the nearest key; everything at once."""
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,46 @@ def test_what_is_not_in_a_file(write: Write, tmp_path: Path) -> None:
     path.write_bytes(b"seed: \xff\n")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         load_config(path)
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    assert only({"pools": deep}) == "pools: more than 100 lists and mappings inside each other"
+
+
+def test_what_is_no_file_of_yaml(tmp_path: Path) -> None:
+    """One that never ends, or is too large to be read in good time; a pipe is read as a file is."""
+    for path in ("/dev/zero", "/dev/urandom"):
+        with pytest.raises(ConfigError, match=f"{path} is no config: it has more than 1,000,000 bytes"):
+            load_config(path)
+    (tmp_path / "large.yaml").write_text("name: a\n" + "# not much\n" * 10**6)
+    with pytest.raises(ConfigError, match=r"large\.yaml is no config"):
+        load_config(tmp_path / "large.yaml")
+    with pytest.raises(ConfigError, match=r"can't read the config .*: Is a directory"):
+        load_config(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit((tmp_path / "pipe").write_text, "name: piped\r\nseed: 3\r\n")
+        assert load_config(tmp_path / "pipe").seed == 3
+
+
+@pytest.mark.parametrize("place", ["name", "pools.{}", "groups.{}", "groups.g.roles.{}"])
+def test_a_name_that_no_file_can_have(write: Write, place: str) -> None:
+    """Folders of runs and of checkpoints are called so."""
+    for name, fits in (("a" * 100, True), ("a" * 300, False), ("ä" * 60, False)):
+        roles = {name if "roles" in place else "r": "config_roles:Open"}
+        config = {
+            "name": name if place == "name" else "n",
+            "pools": {(pool := name if "pools" in place else "p"): {"slots": 1}},
+            "groups": {(name if place == "groups.{}" else "g"): {"pool": pool, "roles": roles}},
+        }
+        write("")
+        if fits:
+            assert load_config(config)
+        else:
+            assert only(config) == (
+                f"{place.format(name)}: must be a name of at most 100 bytes, as files are called so; this has "
+                f"{len(name)} letters"
+            )
 
 
 def test_a_pool_of_no_slots(write: Write) -> None:

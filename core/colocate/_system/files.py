@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from colocate._signals.off_main import off_main
 
+_MOST_JSON = 2**26  # bytes of a file
 _numbers = itertools.count(1)
 _naming = threading.Lock()  # never taken on the main thread
 
@@ -80,6 +84,26 @@ def write_whole(path: Path, text: str) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def json_of(path: Path) -> Any:
+    """Return what a file of JSON says.
+
+    Raises:
+        OSError: It can't be read.
+        ValueError: It isn't JSON, or too much of that, or no file but a pipe or a device, which may never end.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no file, but a pipe or a device")
+        if found.st_size > _MOST_JSON:
+            raise ValueError(f"{found.st_size:,} bytes; at most {_MOST_JSON:,}")
+        text = file.read(_MOST_JSON)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("too many lists and mappings inside each other") from None
 
 
 def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None) -> None:

@@ -16,6 +16,7 @@ from colocate.errors import ConfigError
 
 FOREVER_S = 1e9  # 31 years; a lock can't be waited for longer than 292, nor epoll without being asked again
 _MOST = 1_000_000  # of anything that is counted: more isn't on one machine
+_LONGEST_NAME = 100  # bytes; files are called so, with a process, a host or a rank beside it, in at most 255
 
 
 def duration_problem(value: Any, *, positive: bool = False) -> str | None:
@@ -78,7 +79,11 @@ def port_range(value: str | None, what: str) -> tuple[int, int] | None:
 
 def name_problem(name: object) -> str | None:
     """Return what is wrong with the name of something, in words; None when nothing is, or none is given."""
-    return None if name is None or isinstance(name, str) else f"must be text, not {shown(name)}"
+    if name is None or (isinstance(name, str) and len(name.encode("utf-8", "replace")) <= _LONGEST_NAME):
+        return None
+    if not isinstance(name, str):
+        return f"must be text, not {shown(name)}"
+    return f"must be a name of at most {_LONGEST_NAME} bytes, as files are called so; this has {len(name):,} letters"
 
 
 def variable_problem(name: object, value: object) -> str | None:

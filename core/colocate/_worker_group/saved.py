@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TypeAlias
 import attrs
 
 from colocate._role.role import RoleInfo
+from colocate._system.files import json_of
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
 from colocate.worker.serving.checkpoint import OWN, RECORD, hook, identity_of, read, takes_ranks
@@ -75,7 +75,7 @@ def found_in(folder: Path) -> dict[str, Path]:
             continue
         path = Path(place, RECORD)
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = json_of(path)
             group, _ = str(record["group"]), record["roles"]
         except (ValueError, KeyError, TypeError):  # a file of the job's own
             continue

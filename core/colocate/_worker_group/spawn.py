@@ -20,6 +20,7 @@ from colocate._role.budget import NO_BUDGETS, Budgets
 from colocate._role.call import refuse_in_constructor
 from colocate._role.role import RoleInfo, RoleSpec, check_role, torchrun_problem
 from colocate._system.installed import version_of
+from colocate._system.numbers import name_problem
 from colocate._values.collect import check_meshes
 from colocate._values.mesh import parse_meshes
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
@@ -84,6 +85,8 @@ def _declare_one(
 ) -> tuple[RoleInfo, tuple[str | None, str | None]]:
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"{name!r} can't be a role's name: use letters, digits and _")
+    if (problem := name_problem(name)) is not None:
+        raise ConfigError(problem)
     cls: type
     if isinstance(spec.target, str):
         found = find_role(spec.target)

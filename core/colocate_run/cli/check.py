@@ -12,7 +12,7 @@ from rich.text import Text
 from colocate.plugins import find_job, find_role, plugins
 from colocate.texts import parse_bytes, size_text
 from colocate_run.cli.output import guarded, load, print_json
-from colocate_run.config import Config, GroupConfig, PoolConfig, RoleConfig
+from colocate_run.config import Config
 from colocate_run.screen import console, show_table
 
 _SIZES = ("device_memory", "host_memory", "reserve_activations")
@@ -35,42 +35,44 @@ def show_plan(
 def plan_of(config: Config) -> dict[str, Any]:
     """What a config would start, as plain data."""
     origins = {plugin.name: plugin.origin for plugin in plugins() if plugin.kind == "executor"}
-    use = config.executor.use
-    job = config.job
+    plain = config.plain()  # without secrets of the environment
+    executor, job = plain["executor"], plain["job"]
     return {
         "name": config.name,
         "seed": config.seed,
-        "executor": {"use": use, "from": origins[use], "with": config.executor.with_},
+        "executor": {"use": executor["use"], "from": origins[executor["use"]], "with": executor["with"]},
         "pools": {
-            name: {each: getattr(pool, each) for each in ("slots", "cpus", "gpus", "strategy", "env")} | _memory(pool)
-            for name, pool in config.pools.items()
+            name: {each: pool[each] for each in ("slots", "cpus", "gpus", "strategy", "env")} | _memory(pool)
+            for name, pool in plain["pools"].items()
         },
-        "groups": {name: _group(group, config.pools[group.pool].slots) for name, group in config.groups.items()},
-        "job": job and {"use": job.use, "from": find_job(job.use).origin, "with": job.with_},
+        "groups": {
+            name: _group(group, plain["pools"][group["pool"]]["slots"]) for name, group in plain["groups"].items()
+        },
+        "job": job and {"use": job["use"], "from": find_job(job["use"]).origin, "with": job["with"]},
         "observe": [each.use for each in config.observe],
         "trace": config.trace,
     }
 
 
-def _group(group: GroupConfig, slots: int) -> dict[str, Any]:
+def _group(group: dict[str, Any], slots: int) -> dict[str, Any]:
     roles: dict[str, dict[str, Any]] = {
         name: {
-            "use": role.use,
-            "from": find_role(role.use).origin,
-            "with": role.with_,
-            "slots": list(range(slots)) if role.slots is None else role.slots,
-            "mesh": role.mesh or group.mesh,
+            "use": role["use"],
+            "from": find_role(role["use"]).origin,
+            "with": role["with"],
+            "slots": list(range(slots)) if role["slots"] is None else role["slots"],
+            "mesh": role["mesh"] or group["mesh"],
             **_memory(role),
         }
-        for name, role in group.roles.items()
+        for name, role in group["roles"].items()
     }
     by_slot = [[name for name, role in roles.items() if slot in role["slots"]] for slot in range(slots)]
-    return {"pool": group.pool, "roles": roles, "slots": by_slot, **_memory(group)}
+    return {"pool": group["pool"], "roles": roles, "slots": by_slot, **_memory(group)}
 
 
-def _memory(entry: PoolConfig | GroupConfig | RoleConfig) -> dict[str, Any]:
-    """What is said of its memory, budgets in bytes."""
-    said = {name: getattr(entry, name, None) for name in (*_SIZES, *_OTHERS)}
+def _memory(entry: dict[str, Any]) -> dict[str, Any]:
+    """What is said of the memory of a pool, a group or a role, budgets in bytes."""
+    said = {name: entry.get(name) for name in (*_SIZES, *_OTHERS)}
     found = {name: value for name, value in said.items() if value is not None}
     return {name: parse_bytes(value, name) if name in _SIZES else value for name, value in found.items()}
 

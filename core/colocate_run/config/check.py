@@ -31,6 +31,7 @@ from colocate.signatures import (
     amount_problem,
     arguments_of,
     budgets,
+    name_problem,
     options_of,
     parse_meshes,
     path_text,
@@ -54,6 +55,7 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
 def _check(config: Config, document: Document, trust: Trust) -> None:
     if not re.fullmatch(r"\w[\w.-]*", config.name):
         document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
+    _names(config, document)
     executor = _executor(config, trust, document)
     _variables(trust, document)
     for name, pool in config.pools.items():
@@ -67,6 +69,17 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
         for name in config.pools:
             if name not in used:
                 document.warn(("pools", name), "no group uses this pool; it would be reserved all the same")
+
+
+def _names(config: Config, document: Document) -> None:
+    """Whether files can be called so."""
+    places = [*(("pools", name) for name in config.pools), *(("groups", name) for name in config.groups)]
+    roles = [
+        (*place, "roles", name) for place in places if place[0] == "groups" for name in config.groups[place[1]].roles
+    ]
+    for place, name in [(("name",), config.name), *((place, place[-1]) for place in (*places, *roles))]:
+        if (problem := name_problem(name)) is not None:
+            document.wrong(place, problem)
 
 
 def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:

@@ -45,8 +45,9 @@ def assign(document: Document, text: str) -> None:
         _wrong(document, path, option, "write --set path=value, as in --set pools.main.slots=2")
         return
     from colocate_run.config.source import Document, read_value
+    from colocate_run.config.variables import Variables
 
-    reading = Document(option)
+    reading = Document(option, Variables.of_caller())
     value = read_value(value_text, reading)
     if reading.mistakes:
         _wrong(document, path, option, f"the value {brief(repr(value_text))}: {reading.mistakes[0].message}")
@@ -60,6 +61,9 @@ def assign(document: Document, text: str) -> None:
     if not makes and is_argument(place) and _at(document.data, place) is None:
         document.unfounded.add(place)
     document.put(place, value, option)
+    document.withheld |= {(*place, *below): text for below, text in reading.withheld.items()}
+    for each in reading.warnings:
+        document.warn(place, each.message)
 
 
 def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
@@ -167,7 +171,7 @@ def read_config(
     from colocate_run.config.check import check
     from colocate_run.config.structure import structure
 
-    document = _read(source)
+    document = _read(source, allow_import)
     expand(document)
     if executor is not None:  # the whole entry is replaced, options and all
         document.put(("executor",), {"use": executor}, f"--executor {executor}")
@@ -179,17 +183,20 @@ def read_config(
         check(config, document, allow_import)
     if document.mistakes or config is None:
         raise document.error()
-    return attrs.evolve(config, origins=document.made_at()), tuple(document.warnings)
+    whole = attrs.evolve(config, origins=document.made_at(), withheld=document.withheld)
+    return whole, tuple(document.warnings)
 
 
-def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Document:
+def _read(source: str | os.PathLike[str] | Mapping[str, Any], allow_import: bool) -> Document:
     from colocate_run.config.source import read_dict, read_file
+    from colocate_run.config.variables import Variables
 
+    variables = Variables.of_caller(allow_import)
     if isinstance(source, Mapping):
-        document = read_dict(source, "config")
+        document = read_dict(source, "config", variables)
         document.data.setdefault("name", "run")
         return document
     path = Path(source)
-    document = read_file(path)
+    document = read_file(path, variables)
     document.data.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem) or "run")
     return document

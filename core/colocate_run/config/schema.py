@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
-from colocate.signatures import Checked, amount_problem, duration_problem, gpus_problem
+from colocate.signatures import Checked, Place, amount_problem, duration_problem, gpus_problem
+from colocate_run.config.variables import literal
 
 Mesh = dict[str, int] | dict[str, dict[str, int]]
 
@@ -180,6 +181,8 @@ class Config:
         trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
         origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
             option of the command line, with line 0, where that has made it.
+        withheld: Values with a secret of the environment's (`${HF_TOKEN}`), by place, as they were written: they are
+            in nothing that is written or shown.
     """
 
     name: str
@@ -193,6 +196,7 @@ class Config:
     observe: list[ObserverConfig] = attrs.field(factory=list)
     trace: bool = False
     origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
+    withheld: Mapping[Place, str] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
     def dump(self) -> str:
         """The config as YAML, every short form and default written out; `load_config` of it gives an equal one."""
@@ -202,7 +206,7 @@ class Config:
 
     def plain(self) -> dict[str, Any]:
         """The same as plain data."""
-        found: dict[str, Any] = _plain(self)
+        found: dict[str, Any] = _plain(self, (), self.withheld)
         return found
 
 
@@ -245,9 +249,12 @@ def key_of(field: str) -> str:
     return field.rstrip("_")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, place: Place, withheld: Mapping[Place, str]) -> Any:
+    """The plain data of a place; a text with `${` in it is written so that nothing is filled in."""
     if attrs.has(type(value)):
-        return {key_of(field.name): _plain(getattr(value, field.name)) for field in keys(type(value))}
+        value = {key_of(field.name): getattr(value, field.name) for field in keys(type(value))}
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return {key: _plain(each, (*place, key), withheld) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each, (*place, index), withheld) for index, each in enumerate(value)]
+    return withheld.get(place, literal(value)) if isinstance(value, str) else value

@@ -18,6 +18,7 @@ from ruamel.yaml.reader import ReaderError
 from colocate.errors import ConfigError, Mistake
 from colocate.signatures import Place, path_text
 from colocate.texts import plural
+from colocate_run.config.variables import Filled, Variables
 
 _YAML = "tag:yaml.org,2002:"
 _MERGE = f"{_YAML}merge"
@@ -27,6 +28,7 @@ _MOST_DEPTH = 100  # what reads and checks a config goes as deep as the config d
 _MOST_DIGITS = 1000  # Python turns no number of more than 4,300 into text, and a config is written out again
 _MOST_COPIED = 1_000_000  # characters that aliases stand for: a few of them that name each other stand for any number
 _LEAST_COPIED = 10  # what a value counts, however short it is
+_MOST_BYTES = 1_000_000  # of a file: reading so many takes half a minute
 
 
 @attrs.define(eq=False)
@@ -34,11 +36,13 @@ class Document:
     """A config on its way from text to `Config`, with what was found wrong so far."""
 
     name: str  # what messages call it
+    variables: Variables | None = None  # what is filled in as it is read; None for one that is read as it is written
     data: dict[str, Any] = attrs.field(factory=dict)  # its plain data
     lines: dict[Place, int] = attrs.field(factory=dict)  # the line of each place that came from a file
     origins: dict[Place, str] = attrs.field(factory=dict)  # the command-line option that each changed place came from
     # arguments that a command-line option gives and the config doesn't name
     unfounded: set[Place] = attrs.field(factory=set)
+    withheld: dict[Place, str] = attrs.field(factory=dict)  # values with secrets of the environment, as written
     mistakes: list[Mistake] = attrs.field(factory=list)  # what is wrong
     warnings: list[Mistake] = attrs.field(factory=list)  # what is right, and hardly meant
 
@@ -56,6 +60,17 @@ class Document:
         line, option = self._source(place)
         return Mistake(path_text(place), line, f"{message} (from {option})" if option else message, nearest)
 
+    def fill(self, text: str, place: Place) -> str:
+        """The text of a place with its variables filled in."""
+        found = Filled(text) if self.variables is None else self.variables.filled(text)
+        for said in found.wrong:
+            self.wrong(place, said)
+        if found.unlike is not None:
+            self.warn(place, found.unlike)
+        if found.secret:
+            self.withheld[place] = text
+        return found.text
+
     def put(self, place: Place, value: Any, option: str) -> None:
         """Set the value of a place whose parent exists, because a command-line option says so."""
         parent: Any = self.data
@@ -63,7 +78,7 @@ class Document:
             parent = parent[key]
         parent[place[-1]] = value
         known: dict[Place, Any]
-        for known in (self.lines, self.origins):
+        for known in (self.lines, self.origins, self.withheld):
             for below in [each for each in known if each[: len(place)] == place]:
                 del known[below]
         self.origins[place] = option
@@ -100,20 +115,24 @@ class Document:
         return None, None
 
 
-def read_file(path: Path) -> Document:
-    """The document of a file."""
+def read_file(path: Path, variables: Variables | None = None) -> Document:
+    """The document of a file, or of what a pipe gives."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            found = file.read(_MOST_BYTES + 1)
+        if len(found) > _MOST_BYTES:
+            raise ConfigError(f"{path} is no config: it has more than {_MOST_BYTES:,} bytes")
+        text = found.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"can't read the config {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the config {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    return read_text(text, str(path))
+    return read_text(text.replace("\r\n", "\n").replace("\r", "\n"), str(path), variables)
 
 
-def read_text(text: str, name: str) -> Document:
+def read_text(text: str, name: str, variables: Variables | None = None) -> Document:
     """The document of a text, which must be a mapping at its top."""
-    document = Document(name)
+    document = Document(name, variables)
     value = read_value(text, document)
     if document.mistakes and value is None:
         raise document.error()
@@ -126,9 +145,9 @@ def read_text(text: str, name: str) -> Document:
     return document
 
 
-def read_dict(config: Mapping[str, Any], name: str) -> Document:
+def read_dict(config: Mapping[str, Any], name: str, variables: Variables | None = None) -> Document:
     """The document of a dict; its data are copies."""
-    document = Document(name)
+    document = Document(name, variables)
     document.data = _copied(config, (), document)
     return document
 
@@ -146,6 +165,8 @@ def read_value(text: str, document: Document) -> Any:
         mark = error.problem_mark or error.context_mark
         context = f"{error.context}: " if error.context else ""
         problem = f"{context}{error.problem}".partition("\n")[0]
+        if mark is not None and text[mark.index - 1 : mark.index + 1] == "${":
+            problem += "; inside of {...} and [...] a value with ${NAME} stands in quotes"
         document.mistakes.append(Mistake("", mark.line + 1 if mark else None, f"not YAML: {problem}"))
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -211,6 +232,9 @@ class _Builder:
         return self._copied <= _MOST_COPIED
 
     def _scalar(self, node: Node, place: Place) -> Any:
+        if (text := self.document.fill(node.value, place)) != node.value:
+            tag = node.tag if node.style else self.yaml.resolver.resolve(ScalarNode, text, (True, False))
+            node = ScalarNode(tag, text)
         if node.tag == _TIMESTAMP:
             return node.value
         if node.tag not in _PLAIN_TAGS:
@@ -257,6 +281,9 @@ class _Builder:
 
 def _copied(value: Any, place: Place, document: Document) -> Any:
     """Plain data copied; what YAML can't say is a mistake."""
+    if len(place) > _MOST_DEPTH:
+        document.wrong(place[:1], f"more than {_MOST_DEPTH} lists and mappings inside each other")
+        return None
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -267,7 +294,9 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
     if type(value) is int and value.bit_length() > _MOST_DIGITS * math.log2(10):
         document.wrong(place, f"a number of more than {_MOST_DIGITS:,} digits")
         return None
-    if value is None or type(value) in (bool, int, float, str):
+    if isinstance(value, str):
+        return document.fill(str(value), place)
+    if value is None or type(value) in (bool, int, float):
         return value
     document.wrong(place, f"a config has plain values only (text, numbers, lists, dicts), not {type(value).__name__}")
     return None

@@ -282,7 +282,7 @@ class Checkpoints(ExecutorCase):
         assert group.role("resizable", Resizable).add(0) == [6, 6, 6]
         assert group.role("distributed", Distributed).add(0) == [5, 5, 5]
 
-    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0"])
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0", "[" * 100_000], ids=lambda text: text[:9])
     def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
         """One that can't be read, or that something else has written."""
         (tmp_path / "checkpoint.json").write_text(text)

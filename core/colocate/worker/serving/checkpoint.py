@@ -7,7 +7,6 @@ identity, by which all ranks go on from the same one, whoever writes another one
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 from colocate._role.context import running_call
 from colocate._role.method import RoleMethod
 from colocate._role.weights import Received
-from colocate._system.files import places
+from colocate._system.files import json_of, places
 from colocate.errors import ColocateError
 from colocate.worker.serving.failure import note
 from colocate.worker.serving.role_instance import RoleInstance
@@ -120,7 +119,7 @@ def read(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     for place in places(folder) * 2:  # it may be replaced just now
         try:
-            return place, json.loads((place / RECORD).read_text(encoding="utf-8"))
+            return place, json_of(place / RECORD)
         except FileNotFoundError:
             pass
     raise FileNotFoundError(f"there is no {RECORD} in {folder}")
@@ -133,7 +132,7 @@ def identity_of(record: Mapping[str, Any]) -> str:
 
 def _is_there(place: Path, identity: str) -> bool:
     try:
-        return identity_of(json.loads((place / RECORD).read_text(encoding="utf-8"))) == identity
+        return identity_of(json_of(place / RECORD)) == identity
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -171,7 +170,7 @@ def _call(role: RoleInstance, name: str, folder: Path) -> bool:
         return False
     more: dict[str, Any] = {}
     if name == "restore" and takes_ranks(type(role.instance)):
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = json_of(folder / RECORD)
         more["ranks"] = record["roles"][role.name]["ranks"]
     found = getattr(type(role.instance), name)
     bound = MethodType(found.spec.function, role.instance) if isinstance(found, RoleMethod) else None

@@ -1,0 +1,77 @@
+"""`${NAME}` in a value of a config: what the environment says of it, where the config is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import attrs
+
+from colocate.texts import nearest
+from colocate_run.config.secrets import is_secret
+
+_OPENING = "${"
+_WRITTEN = re.compile(r"\$?\$\{(?:([^{}]*)\})?")  # a variable, the two signs themselves, or something else
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_SHELLS = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
+
+
+@attrs.define
+class Filled:
+    """A text whose variables were filled in, and what was found meanwhile."""
+
+    text: str
+    wrong: list[str] = attrs.field(factory=list)  # what is wrong with it, in words
+    unlike: str | None = None  # what looks as a variable does in a shell, and stays as it is
+    secret: bool = False  # whether one of the variables calls itself a secret
+
+
+@attrs.frozen
+class Variables:
+    """Those that a config may name.
+
+    Attributes:
+        known: Their values; None where it may name none.
+    """
+
+    known: Mapping[str, str] | None
+
+    @classmethod
+    def of_caller(cls, allowed: bool = True) -> Variables:
+        """Those of this process; none for a config of others, which would learn them."""
+        return cls(os.environ if allowed else None)
+
+    def filled(self, text: str) -> Filled:
+        """Return a text with their values in the place of their names; `$${` is `${` itself."""
+        found = Filled(text)
+        if _OPENING in text:
+            found.text = _WRITTEN.sub(lambda each: self._value(each, found), text)
+        elif (name := _SHELLS.search(text)) is not None and name[1] in (self.known or ()):
+            found.unlike = f"{name[0]} isn't filled in; ${{{name[1]}}} would be"
+        return found
+
+    def _value(self, written: re.Match[str], found: Filled) -> str:
+        if written[0].startswith("$$"):
+            return written[0][1:]
+        name, text = written[1], f"; the text itself is written with another $: $${written[0][1:]}"
+        if name is None or not _NAME.fullmatch(name):
+            found.wrong.append(f"{written[0]} names no environment variable, as ${{HOME}} does{text}")
+        elif self.known is None:
+            found.wrong.append(
+                f"{written[0]}: a config that may name plugins only can't read your environment: give the value by "
+                "--set, if you trust it"
+            )
+        elif name not in self.known:
+            near = nearest(name, self.known)
+            meant = f"; did you mean {near}?" if near else ""
+            found.wrong.append(f"{written[0]}: there is no environment variable {name} here{meant}{text}")
+        else:
+            found.secret |= is_secret(name)
+            return self.known[name]
+        return written[0]
+
+
+def literal(text: str) -> str:
+    """Return a text as a config says it, in which nothing is to be filled in."""
+    return text.replace(_OPENING, f"${_OPENING}")
