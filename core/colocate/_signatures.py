@@ -1,17 +1,37 @@
-"""Whether plain values fit a signature: strict about scalars, silent about types that a config can't know."""
+"""Plain values for a signature: whether they fit it, and what they are made for it."""
 
 from __future__ import annotations
 
 import builtins
+import collections.abc
 import dataclasses
+import datetime
+import enum
 import inspect
 import numbers
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal, NewType, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
+from pathlib import Path, PurePath
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NewType,
+    NotRequired,
+    Required,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import attrs
 
@@ -30,8 +50,21 @@ _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     None: ((types.NoneType,), "null"),
     types.NoneType: ((types.NoneType,), "null"),
 }
-_LISTS = (list, Sequence)
-_MAPPINGS = (dict, Mapping)
+_ABC = collections.abc
+# What a list of a config is made where one of these is asked for, and a mapping.
+_LISTS: dict[Any, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys((list, _ABC.Sequence, _ABC.MutableSequence, _ABC.Collection, _ABC.Iterable), list),
+    **dict.fromkeys((set, _ABC.Set, _ABC.MutableSet), set),
+    frozenset: frozenset,
+    collections.deque: collections.deque,
+}
+_MAPPINGS = (dict, _ABC.Mapping, _ABC.MutableMapping)
+_PLAIN = (str, bool, int, float, types.NoneType, list, dict)  # what a config has
+_DATES = {
+    datetime.datetime: "a date and time, as in '2026-11-29T10:00'",
+    datetime.date: "a date, as in '2026-11-29'",
+    datetime.time: "a time, as in '10:00'",
+}
 
 
 @attrs.frozen
@@ -63,34 +96,42 @@ class Arguments:
         parameters: By name, without `self` and whatever the caller gives itself.
         hints: The annotations that could be evaluated.
         open: Whether any other name is accepted too.
+        others: The annotation of these.
     """
 
     owner: str
     parameters: Mapping[str, inspect.Parameter]
     hints: Mapping[str, Any]
     open: bool
+    others: Any = Any
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield what doesn't fit: unknown, missing, of a wrong simple type."""
+        """Yield what doesn't fit: unknown, missing, of a wrong kind."""
+        yield from self._made(given, ())[1]
+
+    def built(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the same, each as its annotation wants it: see `built`."""
+        return self._made(given, ())[0]
+
+    def _made(self, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
+        made: dict[str, Any] = {}
+        wrong: list[Problem] = []
         meant = set()  # by names that are misspelt: they aren't missing besides
         for name, value in given.items():
-            if name in self.parameters:
-                yield from problems(value, self.hints.get(name, Any), (name,))
-            elif not self.open:
+            hint = self.hints.get(name, Any if name in self.parameters else self.others)
+            made[name] = _made(value, hint, (*place, name), wrong)
+            if name not in self.parameters and not self.open:
                 near = nearest(name, self.parameters)
                 meant.add(near)
                 takes = f"it takes {', '.join(self.parameters)}" if self.parameters else "it takes none"
                 text = f"{self.owner} has no parameter {name!r}"
-                yield Problem((name,), text if near else f"{text}; {takes}", near)
+                wrong.append(Problem((*place, name), text if near else f"{text}; {takes}", near))
         for name, parameter in self.parameters.items():
             if parameter.default is inspect.Parameter.empty and name not in given and name not in meant:
                 hint = self.hints.get(name)
                 kind = f" ({hint.__name__})" if isinstance(hint, type) else ""
-                yield Problem((), f"{self.owner} needs {name!r}{kind}")
-
-    def built(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the same, with what is annotated as a dataclass, or a class of attrs, made from the mapping of it."""
-        return {name: built(value, self.hints.get(name, Any)) for name, value in given.items()}
+                wrong.append(Problem(place, f"{self.owner} needs {name!r}{kind}"))
+        return made, wrong
 
 
 def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:
@@ -101,8 +142,10 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
         return Arguments(owner, {}, {}, open=True)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    return Arguments(owner, named, _hints(target, named), takes_any)
+    rest = {parameter.name: parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD}
+    hints = _hints(target, named | rest)
+    others = next((hints.pop(name) for name in rest if name in hints), Any)
+    return Arguments(owner, named, hints, bool(rest), others)
 
 
 def path_text(place: Place) -> str:
@@ -113,90 +156,222 @@ def path_text(place: Place) -> str:
 
 def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
     """Yield everything about a value that doesn't fit an annotation; nothing for annotations that can't be judged."""
-    if get_origin(annotation) is Annotated:
-        kind, *notes = get_args(annotation)
-        found = list(problems(value, kind, place))
-        # What a check says of a number goes first, also where its kind is wrong: it knows why.
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if value is not None and (number or not found):
-            checks = [note.problem for note in notes if isinstance(note, Checked)]
-            found = [Problem(place, said) for check in checks if (said := check(value)) is not None] or found
-        yield from found
-        return
-    annotation = _bare(annotation)
-    origin = get_origin(annotation) or annotation
-    args = get_args(annotation)
-    if annotation in _SCALARS:
-        accepted, wanted = _SCALARS[annotation]
-        if not isinstance(value, accepted) or (annotation is not bool and isinstance(value, bool)):
-            hint = ""
-            if annotation is str and isinstance(value, int | float):
-                hint = "; put it in quotes"
-            elif isinstance(value, str) and annotation in (int, float):
-                with suppress(ValueError):  # it is none
-                    float(value)
-                    hint = "; remove the quotes"
-            yield Problem(place, f"must be {wanted}, not {shown(value)}{hint}")
-    elif origin is Literal:
-        if not any(value == choice and type(value) is type(choice) for choice in args):
-            names = [choice for choice in args if isinstance(choice, str)]
-            near = nearest(value, names) if isinstance(value, str) else None
-            yield Problem(place, f"must be {describe(annotation)}, not {shown(value)}", near)
-    elif origin in (Union, types.UnionType):
-        of_arms = [list(problems(value, arm, place)) for arm in args]
-        if not all(of_arms):
-            return
-        # An arm of the value's own kind (a list, a mapping) knows best what is wrong inside it.
-        deeper = [each for each in of_arms if all(problem.place != place for problem in each)]
-        if deeper:
-            yield from min(deeper, key=len)
-        elif len(real := [arm for arm in args if arm is not types.NoneType]) == 1:
-            yield from problems(value, real[0], place)
-        else:
-            yield Problem(place, f"must be {describe(annotation)}, not {shown(value)}")
-    elif origin in _LISTS:
-        if not isinstance(value, list):
-            yield Problem(place, f"must be a list, not {shown(value)}")
-            return
-        for i, each in enumerate(value):
-            yield from problems(each, args[0] if args else Any, (*place, i))
-    elif origin in _MAPPINGS:
-        if not isinstance(value, dict):
-            yield Problem(place, f"must be a mapping, not {shown(value)}")
-            return
-        for key, each in value.items():
-            yield from problems(each, args[1] if args else Any, (*place, key))
-    elif _is_record(origin) and not isinstance(value, origin):  # it is one in a config that is written in Python
-        arguments = arguments_of(origin, origin.__name__)
-        if not isinstance(value, dict):
-            yield Problem(place, f"must be a mapping ({', '.join(arguments.parameters)}), not {shown(value)}")
-            return
-        found = [attrs.evolve(each, place=(*place, *each.place)) for each in arguments.problems(value)]
-        if not found:
-            try:
-                built(value, origin)
-            except Exception as error:  # what the class itself has against it
-                found.append(Problem(place, f"{origin.__name__} refuses it: {type(error).__name__}: {error}"))
-        yield from found
+    wrong: list[Problem] = []
+    _made(value, annotation, place, wrong)
+    yield from wrong
 
 
 def built(value: Any, annotation: Any) -> Any:
-    """Return a value that fits its annotation as that wants it: mappings that stand for instances are made such."""
+    """Return a value that fits its annotation as that wants it: a `Path` of a text, a set of a list."""
+    return _made(value, annotation, (), [])
+
+
+def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+    """Return what a value is made for an annotation; what is wrong with it is added to a list."""
+    if get_origin(annotation) is Annotated:
+        return _checked(value, annotation, place, wrong)
     annotation = _bare(annotation)
-    origin = get_origin(annotation) or annotation
-    if origin in (Union, types.UnionType):
-        fitting = (arm for arm in get_args(annotation) if not any(problems(value, arm)))
-        return built(value, next(fitting, Any))
-    if origin in _LISTS and isinstance(value, list):
-        (item,) = get_args(annotation) or (Any,)
-        return [built(each, item) for each in value]
-    if origin in _MAPPINGS and isinstance(value, dict):
-        _, item = get_args(annotation) or (Any, Any)
-        return {key: built(each, item) for key, each in value.items()}
-    if not _is_record(origin) or not isinstance(value, dict):
+    origin, args = get_origin(annotation) or annotation, get_args(annotation)
+    if annotation in _SCALARS:
+        if (said := _scalar_problem(value, annotation)) is not None:
+            wrong.append(Problem(place, said))
         return value
-    record: Any = origin
-    return record(**arguments_of(record, record.__name__).built(value))
+    if origin is Literal:
+        return _one_of(value, args, place, wrong)
+    if origin in (Union, types.UnionType):
+        return _of_some_arm(value, annotation, place, wrong)
+    if origin is Any or not isinstance(origin, type):
+        return value
+    if type(value) not in _PLAIN:  # made by somebody in Python
+        return value
+    if issubclass(origin, enum.Enum):
+        return _one_of(value, tuple(origin), place, wrong)
+    if is_typeddict(origin):
+        return _typed_dict(value, origin, place, wrong)
+    if _is_record(origin):
+        return _record(value, origin, place, wrong)
+    if origin in _LISTS or origin is tuple:
+        return _several(value, origin, args, place, wrong)
+    if origin in _MAPPINGS:
+        if not isinstance(value, dict):
+            wrong.append(Problem(place, f"must be a mapping, not {shown(value)}"))
+            return value
+        of_key, of_value = args or (Any, Any)
+        return {
+            _key(key, of_key, place, wrong): _made(each, of_value, (*place, key), wrong) for key, each in value.items()
+        }
+    return _of_kind(value, origin, place, wrong)
+
+
+def _checked(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+    kind, *notes = get_args(annotation)
+    found: list[Problem] = []
+    made = _made(value, kind, place, found)
+    # What a check says of a number goes first, also where its kind is wrong: it knows why.
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if value is not None and (number or not found):
+        checks = [note.problem for note in notes if isinstance(note, Checked)]
+        found = [Problem(place, said) for check in checks if (said := check(value)) is not None] or found
+    wrong += found
+    return made
+
+
+def _scalar_problem(value: Any, annotation: Any) -> str | None:
+    accepted, wanted = _SCALARS[annotation]
+    if isinstance(value, accepted) and (annotation is bool or not isinstance(value, bool)):
+        return None
+    hint = ""
+    if annotation is str and isinstance(value, int | float):
+        hint = "; put it in quotes"
+    elif isinstance(value, str) and annotation in (int, float):
+        with suppress(ValueError):  # it is none
+            float(value)
+            hint = "; remove the quotes"
+    return f"must be {wanted}, not {shown(value)}{hint}"
+
+
+def _plain(choice: Any) -> Any:
+    """Return how a config says one of some choices: that itself, or the value of a member of an enumeration."""
+    if not isinstance(choice, enum.Enum):
+        return choice
+    return choice.value if type(choice.value) in _PLAIN else choice.name
+
+
+def _one_of(value: Any, choices: Sequence[Any], place: Place, wrong: list[Problem]) -> Any:
+    """Return the choice that a value stands for: a member of an enumeration is said by its value, or by its name."""
+    said = [_plain(choice) for choice in choices]
+    for choice, each in zip(choices, said, strict=True):
+        if value is choice or (value == each and type(value) is type(each)):
+            return choice
+    for choice in choices:
+        if isinstance(choice, enum.Enum) and value == choice.name:
+            return choice
+    near = nearest(value, [each for each in said if isinstance(each, str)]) if isinstance(value, str) else None
+    wrong.append(Problem(place, f"must be {brief(' or '.join(map(repr, said)), 500)}, not {shown(value)}", near))
+    return value
+
+
+def _of_some_arm(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+    arms, of_arms = get_args(annotation), list[list[Problem]]()
+    for arm in arms:
+        found: list[Problem] = []
+        made = _made(value, arm, place, found)
+        if not found:
+            return made
+        of_arms.append(found)
+    # An arm of the value's own kind (a list, a mapping) knows best what is wrong inside it.
+    deeper = [each for each in of_arms if all(problem.place != place for problem in each)]
+    real = [each for arm, each in zip(arms, of_arms, strict=True) if arm is not types.NoneType]
+    if deeper:
+        best = min(deeper, key=len)
+        wrong += best
+    elif len(real) == 1:
+        wrong += real[0]
+    else:
+        wrong.append(Problem(place, f"must be {describe(annotation)}, not {shown(value)}"))
+    return value
+
+
+def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: list[Problem]) -> Any:
+    """Return what is made of a list."""
+    if not isinstance(value, list):
+        wrong.append(Problem(place, f"must be a list, not {shown(value)}"))
+        return value
+    whole = kind is tuple and args and args[-1:] != (...,)
+    if whole and len(args) != len(value):
+        wrong.append(Problem(place, f"must be a list of {len(args)}, not of {len(value)}"))
+        return value
+    kinds = args if whole else (args or (Any,))[:1] * len(value)
+    before = len(wrong)
+    made = [_made(each, of, (*place, i), wrong) for i, (each, of) in enumerate(zip(value, kinds, strict=True))]
+    try:
+        return made if len(wrong) > before else tuple(made) if kind is tuple else _LISTS[kind](made)
+    except TypeError as error:  # a set of what can't be in one
+        wrong.append(Problem(place, f"must be a list of what can be in a set: {error}"))
+        return value
+
+
+def _key(key: str, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+    """Return a key of a mapping, which is text in a config, also where it is a number."""
+    kind = _bare(annotation)
+    if kind in (int, float):
+        try:
+            return kind(key)
+        except ValueError:
+            wrong.append(Problem((*place, key), f"the key must be {_SCALARS[kind][1]}, not {shown(key)}"))
+            return key
+    return _made(key, annotation, (*place, key), wrong)
+
+
+def _typed_dict(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
+    hints = _evaluated(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)), include_extras=True)
+    parameters = {}
+    for name in kind.__annotations__:
+        needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired  # which may be text
+        default = inspect.Parameter.empty if needed else None
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    return _mapped(value, Arguments(kind.__name__, parameters, hints, open=False), place, wrong)
+
+
+def _mapped(value: Any, arguments: Arguments, place: Place, wrong: list[Problem]) -> Any:
+    if not isinstance(value, dict):
+        wrong.append(Problem(place, f"must be a mapping ({', '.join(arguments.parameters)}), not {shown(value)}"))
+        return value
+    made, found = arguments._made(value, place)
+    wrong += found
+    return made
+
+
+def _record(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
+    before = len(wrong)
+    made = _mapped(value, arguments_of(kind, kind.__name__), place, wrong)
+    if len(wrong) > before:
+        return value
+    try:
+        return kind(**made)
+    except Exception as error:  # what the class itself has against it
+        wrong.append(Problem(place, f"{kind.__name__} refuses it: {type(error).__name__}: {error}"))
+        return value
+
+
+def _of_kind(value: Any, kind: type, place: Place, wrong: list[Problem]) -> Any:
+    """Return what a text is made where a class is asked for; else the value, which has to be of that class."""
+    try:
+        if isinstance(value, kind):
+            return value
+    except TypeError:  # a protocol may be no question that can be asked
+        return value
+    if describe(kind) == kind.__name__:
+        text = f"must be of the class {kind.__name__}, which a config can't say, not {shown(value)}: "
+        wrong.append(Problem(place, f"{text}annotate what it is made of, a text or a number, and make it of that"))
+        return value
+    text = f"must be {describe(kind)}, not {shown(value)}"
+    if isinstance(value, str):
+        try:
+            return _of_text(value, kind)
+        except (ValueError, RuntimeError) as error:
+            text += f" ({error})"
+    wrong.append(Problem(place, text))
+    return value
+
+
+def _of_text(text: str, kind: Any) -> Any:
+    if kind in _DATES:
+        return kind.fromisoformat(text)
+    if _is_torchs(kind, "dtype"):
+        found = getattr(sys.modules["torch"], text.removeprefix("torch."), None)
+        if not isinstance(found, kind):
+            raise ValueError("torch has none of that name")
+        return found
+    if _is_torchs(kind, "device"):
+        return kind(text)
+    path = (Path if kind is os.PathLike else kind)(text)
+    return path.expanduser() if isinstance(path, Path) else path
+
+
+def _is_torchs(kind: Any, name: str) -> bool:
+    """Return whether that is a class of torch's, which needn't be imported to know it."""
+    return (kind.__module__, kind.__name__) == ("torch", name)
 
 
 def describe(annotation: Any) -> str:
@@ -205,13 +380,22 @@ def describe(annotation: Any) -> str:
     origin = get_origin(annotation) or annotation
     if annotation in _SCALARS:
         return _SCALARS[annotation][1]
-    if origin is Literal:
-        return " or ".join(repr(each) for each in get_args(annotation))
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe(each) for each in get_args(annotation)))
-    if origin in _LISTS:
+    if not isinstance(origin, type) or origin is Any:
+        choices = get_args(annotation) if origin is Literal else ()
+        return " or ".join(repr(_plain(each)) for each in choices) or str(getattr(annotation, "__name__", annotation))
+    if issubclass(origin, enum.Enum):
+        return " or ".join(repr(_plain(each)) for each in origin)
+    if origin in _LISTS or origin is tuple:
         return "a list"
-    return "a mapping" if origin in _MAPPINGS else str(getattr(annotation, "__name__", annotation))
+    if origin in _MAPPINGS or is_typeddict(origin):
+        return "a mapping"
+    if issubclass(origin, PurePath) or origin is os.PathLike:
+        return "a path"
+    if _is_torchs(origin, "dtype"):
+        return "a dtype of torch's, as in 'bfloat16'"
+    return "a device, as in 'cuda:0'" if _is_torchs(origin, "device") else _DATES.get(origin, origin.__name__)
 
 
 def brief(text: str, limit: int = 100) -> str:
@@ -233,17 +417,25 @@ def shown(value: Any) -> str:
 
 
 def _is_record(kind: Any) -> bool:
-    """Return whether a class is a dataclass, or one of attrs."""
-    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or attrs.has(kind))
+    """Return whether a class is a dataclass, one of attrs, or a named tuple."""
+    return isinstance(kind, type) and (
+        dataclasses.is_dataclass(kind) or attrs.has(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    )
 
 
 def _bare(annotation: Any) -> Any:
     """Return what an annotation says without notes and new names; Any for what can't be judged."""
     while True:
-        if get_origin(annotation) is Annotated:
+        if get_origin(annotation) in (Annotated, Required, NotRequired):
             annotation = get_args(annotation)[0]
         elif isinstance(annotation, NewType):
             annotation = annotation.__supertype__
+        elif isinstance(annotation, TypeVar):
+            annotation = annotation.__bound__ or Any
+        elif isinstance(annotation, dataclasses.InitVar):
+            annotation = annotation.type
+        elif type(annotation).__name__ == "TypeAliasType":  # `type Name = ...` of Python 3.12
+            annotation = annotation.__value__
         else:
             break
     try:
@@ -259,15 +451,16 @@ def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Paramete
     names = getattr(function, "__globals__", {})
     if _is_record(target):  # attrs makes such a function in a place of its own
         names = vars(sys.modules.get(target.__module__, builtins))
+    given = {name: parameter.annotation for name, parameter in parameters.items()}
+    return _evaluated({name: each for name, each in given.items() if each is not inspect.Parameter.empty}, names)
+
+
+def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any], include_extras: bool = False) -> dict[str, Any]:
     found = {}
-    for name, parameter in parameters.items():
-        if parameter.annotation is inspect.Parameter.empty:
-            continue
-        holder = types.SimpleNamespace(__annotations__={name: parameter.annotation})
-        try:
-            found[name] = get_type_hints(holder, globalns=names)[name]
-        except Exception:  # annotations are code: they may raise anything
-            continue
+    for name, annotation in annotations.items():
+        holder = types.SimpleNamespace(__annotations__={name: annotation})
+        with suppress(Exception):  # annotations are code: they may raise anything
+            found[name] = get_type_hints(holder, globalns=names, include_extras=include_extras)[name]
     return found
 
 

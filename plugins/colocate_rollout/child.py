@@ -20,7 +20,7 @@ import attrs
 import colocate
 from colocate import Child, ChildDied, ConfigError, Context, Role, Weights
 from colocate.texts import parse_bytes
-from colocate_rollout.contract import Prompt, Row, Sampling, engine_class, refuse_wrong
+from colocate_rollout.contract import Prompt, Row, Sampling, engine_with, fitting
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -80,8 +80,7 @@ class ChildEngine:
             given: Any = {} if child is True else child  # a mapping, where the role is declared in Python with one
             if not isinstance(given, Mapping):
                 raise ConfigError(f"child={given!r}: true or false, or a mapping with what ChildOptions has")
-            refuse_wrong(ChildOptions, "child", given)
-            child = ChildOptions(**given)
+            child = ChildOptions(**fitting(ChildOptions, "child", given))
         if any(place.size("tp") > 1 for place in ctx.meshes.values()):
             raise ConfigError(
                 "engine in a child: ranks along the axis 'tp' would be one engine, and children of several slots "
@@ -305,11 +304,11 @@ class _Serving:
 
     def make(self, engine: str | type[Any], options: Mapping[str, Any], place: Mapping[str, Any]) -> None:
         """Make the engine, which is alone in this process."""
-        ctx, cls = attrs.evolve(Role().ctx, **place), engine_class(engine, options)
+        ctx, make = attrs.evolve(Role().ctx, **place), engine_with(engine, options)
         model = options.get("model")
-        if isinstance(model, Mapping) and "dtype" in model and "dtype" in inspect.signature(cls).parameters:
-            options = {"dtype": model["dtype"], **options}
-        self._engine = cls(ctx, **options)
+        if isinstance(model, Mapping) and "dtype" in model and "dtype" in inspect.signature(make).parameters:
+            make = engine_with(engine, {"dtype": model["dtype"], **options})
+        self._engine = make(ctx)
 
     def _say(self, kind: str, value: Any = None, managed: Mapping[str, int] | None = None) -> None:
         self._connection.send((kind, value, managed))

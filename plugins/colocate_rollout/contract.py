@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import attrs
@@ -169,21 +170,20 @@ class Engine(Protocol):
         ...
 
 
-def engine_class(engine: str | type[Any], options: Mapping[str, Any]) -> type[Any]:
-    """Return the class of an engine that takes such options.
+def engine_with(engine: str | type[Any], options: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Return an engine of which all is known but its context.
 
     Raises:
         PluginError: There is no such engine, or it can't be imported.
         ConfigError: It doesn't take them.
     """
-    found = engine_named(engine) if isinstance(engine, str) else engine
+    found: Callable[..., Any] = engine_named(engine) if isinstance(engine, str) else engine
     name = engine if isinstance(engine, str) else engine.__qualname__
-    refuse_wrong(found, f"engine {name!r}", options, skip=1)
-    return found
+    return partial(found, **fitting(found, f"engine {name!r}", options, skip=1))
 
 
 def engine_named(engine: str) -> type[Any]:
-    """Return the class of an installed engine; raise as `engine_class`."""
+    """Return the class of an installed engine; raise as `engine_with`."""
     if ":" in engine:
         raise ConfigError(
             f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
@@ -194,16 +194,18 @@ def engine_named(engine: str) -> type[Any]:
     return cls
 
 
-def refuse_wrong(target: Callable[..., Any], name: str, options: Mapping[str, Any], skip: int = 0) -> None:
-    """See that a class takes options; `name` is what errors call it, `skip` the arguments that aren't options.
+def fitting(target: Callable[..., Any], name: str, options: Mapping[str, Any], skip: int = 0) -> dict[str, Any]:
+    """Return options as a class wants them; `name` is what errors call it, `skip` the arguments that aren't options.
 
     Raises:
         ConfigError: It doesn't: all of them, with the nearest names.
     """
+    arguments = arguments_of(target, name, skip=skip)
     said = [
         f"{f'{path_text(each.place)}: ' if each.message.startswith('must') else ''}{each.message}"
         + (f"; did you mean {each.nearest!r}?" if each.nearest else "")
-        for each in arguments_of(target, name, skip=skip).problems(options)
+        for each in arguments.problems(options)
     ]
     if said:
         raise ConfigError("; ".join(said))
+    return arguments.built(options)

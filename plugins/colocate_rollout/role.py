@@ -12,7 +12,7 @@ from colocate import ConfigError, DispatchError, PluginError, Role, RoleSpec, Sc
 from colocate.signatures import arguments_of
 from colocate.texts import did_you_mean
 from colocate_rollout.child import ChildEngine, ChildOptions
-from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_class, engine_named
+from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_named, engine_with
 
 
 class _Numbered(Scatter):
@@ -78,7 +78,7 @@ class EngineRole(Role):
         self.sampling = self._wanted(sampling)  # a mapping, where the role is declared in Python with one
         self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
         if child is False or self.ctx.device.type == "meta":  # what is only planned has no process
-            self.engine = engine_class(engine, options)(self.ctx, **options)
+            self.engine = engine_with(engine, options)(self.ctx)
         else:
             self.engine = ChildEngine(self.ctx, engine, options, child)
 

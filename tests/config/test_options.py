@@ -1,4 +1,4 @@
-"""Options that are dataclasses, or classes of attrs: checked with the rest, and made before their role or job is."""
+"""Options of all kinds that a config can say: checked with the rest, and made before their role or job is."""
 
 from __future__ import annotations
 

@@ -233,6 +233,7 @@ class _Builder:
 
     def _scalar(self, node: Node, place: Place) -> Any:
         if (text := self.document.fill(node.value, place)) != node.value:
+            assert isinstance(node, ScalarNode)
             tag = node.tag if node.style else self.yaml.resolver.resolve(ScalarNode, text, (True, False))
             node = ScalarNode(tag, text)
         if node.tag == _TIMESTAMP:
