@@ -29,6 +29,7 @@ from colocate.testing.executors.dispatch import Dispatching, Mixing, NamedMeshes
 from colocate.testing.executors.drivers import Drivers, Endings, Signals
 from colocate.testing.executors.engines import Engines
 from colocate.testing.executors.ledgers import Budgets, Ledgers
+from colocate.testing.executors.numbers import RandomNumbers
 from colocate.testing.executors.order import Failures, Order
 from colocate.testing.executors.ownership import Borrows, Ownership
 from colocate.testing.executors.pipelines import Pipelines
@@ -72,6 +73,7 @@ class ExecutorSuite(
     Transfers,
     Devices,
     TorchSettings,
+    RandomNumbers,
     NamedMeshes,
     Pipelines,
     Functions,
@@ -173,6 +175,7 @@ __all__ = [
     "Ports",
     "Printing",
     "ProcessGroups",
+    "RandomNumbers",
     "Renewals",
     "Residents",
     "Restarting",

@@ -31,7 +31,7 @@ from colocate.worker.serving.handlers import guard, leave
 from colocate.worker.serving.host import WorkerHost
 from colocate.worker.serving.output import label_output, show_logs
 from colocate.worker.serving.service import Service, given
-from colocate.worker.torch_groups.hooks import count_updates, when_torch_comes
+from colocate.worker.torch_groups.hooks import count_updates, when_imported
 
 SPAWNED = "colocate.worker.birth.spawned"
 """What multiprocessing has for `__main__` in processes that roles spawn."""
@@ -122,17 +122,22 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
         turns.close()
         on_end()
 
+    def look_at_numbers() -> None:
+        if (wide := host.setting.process_wide) is not None:
+            wide.came()
+
     def look_at_torch() -> None:
         if not host.roles and host.process is not None:  # else what they hold is there already
             host.process.begin()
         host.groups.watch_collectives()
         count_updates(host.lane.last, host.groups.count)
+        look_at_numbers()
 
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=end, turns=turns)
     host.process = ProcessMemory()
-    when_torch_comes(look_at_torch)
+    when_imported({"torch": look_at_torch, "numpy.random": look_at_numbers})
     host.definitions.install()
     if service.door is not None:
         host.recent = RecentSpans()

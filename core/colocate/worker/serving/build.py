@@ -26,6 +26,7 @@ from colocate.errors import CapabilityError, PluginError
 from colocate.worker.context import WorkerContext
 from colocate.worker.memory.holdings import Objects, held_by
 from colocate.worker.memory.vmm import Elsewhere, kept_addresses
+from colocate.worker.process_wide import own_of
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
 
@@ -130,9 +131,15 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     kwargs: dict[str, Any] = {}
     token = set_current(ctx)
     try:
+        wide, own = worker_context.setting.process_wide, None
+        if wide is not None:
+            own = own_of(build.seed, build.group, build.name, ctx.slot, build.generation)
+            wide.have(own)
         cls = build.shipped.load()
         worker_context.setting.choose_device()
-        worker_context.setting.base = worker_context.setting.now()
+        worker_context.setting.base = attrs.evolve(worker_context.setting.now(), own=None)
+        if wide is not None:
+            wide.loaded()
         methods = check_role(build.name, cls)
         if build.arguments is not None:  # on the host, from where it takes to the device what it wants there
             with rebuilding("an argument"):
@@ -149,10 +156,12 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         reset_current(token)
         worker_context.setting.have(worker_context.setting.base)
     setting = worker_context.setting
-    if (own := worker_context.background.get(build.name)) is not None:  # which has a stream of its own
-        setting, settings = own.setting, attrs.evolve(settings, stream=None)
+    if (background := worker_context.background.get(build.name)) is not None:  # which has a stream of its own
+        setting, settings, own = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
-    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, build.keeps_addresses)
+    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, build.keeps_addresses, own=own)
+    if worker_context.in_process:
+        role.beside = worker_context.roles
     if build.weights is not None:
         role.received = Received(build.weights[0])
         role.received.fail(build.weights[1])

@@ -57,6 +57,10 @@ def save(
             own = _own_file(role, folder, "generator")
             own.parent.mkdir(exist_ok=True)
             own.write_bytes(generator.get_state().numpy().tobytes())
+        if role.own is not None and (wide := role.setting.process_wide) is not None:
+            own = _own_file(role, folder, "defaults")
+            own.parent.mkdir(exist_ok=True)
+            own.write_text(json.dumps(wide.saved(role.own)), encoding="utf-8")
 
 
 def restore(role: RoleInstance, directory: str, identity: str) -> None:
@@ -100,6 +104,9 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
 
             state = torch.frombuffer(bytearray(own.read_bytes()), dtype=torch.uint8)
             role.ctx.generator.set_state(state)
+        own = _own_file(role, folder, "defaults")
+        if role.own is not None and (wide := role.setting.process_wide) is not None and own.exists():
+            wide.restore(role.own, json.loads(own.read_text(encoding="utf-8")))
     except Exception as error:
         if not _is_there(folder, identity):
             raise _replaced(Path(directory)) from error

@@ -21,6 +21,7 @@ from colocate._values.collect import Collect
 from colocate._values.mesh import Mesh, Ranks
 from colocate.worker.context import WorkerContext
 from colocate.worker.memory.sleep import Outcome
+from colocate.worker.process_wide import own_of
 from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
 from colocate.worker.serving.handlers import calls_role_code
@@ -148,14 +149,8 @@ RUN = SPECS["run"]
 
 def hosted_functions(worker_context: WorkerContext, slots: int, seed: int) -> RoleInstance:
     """Make what functions run in: every slot of the group is a rank."""
-    meshes = {"": Mesh({"dp": slots})}
-    ctx = context_in(
-        worker_context,
-        None,
-        range(slots),
-        meshes,
-        worker_context.boot.group,
-        seed,
-        worker_context.groups.default.generation,
-    )
-    return RoleInstance(None, Functions(worker_context), SPECS, ctx, worker_context.setting)
+    meshes, boot = {"": Mesh({"dp": slots})}, worker_context.boot
+    generation = worker_context.groups.default.generation
+    ctx = context_in(worker_context, None, range(slots), meshes, boot.group, seed, generation)
+    setting, own = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
+    return RoleInstance(None, Functions(worker_context), SPECS, ctx, setting, own=own)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -14,10 +16,13 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import own_method
 from colocate._role.standalone import awaited
 from colocate._role.weights import Received
+from colocate._system.imported import imported
+from colocate.worker.process_wide import Own
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.torch_groups.settings import Setting, Settings
 
 T = TypeVar("T")
+_log = logging.getLogger("colocate")
 
 
 @attrs.define(eq=False)
@@ -29,9 +34,12 @@ class RoleInstance:
     methods: Mapping[str, MethodSpec]
     ctx: Context
     setting: Setting  # what makes torch's settings
-    settings: Settings | None = None  # which the role has of its own; None for those of all
+    settings: Settings | None = None  # which the role has of its own; None for those of all, and what is `own`
     keeps_addresses: bool = False  # whether what its constructor has made on a GPU keeps its addresses when it sleeps
     received: Received | None = None  # the weights that it has from another role; None where it has its own
+    own: Own | None = None  # its default generators and switches; None where these are the driver's, or of another lane
+    # where its process is the driver's, the roles of its slot, until somebody was told that it seeds for all of them
+    beside: Mapping[Any, RoleInstance] | None = None
     # how many operations of process groups it has begun in the calls that have ended
     operations: int = attrs.field(default=0, init=False)
     # its methods by name, each with what errors and stacks call it
@@ -125,11 +133,34 @@ class RoleInstance:
     def run(self, code: Callable[..., T], *args: Any) -> T:
         """Run code of the role's, with torch set as it is for the role."""
         setting = self.setting
-        setting.have(self.settings or setting.base)
+        setting.have(self.settings or self._of_all())
+        if self.beside:
+            code = partial(self._unseeded, code)
         try:
             return code(*args)
         finally:
             setting.have(setting.base)
+
+    def _unseeded(self, code: Callable[..., T], *args: Any) -> T:
+        """Run code, and say so if it has seeded torch's default generator, which others use as well."""
+        torch = imported("torch")
+        seed = None if torch is None else torch.initial_seed()
+        try:
+            return code(*args)
+        finally:
+            if torch is not None and torch.initial_seed() != seed and len(self.beside or ()) > 1:
+                self.beside = None
+                _log.warning(
+                    "role %r of group %r has seeded torch's default generator, which on threads all roles and the driver "
+                    "share: each time they go on with the same numbers. connect(processes=True), Ray and Dask give each "
+                    "role its own; here use a generator of your own, or ctx.generator",
+                    self.name,
+                    self.ctx.group,
+                )
+
+    def _of_all(self) -> Settings:
+        self.settings = attrs.evolve(self.setting.base, own=self.own)
+        return self.settings
 
     def label(self, method: str) -> str:
         """What a method is called in errors and stacks."""

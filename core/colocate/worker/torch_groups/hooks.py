@@ -1,4 +1,4 @@
-"""What a worker does when torch comes, once, whoever imports it, and not before; and what it has torch tell it.
+"""What a worker does when torch or NumPy comes, once, whoever imports it, and not before; what it has torch tell it.
 
 Two threads of a worker may need it first: the lane, for a role, and the one that makes the default process group.
 While one of them is in `import torch`, `import torch.distributed` doesn't wait for that in the other: Python locks each
@@ -12,61 +12,61 @@ import importlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from colocate._role.context import CallState, running_call
 
 
-def when_torch_comes(act: Callable[[], object]) -> None:
-    """Have something done as soon as torch is there, or now if it is.
+def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
+    """Have something done as soon as modules are there, or now if they are.
 
-    In a process of its own: until then imports take turns there where they are of torch.
+    In a process of its own: until then imports of torch take turns there.
 
     Args:
-        act: What to do, by the thread that has imported it. It must not raise.
+        acts: By module ("torch", "numpy.random"), what to do, by the thread that has imported it. It must not raise.
     """
-    if _is_there():
-        act()
-        return
+    left = dict(acts)
     turn = threading.RLock()
-    done = False
     plain_import, import_module = builtins.__import__, importlib.import_module
 
     def then() -> None:
-        nonlocal done
-        if not done and _is_there():
-            done = True
+        for name in [*left]:
+            if _is_there(name) and (act := left.pop(name, None)) is not None:
+                act()
+        if not left:
             if builtins.__import__ is importing:
                 builtins.__import__ = plain_import
             if importlib.import_module is module_importing:
                 importlib.import_module = import_module
-            act()
+
+    def looking(imports: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        package = name.partition(".")[0]
+        if package not in packages or not left:
+            return imports(name, *args, **kwargs)
+        with turn if package == "torch" else nullcontext():
+            found = imports(name, *args, **kwargs)
+            then()
+            return found
 
     def importing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if done or name.partition(".")[0] != "torch":
-            return plain_import(name, *args, **kwargs)
-        with turn:
-            found = plain_import(name, *args, **kwargs)
-            then()
-            return found
+        return looking(plain_import, name, *args, **kwargs)
 
     def module_importing(name: str, package: str | None = None) -> Any:
-        if done or name.partition(".")[0] != "torch":
-            return import_module(name, package)
-        with turn:
-            found = import_module(name, package)
-            then()
-            return found
+        return looking(import_module, name, package)
 
-    builtins.__import__ = importing
-    importlib.import_module = module_importing
+    then()
+    packages = {name.partition(".")[0] for name in left}
+    if left:
+        builtins.__import__ = importing
+        importlib.import_module = module_importing
 
 
-def _is_there() -> bool:
-    """Whether it is imported, and not just being so."""
-    torch = sys.modules.get("torch")
-    return torch is not None and not getattr(torch.__spec__, "_initializing", False)
+def _is_there(name: str) -> bool:
+    """Whether a module is imported, and not just being so."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def count_updates(last: Callable[[], CallState | None], operations: Callable[[], int]) -> None:

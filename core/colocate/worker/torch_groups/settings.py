@@ -19,6 +19,7 @@ import attrs
 
 from colocate._system.imported import imported
 from colocate.gpus import in_use, number_of
+from colocate.worker.process_wide import Own, ProcessWide
 
 _Autocast: TypeAlias = tuple[tuple[tuple[str, bool, Any], ...], bool, int]
 """Of each kind of device, whether it is on, and its dtype; whether there is a cache, and how many blocks deep."""
@@ -34,6 +35,7 @@ class Settings:
     dtype: Any = None  # that of new tensors of which none is said; None for the usual one
     modes: _Modes | None = None  # what is asked about each operation, a default device among them; None for nothing
     stream: Any = None  # on which a GPU computes; None for the usual one
+    own: Own | None = None  # whose default generators, and switches, are in place; None for whatever is
 
 
 @attrs.frozen
@@ -68,6 +70,7 @@ class Setting:
         `leaves` is told of a stream that isn't the current one any more: something may have been begun there. With
         `own_stream` the usual one is made for this lane.
         """
+        self.process_wide = None if in_process else ProcessWide(device)
         self._device = device
         self._own_stream = own_stream
         self._kinds = tuple(dict.fromkeys(("cpu", device.partition(":")[0])))
@@ -81,9 +84,10 @@ class Setting:
 
     def now(self) -> Settings:
         """As they are."""
-        torch = self._imported()
+        torch, wide = self._imported(), self.process_wide
+        own = None if wide is None else wide.now
         if torch is None:
-            return USUAL
+            return USUAL if own is None else Settings(own=own)
         autocast, dtype, module = self._autocast(torch), torch.get_default_dtype(), in_use(self._device)
         casts = autocast != self._no_autocast
         self._casts = self._casts or casts
@@ -94,6 +98,7 @@ class Setting:
             None if self._in_process or dtype is torch.float32 else dtype,
             _modes(torch),
             None if module is None else module.current_stream(self._device),
+            own,
         )
 
     def is_aside(self, settings: Settings | None) -> bool:
@@ -103,6 +108,9 @@ class Setting:
 
     def have(self, wanted: Settings) -> None:
         """Make them so."""
+        own, wide = wanted.own, self.process_wide
+        if own is not None and wide is not None and own is not wide.now:
+            wide.have(own)
         torch = self._torch
         if torch is None:
             if "torch" not in sys.modules:  # for each call asks for it

@@ -1,0 +1,316 @@
+"""What libraries keep once for a whole process, which each role of a worker has its own of.
+
+These are the default generators of `random`, NumPy and torch, and switches of torch. Roles share a process. Each of
+them finds these as its own code has left them, as it would in a process of its own: a neighbour that seeds or draws
+changes nothing of it. At first a generator of a role is at the beginning of a seed of its own, and switches are as the
+modules of roles have left them.
+
+They change places where the lane goes on with another role. Whoever is called again and again pays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import sys
+from _random import Random as _CRandom
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from colocate._role.context import derive_seed
+from colocate._system.imported import imported
+from colocate.gpus import in_use, number_of
+from colocate.worker.torch_groups.switches import Switches
+
+
+@attrs.define(eq=False)
+class Own:
+    """What one role has of it: by library, as that is kept in Python; what isn't there is at its beginning."""
+
+    seed: int
+    states: dict[str, Any] = attrs.field(factory=dict)
+
+
+class _Kept(Protocol):
+    """One thing that a library keeps.
+
+    `take` returns how it is now, `put` has it be so; where it was put in place, `take` is given how. `begin` has it be
+    at the beginning of a seed, and returns how that is, if it is known.
+    """
+
+    name: str
+
+    def is_there(self) -> bool: ...
+
+    def take(self, state: Any) -> Any: ...
+
+    def put(self, state: Any) -> None: ...
+
+    def begin(self, seed: int) -> Any: ...
+
+
+class _Generator(_Kept, Protocol):
+    """One that gives random numbers: its state is JSON's with `plain`, and made of that by `from_plain`."""
+
+    def plain(self, state: Any) -> Any: ...
+
+    def from_plain(self, plain: Any) -> Any: ...
+
+
+def own_of(seed: int, group: str, role: str | None, slot: int, generation: int) -> Own:
+    """Return what a role begins with; `seed` is the runtime's."""
+    return Own(derive_seed(seed, group, f"{role}\0default generators\0{generation}", slot))
+
+
+class ProcessWide:
+    """Of a worker that has a process of its own: puts in place what a role of its main lane has."""
+
+    def __init__(self, device: str) -> None:
+        """Args: device: What the slot computes on."""
+        self.now: Own | None = None
+        self._device, self._switches = _Device(device), Switches()
+        self._generators: tuple[_Generator, ...] = (_Random(), _NumPy(), _Torch(), self._device)
+        self._all: tuple[_Kept, ...] = (*self._generators, self._switches)
+
+    def have(self, own: Own) -> None:
+        """Put in place what a role has, and remember how the one before it has left its own."""
+        before, self.now = self.now, own
+        for kept in self._all:
+            if kept.is_there():
+                name = kept.name
+                if before is not None:
+                    before.states[name] = kept.take(before.states.get(name))
+                _put(kept, own)
+        self._device.expect()
+
+    def came(self) -> None:
+        """A library has been imported amid code of a role: what it keeps is that role's."""
+        if self.now is not None:
+            for kept in self._all:
+                if kept.is_there() and kept.name not in self.now.states:
+                    _put(kept, self.now)
+            self._device.expect()
+
+    def loaded(self) -> None:
+        """A role's module has been imported: as it has left the switches roles find them at first."""
+        if self._switches.is_there():
+            self._switches.usual = self._switches.take(None)
+
+    def saved(self, own: Own) -> Mapping[str, Any]:
+        """Return what a role's generators are like, for JSON. Switches are set by constructors again."""
+        plain = {}
+        for each in self._generators:
+            state = own.states.get(each.name)
+            if own is self.now and each.is_there():
+                state = each.take(state)
+            if state is not None:
+                plain[each.name] = each.plain(state)
+        return {"seed": own.seed, **plain}
+
+    def restore(self, own: Own, saved: Mapping[str, Any]) -> None:
+        """Have a role's generators go on with what was saved."""
+        own.seed = saved["seed"]
+        for each in self._generators:
+            own.states[each.name] = each.from_plain(saved[each.name]) if each.name in saved else None
+            if own is self.now and each.is_there():
+                _put(each, own)
+
+
+def _put(kept: _Kept, own: Own) -> None:
+    if (state := own.states.get(kept.name)) is None:
+        own.states[kept.name] = kept.begin(own.seed)
+    else:
+        kept.put(state)
+
+
+def _memory_of(thing: object, of: type) -> Any:
+    """Return the memory of an object, but its header: to read it takes a moment, where to ask for it takes long."""
+    head = object.__basicsize__
+    return (ctypes.c_char * (of.__basicsize__ - head)).from_address(id(thing) + head)
+
+
+class _Random:
+    """The generator of `random`: the memory of its object, and a number drawn in advance.
+
+    `random.getstate` and `setstate` make 625 numbers, or take them apart: calls would take a tenth longer, of whoever
+    draws or doesn't.
+    """
+
+    name = "random"
+
+    def __init__(self) -> None:
+        self._own: Any = random.getstate.__self__  # type: ignore[attr-defined]  # of which its functions are methods
+        self._memory = _memory_of(self._own, _CRandom)
+
+    def is_there(self) -> bool:
+        return True
+
+    def take(self, state: Any) -> Any:
+        return self._memory.raw, self._own.gauss_next
+
+    def put(self, state: Any) -> None:
+        self._memory.raw, self._own.gauss_next = state
+
+    def begin(self, seed: int) -> None:
+        random.seed(seed)
+
+    def plain(self, state: Any) -> Any:
+        with self._in_place(state):
+            return random.getstate()
+
+    def from_plain(self, plain: Any) -> Any:
+        version, numbers, gauss = plain
+        with self._in_place(self.take(None)):
+            random.setstate((version, tuple(numbers), gauss))
+            return self.take(None)
+
+    @contextlib.contextmanager
+    def _in_place(self, state: Any) -> Iterator[None]:
+        before = self.take(None)
+        self.put(state)
+        try:
+            yield
+        finally:
+            self.put(before)
+
+
+class _NumPy:
+    """NumPy's default generator: each role has a bit generator of its own, and beside it a number drawn in advance."""
+
+    name = "numpy"
+
+    def __init__(self) -> None:
+        self._memory: Any = None  # of the object that the bit generators are put into
+        self._placed = b""
+
+    def is_there(self) -> bool:
+        numbers = sys.modules.get("numpy.random")
+        return numbers is not None and not getattr(numbers.__spec__, "_initializing", False)
+
+    def take(self, state: Any) -> Any:
+        numbers = _numpy_random()
+        bits = numbers.get_bit_generator()
+        if state is not None and bits is state[0] and self._memory.raw == self._placed:
+            return state
+        whole = numbers.get_state(legacy=False)
+        # Into others than the usual one NumPy puts no such number back.
+        return bits, whole["gauss"] if whole["has_gauss"] and isinstance(bits, numbers.MT19937) else None
+
+    def put(self, state: Any) -> None:
+        numbers = _numpy_random()
+        bits, gauss = state
+        numbers.set_bit_generator(bits)  # which forgets the number
+        if gauss is not None:
+            whole = numbers.get_state(legacy=False)
+            numbers.set_state({**whole, "has_gauss": 1, "gauss": gauss})
+        if self._memory is None:
+            own = numbers.get_state.__self__  # of which its functions are methods
+            self._memory = _memory_of(own, type(own))
+        self._placed = self._memory.raw
+
+    def begin(self, seed: int) -> Any:
+        numbers = _numpy_random()
+        # In a tenth of the time that it takes to make the bits by themselves.
+        made = numbers.RandomState([seed & 0xFFFFFFFF, seed >> 32])
+        state = made._bit_generator, None
+        self.put(state)
+        return state
+
+    def plain(self, state: Any) -> Any:
+        bits, gauss = state
+        return {"bits": _jsonable(bits.state), "gauss": gauss}
+
+    def from_plain(self, plain: Any) -> Any:
+        import numpy.random
+
+        found = plain["bits"]
+        bits = getattr(numpy.random, found["bit_generator"])()
+        bits.state = _with_arrays(found)
+        return bits, plain["gauss"]
+
+
+def _numpy_random() -> Any:
+    return sys.modules["numpy.random"]
+
+
+def _jsonable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _jsonable(each) for name, each in state.items()}
+    return {"array": state.tolist(), "dtype": str(state.dtype)} if hasattr(state, "tolist") and state.shape else state
+
+
+def _with_arrays(plain: Any) -> Any:
+    import numpy
+
+    if not isinstance(plain, dict):
+        return plain
+    if plain.keys() == {"array", "dtype"}:
+        return numpy.array(plain["array"], plain["dtype"])
+    return {name: _with_arrays(each) for name, each in plain.items()}
+
+
+class _Torch:
+    """Torch's default generator on the host. Reading it takes no longer than to see whether it has changed."""
+
+    name = "torch"
+
+    def is_there(self) -> bool:
+        return imported("torch") is not None
+
+    def take(self, state: Any) -> Any:
+        return self._generator().get_state()
+
+    def put(self, state: Any) -> None:
+        self._generator().set_state(state)
+
+    def begin(self, seed: int) -> Any:
+        self._generator().manual_seed(seed)
+
+    def plain(self, state: Any) -> Any:
+        return state.numpy().tobytes().hex()
+
+    def from_plain(self, plain: Any) -> Any:
+        import torch
+
+        return torch.frombuffer(bytearray.fromhex(plain), dtype=torch.uint8)
+
+    def _generator(self) -> Any:
+        return sys.modules["torch"].default_generator
+
+
+class _Device(_Torch):
+    """Torch's default generator of the slot's device, once that is in use."""
+
+    name = "device"
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def is_there(self) -> bool:
+        return self._device != "cpu" and super().is_there() and in_use(self._device) is not None
+
+    def begin(self, seed: int) -> Any:
+        # Who seeds torch seeds all devices: of one that wasn't in use, what the host's begins with tells so.
+        self._generator().manual_seed(sys.modules["torch"].initial_seed())
+
+    def expect(self) -> None:
+        """Whoever uses the device first is the role that runs then: its seed comes last of those that wait for that."""
+        if self._device == "cpu" or not super().is_there() or self.is_there():
+            return
+        module: Any = getattr(sys.modules["torch"], self._device.partition(":")[0], None)
+        waiting = getattr(module, "_queued_calls", None)
+        if waiting is not None and (not waiting or waiting[-1][0] != self._came):
+            module._lazy_call(self._came)
+
+    def _came(self) -> None:
+        torch = sys.modules["torch"]
+        getattr(torch, self._device.partition(":")[0]).default_generators[number_of(self._device)].manual_seed(
+            torch.initial_seed()
+        )
+
+    def _generator(self) -> Any:
+        module: Any = in_use(self._device)
+        return module.default_generators[number_of(self._device)]

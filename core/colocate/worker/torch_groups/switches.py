@@ -1,0 +1,116 @@
+"""Switches of torch that hold for a whole process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from colocate._system.imported import imported
+
+_Switch: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
+
+_PRECISIONS = (
+    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
+)
+_PAIRS = (
+    *((f"_get_cudnn_{name}", f"_set_cudnn_{name}") for name in ("enabled", "benchmark", "deterministic")),
+    *(
+        (f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}")
+        for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+    ),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    ("_get_deterministic_fill_uninitialized_memory", "_set_deterministic_fill_uninitialized_memory"),
+)
+
+
+class Switches:
+    """Deterministic algorithms, anomaly detection, the precision of products, cuDNN's, and kernels of attention.
+
+    Denormals aren't among them: torch doesn't tell how they are.
+
+    Attributes:
+        usual: As they are for who has set none.
+    """
+
+    name = "switches"
+    usual: tuple[Any, ...] | None = None
+    _now: tuple[Any, ...] = ()
+    _found: list[_Switch] | None = None
+
+    def is_there(self) -> bool:
+        """Whether torch has been imported."""
+        return imported("torch") is not None
+
+    def take(self, state: Any) -> Any:
+        """Return how they are. `state`: makes no difference."""
+        if self._found is None:
+            self._found = _all(imported("torch"))
+        self._now = tuple([read() for read, _ in self._found])
+        return self._now
+
+    def put(self, state: Any) -> None:
+        """Have them be so, where nobody has set any since they were taken."""
+        now, self._now = self._now, state
+        if now != state:
+            for (_, write), each, wanted in zip(self._found or (), now, state, strict=True):
+                if each != wanted:
+                    write(wanted)
+
+    def begin(self, seed: int) -> Any:
+        """Have them be as usual, and return how that is. `seed`: makes no difference."""
+        now = self.take(None)
+        if self.usual is None:
+            self.usual = now
+        self.put(self.usual)
+        return self.usual
+
+
+def _all(torch: Any) -> list[_Switch]:
+    c = torch._C
+
+    def deterministic() -> Any:
+        return c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()
+
+    def set_deterministic(wanted: Any) -> None:
+        c._set_deterministic_algorithms(wanted[0], warn_only=wanted[1])
+        compiler: Any = sys.modules.get("torch._inductor.config")
+        if compiler is not None:  # as torch's own function does
+            compiler.deterministic = wanted[0]
+
+    def anomaly() -> Any:
+        return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+    def set_anomaly(wanted: Any) -> None:
+        torch.set_anomaly_enabled(*wanted)
+
+    found = [(deterministic, set_deterministic), (anomaly, set_anomaly), _precision(c)]
+    return found + [
+        (getattr(c, read), getattr(c, write)) for read, write in _PAIRS if hasattr(c, read) and hasattr(c, write)
+    ]
+
+
+def _precision(c: Any) -> _Switch:
+    """That of products of float32, which torch says in older terms and, since 2.9, in newer ones."""
+    newer = hasattr(c, "_get_fp32_precision_getter")
+
+    def read() -> Any:
+        older = []
+        for name in ("_get_float32_matmul_precision", "_get_cudnn_allow_tf32"):
+            try:
+                older.append(getattr(c, name)())
+            except RuntimeError:  # what was said in newer terms can't be said in these
+                older.append(None)
+        return *older, *((c._get_fp32_precision_getter(*of) for of in _PRECISIONS) if newer else ())
+
+    def write(wanted: Any) -> None:
+        products, convolutions, *others = wanted
+        if products is not None:
+            c._set_float32_matmul_precision(products)
+        if convolutions is not None:
+            c._set_cudnn_allow_tf32(convolutions)
+        for of, each in zip(_PRECISIONS, others, strict=bool(others)):  # last: to set the older ones sets these
+            c._set_fp32_precision_setter(*of, each)
+
+    return read, write
