@@ -151,9 +151,9 @@ class RoleInstance:
             if torch is not None and torch.initial_seed() != seed and len(self.beside or ()) > 1:
                 self.beside = None
                 _log.warning(
-                    "role %r of group %r has seeded torch's default generator, which on threads all roles and the driver "
-                    "share: each time they go on with the same numbers. connect(processes=True), Ray and Dask give each "
-                    "role its own; here use a generator of your own, or ctx.generator",
+                    "role %r of group %r has seeded torch's default generator, which all roles and the driver share on "
+                    "threads: each time they go on with the same numbers. With connect(processes=True), on Ray and on "
+                    "Dask each role has its own; here use a generator of your own, or ctx.generator",
                     self.name,
                     self.ctx.group,
                 )
