@@ -7,6 +7,7 @@ identity, by which all ranks go on from the same one, whoever writes another one
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
