@@ -365,7 +365,7 @@ class Children:
             return False
         if not isinstance(work.message, to_worker.Call):
             return True
-        if work.inlet is not None and work.spec.rows is not None and not work.inlet.states:
+        if work.inlet is not None and work.spec.rows is not None and not work.inlet.running:
             return False
         role = self._worker_context.roles.get(work.message.role)
         return role is None or role.name is None or child._parent.role in _used(role.ctx)

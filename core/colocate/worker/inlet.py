@@ -29,8 +29,7 @@ class Inlet:
         withdrawn: Whether nobody waits for any.
         stopped: Whether the group is about to close: nothing begins any more, and what runs has its grace.
         ended: Why a call that has begun must wait no longer: an earlier one has failed, say.
-        running: The tasks of rows, by their index.
-        states: What these know of themselves.
+        running: The rows that run, each with its task. A row that has failed may come again before its task is over.
         is_alone: Whether no other rank works on the same rows, so that a call that is withdrawn may end here.
         awaiting: The task that awaits what a method yields next, where that may be cancelled.
     """
@@ -41,11 +40,10 @@ class Inlet:
         self.credit = to_worker.AHEAD
         self.no_more = self.withdrawn = self.stopped = False
         self.ended: str | None = None
-        self.running: dict[int, asyncio.Task[None]] = {}
-        self.states: dict[int, RowState] = {}
+        self.running: dict[RowState, asyncio.Task[None]] = {}
         self.is_alone = False
         self.awaiting: asyncio.Task[Any] | None = None
-        self._cancelled: set[int] = set()
+        self._cancelled: set[RowState] = set()
         self._news: asyncio.Future[None] | None = None
         self._told = threading.Event()
 
@@ -112,17 +110,18 @@ class Inlet:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def over(self, row: int) -> None:
+    def over(self, row: RowState) -> None:
         """A row's task has ended."""
-        del self.running[row], self.states[row]
+        del self.running[row]
+        self._cancelled.discard(row)
         self.wake()
 
     def fail(self, error: Callable[[], BaseException], only: RowState | None) -> None:
         """Each row that runs fails of an error, as what it awaits is cancelled; `only` this one, where it is named."""
-        for row, state in self.states.items():
-            if only in (None, state):
-                state.raised = error()
-                self.running[row].cancel()
+        for row, task in self.running.items():
+            if only in (None, row):
+                row.raised = error()
+                task.cancel()
 
     def cancel(self) -> None:
         """Cancel each row that runs, once."""
@@ -130,3 +129,7 @@ class Inlet:
             if row not in self._cancelled:
                 self._cancelled.add(row)
                 task.cancel()
+
+    def is_wanted(self, row: RowState) -> bool:
+        """Whether somebody waits for a row. Its task doesn't say: role code cancels it, too, as task groups do."""
+        return row not in self._cancelled

@@ -87,11 +87,11 @@ class RowTasks:
                 keeps = self._background is not None and self._background.keeps()
                 while inlet.rows and not (keeps or inlet.withdrawn or inlet.stopped):
                     row, body = inlet.rows.popleft()
-                    inlet.states[row] = state = RowState(work.seq, row=row, of=work)
+                    state = RowState(work.seq, row=row, of=work)
                     task = asyncio.ensure_future(self._row(work, role, spec, arguments, state, body))
-                    inlet.running[row] = task
+                    inlet.running[state] = task
                     work.strands += 1
-                    task.add_done_callback(partial(self._over, work, row))
+                    task.add_done_callback(partial(self._over, work, role, state))
                 if inlet.withdrawn:
                     inlet.cancel()
                 over = inlet.stopped or inlet.withdrawn or (inlet.no_more and not inlet.rows)
@@ -108,7 +108,7 @@ class RowTasks:
     async def _row(
         self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any], state: RowState, body: Any
     ) -> None:
-        worker_context, row = self._worker_context, state.row
+        worker_context = self._worker_context
         running_call.set(state)
         try:
             try:
@@ -126,25 +126,27 @@ class RowTasks:
                 await end_row(state)
                 if state.raised is not None:
                     raise state.raised from None
-            self._tell(work, row, result)
+            self._tell(work, state.row, result)
         except BaseException as error:  # whatever role code raises is the row's
-            task = asyncio.current_task()
-            unwanted = state.raised is None or work.inlet.withdrawn or work.inlet.ended is not None
-            if task is not None and task.cancelling() and unwanted:
-                return  # nobody waits for it
-            error = worker_context.children.blamed(error, role.name, state)
-            label = f"{work.label}, row {row}"
-            secondary = isinstance(error, Consequence)
-            told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
-            bereft = worker_context.children.lacks(role)
-            worker_context.say(from_worker.RowEnded(work.seq, row, told, bereft), body)
-            if (lost := self._device.why_lost()) is not None:
-                self._broken(f"{label}: {lost}")
+            self._tell_failure(work, role, state, error)
 
-    @staticmethod
-    def _over(work: Work, row: int, task: object) -> None:
+    def _tell_failure(self, work: Work, role: RoleInstance, state: RowState, error: BaseException) -> None:
+        if not work.inlet.is_wanted(state):
+            return
+        worker_context = self._worker_context
+        error = worker_context.children.blamed(error, role.name, state)
+        secondary = isinstance(error, Consequence)
+        told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
+        bereft = worker_context.children.lacks(role)
+        worker_context.say(from_worker.RowEnded(work.seq, state.row, told, bereft), body)
+        if (lost := self._device.why_lost()) is not None:
+            self._broken(f"{work.label}, row {state.row}: {lost}")
+
+    def _over(self, work: Work, role: RoleInstance, state: RowState, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # before its first step, as none of its steps lets that out
+            self._tell_failure(work, role, state, state.raised or asyncio.CancelledError())
         work.strands -= 1
-        work.inlet.over(row)
+        work.inlet.over(state)
 
     def _tell(self, work: Work, row: int, result: Any) -> None:
         worker_context, label = self._worker_context, work.label

@@ -356,6 +356,30 @@ class Streams(ExecutorCase):
         assert isinstance(found[0], RoleError)
         assert found[1][0] == "a"  # type: ignore[index]
 
+    @pytest.mark.parametrize("how", ["task group", "swallowed", "itself", "next"])
+    def test_a_row_that_role_code_cancels(self, playing: Playing, how: str) -> None:
+        """Its error is the row's, whatever the task of the row knows of cancellations, and whether it had begun."""
+        rows, failing = [how, "a"], int(how == "next")
+        cancel = playing.cancel.options(ranks=[0])
+        error = cancel.submit(rows).exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        kinds = {"task group": ExceptionGroup, "swallowed": KeyError}
+        assert (error.row, type(error.__cause__)) == (failing, kinds.get(how, asyncio.CancelledError))
+        found = cancel.options(on_error="return").submit(rows).result(PATIENCE_S)
+        assert isinstance(found.pop(failing), RoleError)
+        assert found == [rows[1 - failing]]
+        error = cancel.options(retry=1).submit(rows).exception(PATIENCE_S)
+        assert isinstance(error, RoleError) == (how != "next")
+
+    def test_a_row_that_comes_back_to_its_rank(self, playing: Playing) -> None:
+        """It is known there while it runs, also when its former task isn't quite over."""
+        for _ in range(10):
+            found = playing.flaky.options(ranks=[0], retry=5, on_error="return").submit(list(range(100)))
+            assert [isinstance(value, RoleError) for value in found.result(PATIENCE_S)] == [
+                row % 3 == 0 for row in range(100)
+            ]
+        assert playing.logged() == [[], []]
+
     def test_what_a_row_has_begun_ends_with_it(self, playing: Playing) -> None:
         """Before its value is there, the last first, whatever becomes of it."""
         found = playing.begins.options(ranks=[0], on_error="return")(["a", "fail", "b"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import os
 import signal
 import time
@@ -19,6 +21,15 @@ PLACES = 2
 
 def _refuse() -> object:
     raise ValueError("not here")
+
+
+async def _fail() -> None:
+    raise KeyError("no such tool")
+
+
+def _is_row_to_begin(task: asyncio.Task[Any]) -> bool:
+    coroutine: Any = task.get_coro()
+    return "RowTasks" in coroutine.__qualname__ and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
 
 
 class Unreadable:
@@ -66,6 +77,39 @@ class Playing(Role):
         if gate is not None:
             await pass_gate_async(gate)
         return row, self.ctx.rank
+
+    @method(rows="row", concurrency=PLACES)
+    async def cancel(self, row: str) -> str:
+        """Has tasks cancelled, as libraries do and roles: rows say how."""
+        task = asyncio.current_task()
+        assert task is not None
+        match row:
+            case "task group":  # Python before 3.13 leaves its count of cancellations at one
+                async with asyncio.TaskGroup() as tools:
+                    tools.create_task(_fail())
+            case "swallowed":
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
+                raise KeyError(row)
+            case "itself":
+                task.cancel()
+                await asyncio.sleep(0)
+            case "next":
+                while not (found := [*filter(_is_row_to_begin, asyncio.all_tasks())]):
+                    await asyncio.sleep(0)
+                for each in found:
+                    each.cancel()
+        return row
+
+    @method(rows="row", concurrency=8)
+    async def flaky(self, row: int) -> int:
+        """Fails in each third row; what the event loop has to say goes to the log."""
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: self.log.append(str(context)))
+        if row % 3 == 0:
+            raise ValueError(row)
+        await asyncio.sleep(0)
+        return row
 
     @method(rows="row", concurrency=PLACES)
     async def give(self, row: int) -> object:

@@ -392,7 +392,7 @@ def _awaited(work: Work, frames: Sequence[FrameType]) -> Sequence[tuple[str, Seq
     from colocate.worker.serving.tasks import frames_of  # it has asyncio, which only those import that await something
 
     rows = [] if work.inlet is None else list(work.inlet.running.items())[:_ROWS_TOLD]
-    found = [(f"{work.label}, row {row}", frames_of(task.get_coro())) for row, task in rows]
+    found = [(f"{work.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
     return [each for each in found if each[1]] or [(work.label, frames)]
 
 
