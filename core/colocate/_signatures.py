@@ -35,6 +35,7 @@ from typing import (
 
 import attrs
 
+from colocate._definitions.names import ALIASES
 from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, ports_problem
 from colocate._system.room import spill_problem
@@ -434,8 +435,8 @@ def _bare(annotation: Any) -> Any:
             annotation = annotation.__bound__ or Any
         elif isinstance(annotation, dataclasses.InitVar):
             annotation = annotation.type
-        elif type(annotation).__name__ == "TypeAliasType":  # `type Name = ...` of Python 3.12
-            annotation = annotation.__value__
+        elif type(get_origin(annotation) or annotation) in ALIASES:
+            annotation = _value_of(annotation)
         else:
             break
     try:
@@ -443,6 +444,17 @@ def _bare(annotation: Any) -> Any:
     except TypeError:
         return Any
     return Any if annotation is inspect.Parameter.empty else annotation
+
+
+def _value_of(alias: Any) -> Any:
+    """Return what a name of a type stands for, with the arguments that it is given; Any when that can't be told."""
+    try:
+        origin = get_origin(alias) or alias
+        given = dict(zip(origin.__type_params__, get_args(alias), strict=bool(get_args(alias))))
+        value = origin.__value__
+        return value[tuple(given[each] for each in value.__parameters__)] if given else value
+    except Exception:  # annotations are code: they may raise anything
+        return Any
 
 
 def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -278,6 +280,36 @@ class TestRoles:
     )
     def test_what_fits_or_cannot_be_judged_is_accepted(self, write: Write, given: str) -> None:
         load_config(write(f"{GROUP}        with: {{hidden: 1, {given}}}\n"))
+
+    @pytest.mark.skipif(sys.version_info < (3, 12), reason="such statements are Python 3.12's")
+    def test_names_of_types(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is annotated with a name (`type Size = int`) is what that stands for."""
+        code = """
+            from colocate import Role, method
+            type Size = int
+            type Named[K, V] = dict[K, V]
+            type Tree = list[Tree] | Size
+            type Later = nothing_like_this
+            class Actor[T](Role):
+                def __init__(self, size: Size, named: Named[str, Size], tree: Tree, later: Later) -> None: ...
+                @method
+                def act(self) -> T: ...
+            """
+        (tmp_path / "new_roles.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(tmp_path)
+        fits: dict[str, Any] = {"size": 1, "named": {"a": 1}, "tree": [1, [2]], "later": "x"}
+
+        def config(**options: Any) -> dict[str, Any]:
+            actor = {"use": "new_roles:Actor", "with": {**fits, **options}}
+            return {"pools": {"main": {"slots": 1}}, "groups": {"g": {"pool": "main", "roles": {"actor": actor}}}}
+
+        load_config(config())
+        wrong = {"size": "1", "named": {"a": "x"}, "tree": [1, ["x"]]}
+        assert [str(mistake).partition("actor.with.")[2] for mistake in mistakes(config(**wrong))] == [
+            "size: must be an integer, not the text '1'; remove the quotes",
+            "named.a: must be an integer, not the text 'x'",
+            "tree[1][0]: must be a list or an integer, not the text 'x'",
+        ]
 
     def test_a_way_to_sleep_that_the_gpus_lack(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         text = GROUP + "        with: {hidden: 1}\n        sleep: vmm\n"

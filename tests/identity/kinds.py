@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 # The last line of each is what a value is made by; GLOBAL is a global that its methods name.
 KINDS = {
     "plain": "class NAME:\n    def seen(self): return GLOBAL, NAME\nNAME()",
@@ -63,6 +65,14 @@ KINDS = {
     "sentinel": "class NAMES:\n    def __reduce__(self): return 'NAMEV'\nNAMEV = NAMES()\n"
     "class NAME:\n    def seen(self, x=NAMEV): return GLOBAL, x is NAMEV, type(x) is NAMES\nNAME()",
 }
+
+if sys.version_info >= (3, 12):
+    KINDS["names_of_types"] = (
+        "type NAMEJ = dict[str, NAMEJ] | int\ntype NAMER[T] = dict[T, int]\n"
+        "class NAME[T: NAMEJ, **P, *Ts]:\n    def seen[U](self, x: NAMEJ = 1) -> NAMER[U]:\n"
+        "        t, *others = NAME.__type_params__\n        names = NAMEJ.__value__, NAMER[str].__value__\n"
+        "        return GLOBAL, NAME, t is T, others, t.__bound__ is NAMEJ, names\nNAME()"
+    )
 
 IMPORTS = "import abc, attrs, dataclasses, enum, functools, typing\n"
 

@@ -39,11 +39,13 @@ class Making:
     Attributes:
         found: By their ids: those that are made, and those that were here already.
         open: By id(): what has still to be filled; globals on their way, in words.
+        values: By id() of names of types: where what such a name stands for is looked up.
     """
 
     def __init__(self) -> None:
         self.found: dict[int, Any] = {}
         self.open: dict[int, Any] = {}
+        self.values: dict[int, dict[str, Any]] = {}
 
     def __enter__(self) -> Making:
         self._outer = getattr(_here, "making", None)
@@ -289,6 +291,32 @@ def _gives_options(cls: type) -> bool:
 
 
 # -- what else has a name, and exceptions
+
+
+def make_parameter(kind: Any, name: str, constraints: tuple[Any, ...], options: Mapping[str, Any], module: str) -> Any:
+    """Make a type variable, or another parameter of types."""
+    made = kind(name, *constraints, **options)
+    made.__module__ = module
+    return made
+
+
+def make_alias(name: str, module: str) -> Any:
+    """Make a name of a type (`type Json = ...`) that may stand for something in which it is named itself."""
+    names = {"__name__": module}
+    exec(f"type {name} = __value__", names)
+    alias = names[name]
+    _here.making.values[id(alias)] = names
+    return alias
+
+
+def fill_alias(alias: Any, value: Any) -> None:
+    """Have the name of a type stand for something."""
+    _here.making.values.pop(id(alias))["__value__"] = value
+
+
+def make_generic_alias(kind: Any, name: str, value: Any, parameters: tuple[Any, ...]) -> Any:
+    """Make a name of types that has parameters."""
+    return kind(name, value, type_params=parameters)
 
 
 def make_thing(cls: Any) -> Any:

@@ -6,11 +6,15 @@ import functools
 import site
 import sys
 import sysconfig
+import typing
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 MAINS = ("__main__", "__mp_main__")
+
+ALIASES: tuple[type, ...] = (typing.TypeAliasType,) if sys.version_info >= (3, 12) else ()
+"""What `type X = ...` makes, in a Python that has such statements."""
 
 
 class _Missing:
@@ -46,7 +50,7 @@ def path_of(thing: Any) -> tuple[str, str] | None:
     has taken the name of.
     """
     name = getattr(thing, "__module__", None)
-    path = getattr(thing, "__qualname__", None)
+    path = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)  # type variables have no other
     if not isinstance(name, str) or not isinstance(path, str) or name in MAINS:
         return None
     module = sys.modules.get(name)

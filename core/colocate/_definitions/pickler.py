@@ -24,7 +24,7 @@ from cloudpickle import cloudpickle as details
 
 from colocate._definitions import making
 from colocate._definitions.ids import Definition, Name, Need, id_of
-from colocate._definitions.names import can_be_imported, is_main, path_of, place_of, script_names
+from colocate._definitions.names import ALIASES, can_be_imported, is_main, path_of, place_of, script_names
 from colocate._definitions.structure import arrived, structure_of
 from colocate._system.by_type import by_type
 
@@ -32,9 +32,11 @@ _CACHED = type(functools.lru_cache(maxsize=1)(len))
 _SENTINELS = {
     id(getattr(dataclasses, name)): name for name in ("MISSING", "_HAS_DEFAULT_FACTORY") if hasattr(dataclasses, name)
 }
+_PARAMETERS = (typing.TypeVar, typing.ParamSpec, typing.TypeVarTuple)
+_OF_TYPES = (*_PARAMETERS, *ALIASES)
 _SPECIAL = (
     *(type, FunctionType, types.CodeType, types.ModuleType, _CACHED),
-    *(functools.cached_property, BaseException, type(dataclasses.MISSING)),
+    *(functools.cached_property, BaseException, type(dataclasses.MISSING), *_OF_TYPES),
 )
 _SINGLETONS = (type(None), type(Ellipsis), type(NotImplemented))
 _OF_ENUMS = {"_generate_next_value_", "_member_names_", "_member_map_", "_member_type_", "_value2member_map_"}
@@ -139,6 +141,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if kind is functools.cached_property:
             # Without its lock, which it has before Python 3.12.
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+        if kind in _OF_TYPES:
+            by_value = _parameter if kind in _PARAMETERS else _alias
+            return NotImplemented if path_of(obj) is not None else self._defined(obj, by_value)
         if isinstance(obj, BaseException):
             return _exception(obj)
         if id(obj) in _SENTINELS:
@@ -158,9 +163,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         definition = Definition(id_of(thing), thing)
         if self.bundle is None:
             self.needs[definition.id] = definition
-        elif self._unmade.count(definition.id) == 1 or self.bundle.has(definition):  # its base may have led to it
+        elif (times := self._unmade.count(definition.id)) == 1 or self.bundle.has(definition):  # a base has led to it
             made = _Later(partial(self._made, definition, by_value))
             return making.first, (made, _Later(partial(self._globals_behind, isinstance(thing, type))))
+        elif times:
+            raise TypeError(f"what {thing} is made of leads to itself")
         return making.named, (definition.id,)
 
     def _made(self, definition: Definition, by_value: Callable[[Any], Any]) -> Any:
@@ -294,6 +301,21 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 def _cache(cached: Any) -> Any:
     names = {name: value for name, value in cached.__dict__.items() if name != "__wrapped__"}
     return making.make_cache, (cached.__wrapped__, dict(cached.cache_parameters()), names)
+
+
+def _parameter(parameter: Any) -> Any:
+    names = ("bound", "covariant", "contravariant", "infer_variance", "default")  # of those that its release has
+    options = {name: getattr(parameter, f"__{name}__") for name in names if hasattr(parameter, f"__{name}__")}
+    constraints = getattr(parameter, "__constraints__", ())
+    if hasattr(parameter, "has_default") and not parameter.has_default():
+        del options["default"]
+    return making.make_parameter, (type(parameter), parameter.__name__, constraints, options, parameter.__module__)
+
+
+def _alias(alias: Any) -> Any:
+    if alias.__type_params__:
+        return making.make_generic_alias, (type(alias), alias.__name__, alias.__value__, alias.__type_params__)
+    return making.make_alias, (alias.__name__, alias.__module__), alias.__value__, None, None, making.fill_alias
 
 
 def _thing(thing: Any) -> Any:
