@@ -34,7 +34,10 @@ THERE = ("torch", "transformers", "attrs", "pluggy", "psutil", "typer", "rich", 
 def needs(name: str) -> set[str]:
     """What a distribution needs on that machine."""
     there = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
-    found = map(Requirement, importlib.metadata.requires(name) or [])
+    try:
+        found = map(Requirement, importlib.metadata.requires(name) or [])
+    except importlib.metadata.PackageNotFoundError:  # the Python that runs this does without
+        return set()
     return {run._plain(need.name) for need in found if need.marker is None or need.marker.evaluate(there)}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 def without_threads() -> Iterator[None]:
     """No thread can be started in this process: as when the limit of processes or of memory is reached."""
 
-    def refuse(*_: Any) -> NoReturn:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
     # By these the standard library starts them, in whatever version.
