@@ -15,6 +15,10 @@ DEMO := $(if $(wildcard $(INSTALLED)),.venv,.venv/demo)
 DOCS := $(if $(wildcard $(INSTALLED)),.venv,.venv/docs)
 # Besides the one of constraints.txt.
 TORCHES := 2.11.0 2.12.0 2.14.1
+# Besides the one that .venv has. Each is run as python3.12, or what `make pythons PYTHON3.12=...` names.
+PYTHONS := 3.12 3.13
+NEXT_PYTHON := 3.14
+PY := .venv/py
 # Have an environment see the packages of .venv, after its own.
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.pth) > "$$($(1)/bin/python $(PURELIB))/base.pth"
@@ -23,7 +27,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions trainers engines verl-tests verl-upstream docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions pythons trainers engines verl-tests verl-upstream docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -106,7 +110,22 @@ verl-tests: $(VERL_TESTS)/.installed  ## colocate_verl, and verl's own tests on 
 verl-upstream: $(VERL_TESTS)/.installed build/verl/verl-0.9.1/.unpacked  ## verl's own tests alone, FILES= for some of them
 	$(VERL_TESTS)/bin/python tests/verl/upstream.py build/verl/verl-0.9.1 $(EXECUTOR) $(FILES)
 
-versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports; parts on today's newest
+$(PY)%/.installed: PYTHON_HERE = $(or $(PYTHON$*),python$*)
+$(PY)%/.installed: pyproject.toml constraints.txt  # all that .venv has, in another Python; where torch is no CPU's, gigabytes
+	@$(PYTHON_HERE) -c "" || { echo "$(PYTHON_HERE) doesn't run: install Python $*, or name it: make $(MAKECMDGOALS) PYTHON$*=/path/to/python$*"; exit 1; }
+	$(PYTHON_HERE) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+pythons: $(PYTHONS:%=$(PY)%/.installed)  ## the suite and what may differ on the other versions of Python; what the next one lacks
+	set -e; for version in $(PYTHONS); do \
+		$(PY)$$version/bin/python -c "import sys; assert '%d.%d' % sys.version_info[:2] == '$$version'"; \
+		$(PY)$$version/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" \
+			tests/conformance tests/identity tests/laws tests/signals tests/ray tests/dask tests/unit tests/config; \
+	done
+	$(PYTHON) -m tests.wheels $(NEXT_PYTHON)
+
+versions: pythons $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports; parts on today's newest
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
 	set -e; for version in $(TORCHES); do \

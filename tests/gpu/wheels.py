@@ -22,8 +22,8 @@ _A_FILE_BYTES = 1024  # what a file takes beside its contents, in an archive
 _MANYLINUX = tuple(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5))
 _PLATFORMS = (*_MANYLINUX, "manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64")
 # Those without wheels: of pure Python, so that a wheel made here is good there; and one to be compiled there.
-_PURE_SOURCES = ("cellpylib", "zss")
-_SOURCES = ("pycosat",)
+PURE_SOURCES = ("cellpylib", "zss")
+SOURCES = ("pycosat",)
 # Ray's are larger than all others together; nothing of ours needs these parts.
 _NOT_OF_RAY = ("ray/jars/", "ray/rllib/", "ray/dashboard/client/", "ray/cpp/", "ray/llm/")
 
@@ -45,9 +45,9 @@ def gather(folder: Path, version: str) -> None:
     names = list(requirements(REQUIREMENTS.read_text()))
     platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
     there = ["--only-binary=:all:", "--python-version", version, "--implementation", "cp", *platforms]
-    _pip("download", *there, "--dest", folder, *(name for name in names if name not in (*_PURE_SOURCES, *_SOURCES)))
-    _pip("wheel", "--wheel-dir", folder, *_PURE_SOURCES)
-    _pip("download", "--no-binary=:all:", "--no-build-isolation", "--dest", folder, *_SOURCES)
+    _pip("download", *there, "--dest", folder, *(name for name in names if name not in (*PURE_SOURCES, *SOURCES)))
+    _pip("wheel", "--wheel-dir", folder, *PURE_SOURCES)
+    _pip("download", "--no-binary=:all:", "--no-build-isolation", "--dest", folder, *SOURCES)
     for wheel in folder.glob("ray-*.whl"):
         trim(wheel, _NOT_OF_RAY)
     commit = subprocess.run(
