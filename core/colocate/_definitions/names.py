@@ -13,8 +13,8 @@ from typing import Any, Final
 
 MAINS = ("__main__", "__mp_main__")
 
-ALIASES: tuple[type, ...] = (typing.TypeAliasType,) if sys.version_info >= (3, 12) else ()
-"""What `type X = ...` makes, in a Python that has such statements."""
+ALIASES: tuple[type, ...] = tuple(filter(None, [getattr(typing, "TypeAliasType", None)]))
+"""What `type X = ...` makes, in a Python that has such statements (3.12)."""
 
 
 class _Missing:

@@ -142,8 +142,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             # Without its lock, which it has before Python 3.12.
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
         if kind in _OF_TYPES:
-            by_value = _parameter if kind in _PARAMETERS else _alias
-            return NotImplemented if path_of(obj) is not None else self._defined(obj, by_value)
+            if path_of(obj) is not None:
+                return NotImplemented
+            return self._defined(obj, _parameter if kind in _PARAMETERS else _alias)
         if isinstance(obj, BaseException):
             return _exception(obj)
         if id(obj) in _SENTINELS:
