@@ -62,6 +62,10 @@ class Work(CallState):
     kept: int = attrs.field(default=0, init=False)  # how many of them are at a pause point
     inlet: Any = attrs.field(default=None, init=False)  # by which its rows come and go, if they do so one by one
 
+    def forget(self) -> None:
+        """Let go of what is a user's, as it is over: its role remembers its last call, and so do tasks begun in it."""
+        self.watches, self.raised = {}, None
+
 
 class Stand(Work):
     """What a lane does about a call of another lane: it stands still."""

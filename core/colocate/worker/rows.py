@@ -103,6 +103,7 @@ class RowTasks:
             while inlet.running:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([*inlet.running.values()])
+            inlet.rows.clear()
 
     @calls_role_code
     async def _row(

@@ -158,6 +158,8 @@ class Runner:
                 finishes = self._finish_async(result, work, call, role, spec, resolver, start)
                 return Steps(finishes, OwnSettings(self._setting, role.settings or self._setting.base))
             self._finish(result, work, call, role, spec, resolver, start)
+            if work.watches:
+                work.forget()
         except PutBack:
             worker_context.residency.leave(call.seq)
             work.body = body
@@ -167,6 +169,7 @@ class Runner:
             worker_context.peers.given_back(work.seq, work.label)
             role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
+            work.forget()
             return False
         finally:
             running_call.reset(tokens[1])
@@ -263,6 +266,8 @@ class Runner:
             role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
+        finally:
+            work.forget()
         return True
 
     def _arguments(self, body: Any, resolver: Resolver | None, role: RoleInstance, spec: MethodSpec) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
-from colocate.testing.probes.tensors import WRITES, Writer
+from colocate.testing.probes.tensors import WRITES, Mourned, Writer
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -201,6 +201,22 @@ class Borrows(ExecutorCase):
             assert "user.write_later changed its argument 'value' in place" in str(late.exception(PATIENCE_S))
             assert user.untouched() == [1.0, 1.0]
             assert not driver.written()
+
+    def test_a_value_goes_with_the_last_of_its_calls(self) -> None:
+        """With `strict=True` and without: whatever way a role has used it in, and though it isn't called again."""
+        pytest.importorskip("torch")
+        roles = {"maker": colocate.role(Mourned), "user": colocate.role(Mourned)}
+        for strict in (False, True):
+            with self.connect(strict=strict) as runtime, runtime.reserve(1, cpus=0) as pool:
+                for name in ("use", "wait", "each", "fail", "fail_later"):
+                    with pool.spawn(roles) as group:
+                        maker, user = group.role("maker", Mourned), group.role("user")
+                        kept = maker.make.keep()
+                        call = getattr(user, name).submit(*([1, 2],) * (name == "each"), kept.ref)
+                        assert (call.exception(PATIENCE_S) is not None) == name.startswith("fail")
+                        kept.free()
+                        del kept, call
+                        assert maker.left() == 0, f"after {name}, strict={strict}"
 
     def test_the_call_that_wrote_is_blamed(self) -> None:
         """Of two async calls of one method with one resident of another slot the one that wrote is told of it."""

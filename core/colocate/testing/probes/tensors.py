@@ -344,6 +344,45 @@ WRITES: Mapping[str, Callable[[Any], None]] = {
 }
 
 
+class Mourned(Role):
+    """Makes values and uses them in each way there is, and knows which of them are still there."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    @method(collect=Concat())
+    def make(self) -> torch.Tensor:
+        made = torch.arange(4.0)
+        self.made.append(weakref.ref(made))
+        return made
+
+    @method
+    def use(self, value: torch.Tensor) -> float:
+        return float(value.sum())
+
+    @method
+    async def wait(self, value: torch.Tensor) -> float:
+        return float(value.sum())
+
+    @method
+    def fail(self, value: torch.Tensor) -> None:
+        raise ValueError(f"{value.sum()} is no good")
+
+    @method
+    async def fail_later(self, value: torch.Tensor) -> None:
+        raise ValueError(f"{value.sum()} is no good")
+
+    @method(rows="row")
+    async def each(self, row: int, value: torch.Tensor) -> float:
+        return row * float(value.sum())
+
+    @method(collect=First())
+    def left(self) -> int:
+        """How many of those made are still there."""
+        gc.collect()
+        return sum(made() is not None for made in self.made)
+
+
 class Writer(Role):
     """Makes a nested value, and changes it."""
 
