@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,8 +55,10 @@ def test_a_checkpoint_that_comes_too_late(
     group.checkpoint(folder, tag="first")
     role.add()
 
-    def late(worker_group: WorkerGroup, part: Path) -> PendingCall:
-        call = submit(worker_group, part)
+    def late(worker_group: WorkerGroup, part: Path, *look: Any, **more: Any) -> PendingCall:
+        call = submit(worker_group, part, *look, **more)
+        if look:
+            return call
         call.result(PATIENCE_S)
         with waited_for():  # as on the thread of a user
             meanwhile(group)

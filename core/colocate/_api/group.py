@@ -174,7 +174,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         """Have every role that has `save(dir)` and `restore(dir)` save itself, between the group's calls.
 
         Each role gets a folder of its own, the same for all of its ranks; the states of `ctx.generator` are kept too.
-        A restart goes on from the last checkpoint.
+        What a `save` returns is waited for: a future, a coroutine, what `dcp.async_save` returns, a thread, a process,
+        or a list of these. So is a future that it leaves in an attribute of the role. A restart goes on from the last
+        checkpoint.
 
         Args:
             directory: Becomes the checkpoint's folder when all of it is written. An earlier checkpoint of the same
@@ -184,8 +186,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         Raises:
             ConfigError: A role has only one of the two methods, or no role has them. Or something else lies there
                 (other files, the working directory, a file, a link): nothing was touched.
-            RoleError: A `save` raised, or a kept call has failed whose resident was dropped before anybody used it:
-                what was in the directory stays.
+            RoleError: A `save` raised, or what it has returned failed, or something isn't written when both are over;
+                or a kept call has failed whose resident was dropped before anybody used it: what was in the directory
+                stays.
         """
         self._node.check()
         if (found := recording(self._node)) is not None:
@@ -207,9 +210,11 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             Its tag, as `wait_ready` returns it from now on.
 
         Raises:
-            ConfigError: There is no checkpoint, or it isn't of these roles and numbers of ranks.
-            RoleError: A `restore` raised, or another checkpoint has taken the place of this one meanwhile; some ranks
-                may have been restored. Restore again, or close the group.
+            ConfigError: There is no checkpoint, or it isn't of these roles and numbers of ranks, or a file of it is
+                missing or has another size.
+            RoleError: A `restore` raised, or another checkpoint has taken the place of this one meanwhile, or a file of
+                it has other contents than were saved; some ranks may have been restored. Restore again, or close the
+                group.
         """
         self._node.check()
         if (found := recording(self._node)) is not None:

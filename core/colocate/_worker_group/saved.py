@@ -15,6 +15,7 @@ from colocate._system.files import json_of
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
 from colocate.worker.serving.checkpoint import OWN, RECORD, hook, identity_of, read, takes_ranks
+from colocate.worker.serving.contents import changed_sizes, refusal
 
 Tag: TypeAlias = str | int | float | None
 
@@ -32,12 +33,14 @@ class Checkpoint:
         """Return the one in a folder, for a group with these roles.
 
         Raises:
-            ConfigError: There is none, or it is of other roles, or of other numbers of ranks and not made for that.
+            ConfigError: There is none, or it is of other roles, or of other numbers of ranks and not made for that, or
+                a file of it is missing or has another size.
         """
         try:
             place, record = read(folder)
             saved, tag = {name: entry["ranks"] for name, entry in record["roles"].items()}, record["tag"]
             identity = identity_of(record)
+            files = {name: (int(size), str(digest)) for name, (size, digest) in record.get("files", {}).items()}
         except OSError:
             raise ConfigError(
                 f"there is no checkpoint in {folder}: one that is complete has a file {RECORD}, which "
@@ -64,6 +67,11 @@ class Checkpoint:
                     "torch.distributed.checkpoint, or from anything with restore(directory, ranks), which is told how "
                     "many ranks have saved"
                 )
+        if wrong := changed_sizes(place, files):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                if identity_of(read(folder)[1]) != identity:  # another one has taken its place just now
+                    return cls.read(folder, roles)
+            raise ConfigError(refusal(folder, wrong))
         return cls(folder, tag, identity)
 
 
@@ -84,6 +92,12 @@ def found_in(folder: Path) -> dict[str, Path]:
         if written >= found.get(group, (0, path))[0]:
             found[group] = written, Path(place)
     return {group: place for group, (_, place) in found.items()}
+
+
+def does_nothing(cls: type) -> bool:
+    """Whether a role's `save` has no line of code: its state is what colocate saves of it."""
+    code = getattr(hook(cls, "save"), "__code__", None)
+    return code is not None and not (code.co_names or code.co_freevars)
 
 
 def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dict[str, RoleInfo]:

@@ -12,7 +12,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec
-from colocate.errors import ClosedError, ConfigError, GroupRestarted, RoleError, WorkerDied
+from colocate.errors import ClosedError, ConfigError, GroupRestarted, RoleError, RoleStartError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
@@ -23,6 +23,7 @@ from colocate.testing.probes.lasting import (
     Exporting,
     HalfSaved,
     Lasting,
+    Later,
     Passing,
     Resizable,
 )
@@ -191,6 +192,81 @@ class Checkpoints(ExecutorCase):
         assert caught.value.rank == 1
         assert [path.name for path in folder.parent.iterdir()] == ["one"]
         assert '"before"' in (folder / "checkpoint.json").read_text()
+
+    @pytest.mark.parametrize(
+        "how",
+        ["future", "thread", "attribute", "several", "response", "coroutine", "tasks", "another loop"],
+    )
+    def test_it_counts_when_what_save_returns_is_over(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
+        """A future, a thread, a coroutine with its tasks, several; also a future that is left in an attribute."""
+        with Gate() as gate, ThreadPoolExecutor(1) as pool:
+            group = spawn({"later": colocate.role(Later, how, gate.address)})
+            group.role("later", Later).add(3)
+            saving = pool.submit(group.checkpoint, tmp_path / "one")
+            gate.wait_for()
+            with pytest.raises(TimeoutError):
+                saving.result(0.3)
+            assert not (tmp_path / "one").exists()
+            gate.open()
+            saving.result(PATIENCE_S)
+        group.role("later", Later).add(1)
+        group.restore(tmp_path / "one")
+        assert group.role("later", Later).add(0) == [3, 3]
+
+    @of_executor
+    def test_what_is_not_there_when_it_is_to_count(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It is an error of the role's, and the checkpoint of before stays: files that aren't there, or not whole."""
+        group = spawn({"later": colocate.role(Later, "process")})
+        later = group.role("later", Later)
+        group.checkpoint(tmp_path / "one", tag="before")
+        with Gate() as gate:
+            for how, words in [
+                ("fails", "raised OSError on rank 1 .*the disk is full"),
+                ("bad process", "has ended with exit code 3"),
+                ("nothing", r"later.save\(\) is over on all ranks: there is no file in its folder"),
+                ("parts", r"written later/net/__\d_0.distcp, and no .metadata beside it"),
+                ("amid", "later/0 is open there, to be written"),
+            ]:
+                later.become(how, gate.address if how in ("nothing", "amid") else None)
+                with pytest.raises(RoleError, match=words) as caught:
+                    group.checkpoint(tmp_path / "one")
+                if how == "fails":
+                    assert (caught.value.rank, type(caught.value.__cause__)) == (1, OSError)
+            gate.open()
+        assert '"before"' in (tmp_path / "one" / "checkpoint.json").read_text()
+        group.restore(tmp_path / "one")
+        assert later.add() == [1, 1]
+
+    def test_files_that_are_not_what_was_saved(self, spawn: Spawn, tmp_path: Path) -> None:
+        """They are named, by whoever would go on from them."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting), "empty": colocate.role(Drawing)}
+        group = spawn(roles)
+        role = group.role("lasting", Lasting)
+        role.add(41)
+        group.checkpoint(tmp_path / "one")
+        first, second = (tmp_path / "one" / "lasting" / str(rank) for rank in range(2))
+        for path, text, words in [
+            (first, "4", "lasting/0 has 1 bytes, and had 2"),
+            (second, None, "lasting/1 isn't there"),
+        ]:
+            path.write_text(text) if text is not None else path.unlink()
+            with pytest.raises(ConfigError, match=words):
+                group.restore(tmp_path / "one")
+            with pytest.raises(ConfigError, match=words):
+                spawn(roles, restore=tmp_path / "one")
+            path.write_text("41")
+        second.write_text("14")
+        with pytest.raises(RoleError, match="lasting/1 has other contents than it had"):
+            group.restore(tmp_path / "one")
+        with pytest.raises(RoleStartError, match="lasting/1 has other contents than it had"):
+            spawn(roles, restore=tmp_path / "one")
+        first.write_text("xx")  # which can't be read
+        second.write_text("41")
+        with pytest.raises(RoleError, match="lasting/0 has other contents than it had"):
+            group.restore(tmp_path / "one")
+        first.write_text("41")
+        group.restore(tmp_path / "one")
+        assert role.add() == [42, 42]
 
     def test_what_a_checkpoint_never_replaces(
         self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import attrs
 
 from colocate import Concat, Gather, OnRank, Role, Scatter, method
 from colocate.testing.gate import Address, pass_gate
@@ -79,6 +87,97 @@ class Called(Lasting):
         super().restore(directory)
         if self.gate is not None:
             pass_gate(self.gate)
+
+
+class Later(Lasting):
+    """Its files are written when `save` has returned; on rank 0 once a gate is open.
+
+    Args:
+        how: What it returns to be waited for, or how it doesn't.
+        gate: Where what writes waits; None: nowhere.
+    """
+
+    def __init__(self, how: str, gate: Address | None = None) -> None:
+        super().__init__()
+        self.how, self.gate = how, gate
+        self.pool = ThreadPoolExecutor(1)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.looping: Thread | None = None
+        self.left: object = None
+
+    @method
+    def become(self, how: str, gate: Address | None = None) -> None:
+        self.how, self.gate = how, gate
+
+    def write(self, directory: str) -> None:
+        if self.gate is not None and self.how == "nothing":
+            pass_gate(self.gate)
+            return  # the folder is gone
+        if self.ctx.rank == 0 and self.gate is not None and self.how != "amid":
+            pass_gate(self.gate)
+        if self.how == "fails" and self.ctx.rank == 1:
+            raise OSError("the disk is full")
+        with Path(directory, str(self.ctx.rank)).open("w") as file:
+            file.write(str(self.count))
+            file.flush()
+            if self.ctx.rank == 0 and self.gate is not None and self.how == "amid":
+                pass_gate(self.gate)
+
+    def save(self, directory: str) -> Any:
+        if self.how in ("future", "fails"):
+            return self.pool.submit(self.write, directory)
+        if self.how == "attribute":
+            self.left = self.pool.submit(self.write, directory)
+            return None
+        if self.how == "several":
+            return [self.pool.submit(self.write, directory), (None, {"one": self.pool.submit(int)}), self.count]
+        if self.how == "response":
+            return Response(self.pool.submit(int), self.pool.submit(self.write, directory))
+        if self.how == "coroutine":
+            return asyncio.to_thread(self.write, directory)
+        if self.how == "tasks":
+            return self._begins(directory)
+        if self.how == "another loop":
+            self.loop = asyncio.new_event_loop()
+            self.looping = Thread(target=self.loop.run_forever)
+            self.looping.start()
+            return asyncio.run_coroutine_threadsafe(self._begun(directory), self.loop).result()
+        if self.how == "process":
+            return subprocess.Popen([sys.executable, "-c", f"open('{directory}/{self.ctx.rank}', 'w').write('0')"])
+        if self.how == "parts":  # as torch.distributed.checkpoint writes them, and what is whole last
+            Path(directory, "net").mkdir(exist_ok=True)
+            Path(directory, "net", f"__{self.ctx.rank}_0.distcp").write_text("a part")
+            return None
+        if self.how == "bad process":
+            return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+        thread = Thread(target=self.write, args=(directory,))
+        thread.start()
+        if self.how == "amid":
+            while not Path(directory, str(self.ctx.rank)).exists():
+                thread.join(0.001)
+        return thread if self.how == "thread" else None
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        if self.loop is not None and self.looping is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.looping.join()
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+
+    async def _begins(self, directory: str) -> None:
+        self.left = asyncio.create_task(asyncio.to_thread(self.write, directory))
+
+    async def _begun(self, directory: str) -> asyncio.Task[None]:
+        return asyncio.create_task(asyncio.to_thread(self.write, directory))
+
+
+@attrs.frozen
+class Response:
+    """As torch's, of an asynchronous save."""
+
+    staging_completion: Future[Any]
+    upload_completion: Future[Any]
 
 
 class Exporting(Lasting):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -93,6 +94,7 @@ class Changing(Role):
 
     def save(self, directory: str) -> None:
         self.saved = told()
+        Path(directory, str(self.ctx.rank)).touch()
 
     def restore(self, directory: str) -> None:
         """Nothing is needed."""

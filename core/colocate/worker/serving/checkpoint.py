@@ -15,12 +15,14 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from colocate._role.context import running_call
+from colocate._role.context import Context, running_call
 from colocate._role.method import RoleMethod
 from colocate._role.weights import Received
 from colocate._system.files import json_of, places
 from colocate.errors import ColocateError
+from colocate.worker.serving.contents import Look, being_written, digests_of, refuse_changed
 from colocate.worker.serving.failure import note
+from colocate.worker.serving.over import is_future
 from colocate.worker.serving.role_instance import RoleInstance
 
 RECORD = "checkpoint.json"  # in the folder of one that is complete
@@ -64,11 +66,17 @@ def save(
             own.write_text(json.dumps(wide.saved(role.own)), encoding="utf-8")
 
 
+def look(ctx: Context, directory: str, names: Sequence[str]) -> Look:
+    """Look at a rank's share of the files of a checkpoint that has been written."""
+    folder = Path(directory)
+    return being_written(folder), digests_of(folder, names[ctx.rank :: ctx.world_size])
+
+
 def restore(role: RoleInstance, directory: str, identity: str) -> None:
     """Have a role go on where it was saved. One that has no `save` is as its constructor made it.
 
     Raises:
-        ColocateError: It isn't there, or not for this machine, or another one has taken its place.
+        ColocateError: It isn't there, or not for this machine, or another one has taken its place, or it was damaged.
     """
     folder = next((place for place in places(Path(directory)) * 2 if _is_there(place, identity)), None)  # as in `read`
     if folder is None:
@@ -80,7 +88,10 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
                 "doesn't lie on a file system that the driver and all workers share"
             ) from None
         raise _replaced(Path(directory))
+    files: dict[str, Any] = {}
     try:
+        files = _files_of(role, folder)
+        refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))  # its share of them
         restored = _call(role, "restore", folder)
         own = _own_file(role, folder, "weights")
         version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("0", "", "")
@@ -111,10 +122,17 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
     except Exception as error:
         if not _is_there(folder, identity):
             raise _replaced(Path(directory)) from error
+        refuse_changed(folder, files, error)  # perhaps those of another rank's share
         note(error, f"role {role.name!r} was being restored from {folder}")
         raise
     if not _is_there(folder, identity):  # what it has read may be of both
         raise _replaced(Path(directory))
+
+
+def _files_of(role: RoleInstance, folder: Path) -> dict[str, Any]:
+    """What a checkpoint's record says of a role's files, or of those of this rank; nothing from versions before."""
+    own = f"{role.name}/", str(_own_file(role, Path(), ""))
+    return {name: told for name, told in _record(folder).get("files", {}).items() if name.startswith(own)}
 
 
 def read(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -127,7 +145,7 @@ def read(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     for place in places(folder) * 2:  # it may be replaced just now
         try:
-            return place, json_of(place / RECORD)
+            return place, _record(place)
         except FileNotFoundError:
             pass
     raise FileNotFoundError(f"there is no {RECORD} in {folder}")
@@ -140,7 +158,7 @@ def identity_of(record: Mapping[str, Any]) -> str:
 
 def _is_there(place: Path, identity: str) -> bool:
     try:
-        return identity_of(json_of(place / RECORD)) == identity
+        return identity_of(_record(place)) == identity
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -178,12 +196,19 @@ def _call(role: RoleInstance, name: str, folder: Path) -> bool:
         return False
     more: dict[str, Any] = {}
     if name == "restore" and takes_ranks(type(role.instance)):
-        record = json_of(folder / RECORD)
-        more["ranks"] = record["roles"][role.name]["ranks"]
+        more["ranks"] = _record(folder)["roles"][role.name]["ranks"]
     found = getattr(type(role.instance), name)
     bound = MethodType(found.spec.function, role.instance) if isinstance(found, RoleMethod) else None
+    had = {**getattr(role.instance, "__dict__", {})}
     role.run_hook(partial(bound or getattr(role.instance, name), **more), str(own), name=name)
+    has = getattr(role.instance, "__dict__", {}).items()
+    if left := [value for key, value in has if value is not had.get(key) and is_future(value)]:  # as by torch's recipe
+        role.run_hook(lambda: left, name=name)
     return True
+
+
+def _record(place: Path) -> Any:
+    return json_of(place / RECORD)
 
 
 def _own_file(role: RoleInstance, folder: Path, what: str) -> Path:

@@ -24,6 +24,7 @@ from colocate.worker.memory.sleep import Outcome
 from colocate.worker.process_wide import own_of
 from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
+from colocate.worker.serving.contents import Look
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
 
@@ -58,6 +59,13 @@ class Functions:
     def save(self, directory: str) -> None:
         """Have the roles write their states into a folder."""
         checkpoint.save(self._roles(), directory, partial(self._worker_context.residency.awake, why="to be saved"))
+
+    @method
+    def look(self, directory: str, names: Sequence[str]) -> Look:
+        """Look at files of a checkpoint: at a share of these."""
+        ctx = current()
+        assert ctx is not None
+        return checkpoint.look(ctx, directory, names)
 
     @method
     def restore(self, directory: str, identity: str) -> None:
@@ -141,7 +149,16 @@ CHECKPOINT, RESTORE, SLEEP, WAKE, SYNC = OF_WORKERS = (
     "the wake",
     "the sync of weights",
 )
-_METHODS = {"run": "run", CHECKPOINT: "save", RESTORE: "restore", SLEEP: "sleep", WAKE: "wake", SYNC: "sync"}
+LOOK = "the look at the checkpoint"  # beside which background roles go on
+_METHODS = {
+    "run": "run",
+    LOOK: "look",
+    CHECKPOINT: "save",
+    RESTORE: "restore",
+    SLEEP: "sleep",
+    WAKE: "wake",
+    SYNC: "sync",
+}
 SPECS: dict[str, MethodSpec] = {said: Functions.__dict__[name].spec for said, name in _METHODS.items()}
 """By what calls say."""
 RUN = SPECS["run"]

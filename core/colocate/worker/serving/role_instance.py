@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -14,11 +13,11 @@ from colocate._protocol.ledger import Purpose, counts_as
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import own_method
-from colocate._role.standalone import awaited
 from colocate._role.weights import Received
 from colocate._system.imported import imported
 from colocate.worker.process_wide import Own
 from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.over import wait_until_over
 from colocate.worker.torch_groups.settings import Setting, Settings
 
 T = TypeVar("T")
@@ -169,8 +168,4 @@ class RoleInstance:
 
 @calls_role_code
 def _run_to_its_end(name: str, hook: Callable[..., Any], *args: Any) -> None:
-    found = hook(*args)
-    if inspect.iscoroutine(found):
-        awaited(found)
-    elif inspect.isgenerator(found) or inspect.isasyncgen(found):
-        raise TypeError(f"{name}() is a generator, of which nothing runs: have it do all, and yield nothing")
+    wait_until_over(name, hook(*args), with_tasks=name == "save")
