@@ -60,7 +60,7 @@ def refuse(error: Exception) -> None:
 
 def patch(executor: str) -> None:
     """Have verl ask nothing of a Ray that isn't there, and Ray answer a worker as an actor of the driver's."""
-    home().ResourcePoolManager._check_resource_available = lambda self: None  # which reserving does
+    home().ResourcePoolManager._check_resource_available = functools.partialmethod(_check_pools, executor)
     hook: Any = importlib.import_module("ray._private.auto_init_hook")
     hook.enable_auto_connect &= executor == "ray"  # elsewhere nothing but ray.init starts a Ray
     if "WG_BACKEND" not in os.environ:
@@ -69,6 +69,32 @@ def patch(executor: str) -> None:
         of_main_ppo.get_ppo_ray_runtime_env = functools.partial(_for_main_ppo, executor, of_verl)
     elif executor == "ray":
         _be_in_ray(hook)
+
+
+def _check_pools(pools: Any, executor: str) -> None:
+    """Refuse, before anything is started, a PPO trainer that would make Ray actors where no Ray is.
+
+    It makes its pools first. What they offer is checked when they are reserved.
+    """
+    import ray
+
+    named = {getattr(role, "name", "") for role in pools.mapping}
+    trainer: Any = sys.modules.get("verl.trainer.ppo.ray_trainer")
+    if executor == "ray" or ray.is_initialized() or trainer is None or not named & {"ActorRollout", "ActorRolloutRef"}:
+        return
+    loop: Any = importlib.import_module("verl.experimental.reward_loop")
+    theirs = [
+        f"{module.__name__}.{name}"
+        for module, name in ((loop, "RewardLoopManager"), (trainer, "LLMServerManager"))
+        if getattr(module, name).__module__.startswith("verl.")
+    ]
+    if theirs:
+        raise CapabilityError(
+            f"RayPPOTrainer on {executor!r}: {' and '.join(theirs)} would start Ray actors, and there is no Ray. Put "
+            "classes of your own in their place, and name one for "
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class, as colocate_verl.demo.of_v0 does; or say "
+            "COLOCATE_VERL=ray"
+        )
 
 
 def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:

@@ -19,9 +19,9 @@ TRAINS = "trains for about a minute; tests/docs/test_first_hour.py does"
 PACKAGES = {path.parent.name for top in ("core", "executors", "plugins") for path in ROOT.glob(f"{top}/*/py.typed")}
 
 
-def commands(reason: str) -> list[str]:
-    """What the README has typed in the blocks that aren't run with it for a reason."""
-    texts = [block.text for block in blocks_of(ROOT / "README.md") if block.not_run == reason]
+def commands(reason: str, page: Path = ROOT / "README.md") -> list[str]:
+    """What a page has typed in the blocks that aren't run with it for a reason."""
+    texts = [block.text for block in blocks_of(page) if block.not_run == reason]
     return [line.removeprefix("$ ") for text in texts for line in text.splitlines()]
 
 
@@ -127,3 +127,18 @@ def test_the_demo(clone: Path) -> None:
     printed = typed(f"{command} DEMO={Path(sys.executable).parents[1]}", clone, clone)
     assert "report: runs/ppo/report.html" in printed
     assert printed.endswith("everything is closed: 1 runtime, 1 pool, 1 group, 1 worker, 4 roles\n")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_verls_first_commands(clone: Path) -> None:
+    """In a fresh environment the extra has all that they import: pins say versions, and install nothing."""
+    subprocess.run([sys.executable, "-m", "venv", str(clone / "verl")], check=True)
+    install, v0, v1 = commands(FRESH, ROOT / "docs" / "verl.md")
+    assert install.startswith("pip install ")
+    pins = ROOT / "constraints-verl.txt"
+    typed(install, clone, clone / "verl", PIP_CONSTRAINT=str(pins))
+    for command, ray in ((v0, "none"), (v1, "gcs_server, raylet")):
+        printed = typed(command, clone, clone / "verl", PYTHONPATH="")
+        assert len(re.findall(r"^ +\d ", printed, re.MULTILINE)) == 3
+        assert printed.endswith(f"Processes of Ray: {ray}.\n")

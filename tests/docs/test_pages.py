@@ -18,7 +18,6 @@ from tests.forked import Forks
 from colocate import load_config
 
 NOT_RUN: dict[tuple[str, str], int] = {
-    ("README.md", "vLLM is not installed with the tests; `make engines` checks it"): 1,
     ("README.md", "installs; tests/docs/test_first_hour.py does, in a fresh environment"): 2,
     ("README.md", "trains for about a minute; tests/docs/test_first_hour.py does"): 1,
     ("README.md", "trains for about a minute; the test test_the_commands_of_the_demo checks it"): 2,
@@ -26,7 +25,9 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("ray.md", "needs a cluster"): 4,
     ("ray.md", "one start of a Ray is enough for the tests of this page"): 1,
     ("from-verl.md", "verl and Ray are not installed with the tests"): 1,
-    ("verl.md", "verl is not installed with the tests; `make verl-tests` has it"): 7,
+    ("verl.md", "installs; tests/docs/test_first_hour.py does, in a fresh environment"): 1,
+    ("verl.md", "needs GPUs and vLLM; `make verl-tests` runs main_ppo with other answers"): 1,
+    ("verl.md", "verl is not installed with the tests; `make verl-tests` has it"): 6,
     ("bring-your-trainer.md", "accelerate is not installed with the tests; `make trainers` runs it"): 1,
     ("bring-your-trainer.md", "lightning-fabric is not installed with the tests; `make trainers` runs it"): 1,
     ("restart.md", "it trains for a minute"): 1,
@@ -100,6 +101,36 @@ def test_a_transformers_model_under_fsdp2(executor: str, tmp_path: Path) -> None
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.3 < 3 < losses[0]
+
+
+@pytest.mark.long
+def test_the_config_of_the_readme_trains(tmp_path: Path) -> None:
+    """Trainer and engine in two processes, as it says."""
+    (config,) = [block.text for block in blocks_of(ROOT / "README.md") if block.file == "grpo.yaml"]
+    (tmp_path / "grpo.yaml").write_text(config)
+    few = ["job.with.steps=2", "+job.with.warm_up_steps=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "colocate",
+        "run",
+        "grpo.yaml",
+        *(word for each in few for word in ("--set", each)),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "engine_gap" in done.stdout
+    assert done.stdout.endswith("everything is closed: 1 runtime, 1 pool, 1 group, 2 workers, 6 roles\n")
+
+
+def test_the_first_screen() -> None:
+    """What has run comes before the first example, and that one is run here, with what `pip install .` has."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = blocks_of(ROOT / "README.md")[0]
+    assert 0 < readme.index("**Status**") < readme.index("```")
+    assert first.file is not None
+    assert first.not_run is None
+    assert set(re.findall(r"^(?:import|from) (\w+)", first.text, re.MULTILINE)) == {"random", "colocate"}
+    assert f"$ python {first.file}\n" in readme.partition(first.text)[2]
 
 
 def test_the_example_trains_in_two_processes(tmp_path: Path, forks: Forks) -> None:

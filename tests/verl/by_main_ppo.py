@@ -9,8 +9,7 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
-from colocate_verl.demo import ENVIRONMENT
-from colocate_verl.demo.__main__ import make, settings
+from colocate_verl.demo import ENVIRONMENT, make, settings
 
 os.environ.update(ENVIRONMENT)
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo  # in that environment

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from colocate_verl.demo import NAMES
+from colocate_verl.demo import NAMES, settings
 
 EXECUTOR = os.environ.get("COLOCATE_VERL", "local")
 ITS_RAY = ["gcs_server", "raylet"] if EXECUTOR == "ray" else []
@@ -81,6 +81,8 @@ class TestTrainers:
         (["--trainer", "v0", "--executor", "verl", "--sleep"], "not on verl's own worker groups"),
         (["--trainer", "v0", "--executor", "local", "--steps", "1"], "give at least 2"),
         (["--trainer", "v0", "--executor", "dsak"], "'dsak'"),
+        (["--trainer", "v0", "--executor", "local", "--set", "steps"], "--set steps: say KEY=VALUE"),
+        (["--trainer", "v0", "--executor", "local", "--set", "data.batch=1"], "Key 'batch' is not in struct"),
     ],
 )
 def test_what_it_is_told_wrongly(options, told):
@@ -89,3 +91,13 @@ def test_what_it_is_told_wrongly(options, told):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert told in done.stderr
+
+
+@pytest.mark.parametrize("trainer", ["v0", "v1"])
+def test_a_config_of_ones_own(tmp_path, trainer):
+    """What is changed is changed, also what verl's own config lacks, and the rest is as it was."""
+    new = {"data.train_batch_size": 4, "actor_rollout_ref.rollout.custom.weights": "elsewhere"}
+    before, after = settings(trainer, tmp_path, 2), settings(trainer, tmp_path, 2, {**new, "+trainer.mine": 1})
+    assert (after.data.train_batch_size, after.trainer.mine) == (4, 1)
+    assert after.actor_rollout_ref.rollout.custom.weights == "elsewhere"
+    assert after.actor_rollout_ref.model == before.actor_rollout_ref.model

@@ -1,4 +1,12 @@
-"""verl's own trainers with a tiny model on the CPU, and the shim that makes it a device: no part of the plugin."""
+"""verl's own trainers with a tiny model on the CPU, and the shim that makes it a device: no part of the plugin.
+
+`make`, `settings`, `of_v0` and `of_v1` are for a script of your own, as docs/examples/verl_own.py is one.
+"""
+
+from .config import make, settings
+from .trainers import of_v0, of_v1
+
+__all__ = ["ENVIRONMENT", "NAMES", "make", "of_v0", "of_v1", "settings"]
 
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "colocate_verl.demo.cpu",

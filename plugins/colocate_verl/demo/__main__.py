@@ -27,163 +27,10 @@ import attrs
 import psutil
 
 import colocate_verl
+from colocate import ConfigError
 from colocate_verl.demo import ENVIRONMENT, NAMES
-
-RANKS = 2
-PROMPTS = 8
-TIMES = 2
-"""Answers to each prompt."""
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
-
-
-def make(folder: Path, steps: int) -> None:
-    """Make models, a tokenizer and data of sums, from fixed seeds."""
-    import pandas
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedTokenizerFast, Qwen2Config
-
-    characters = ["<pad>", "<end>", "<unk>", "\n", *map(chr, range(32, 127))]
-    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast  # its signature is not typed
-    tokenizer = fast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
-    )
-    shape: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = Qwen2Config(vocab_size=len(characters), num_key_value_heads=2, **shape)
-    torch.manual_seed(0)
-    kinds: dict[str, Any] = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
-    for name, kind in kinds.items():
-        config.num_labels = 1
-        kind.from_config(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    sums = [(f"{i % 10}+{i // 10 % 10}=", str(i % 10 + i // 10 % 10)) for i in range(PROMPTS * (steps + 1))]
-    prompts = [[{"role": "user", "content": question}] for question, _ in sums]
-    answers = [
-        [*prompt, {"role": "assistant", "content": answer}] for prompt, (_, answer) in zip(prompts, sums, strict=True)
-    ]
-    extra = [{"index": index} for index in range(len(sums))]
-    pandas.DataFrame({"prompt": prompts, "data_source": "sums", "extra_info": extra}).to_parquet(folder / "ppo.parquet")
-    pandas.DataFrame({"messages": answers}).to_parquet(folder / "sft.parquet")
-
-
-def settings(trainer: str, folder: Path, steps: int) -> Any:
-    """Return verl's config for a trainer: its defaults, and what a tiny model on the CPU needs."""
-    from hydra import compose, initialize_config_module
-
-    both = {
-        "trainer.device": "cpu",
-        "trainer.n_gpus_per_node": RANKS,
-        "trainer.total_training_steps": steps,
-        "trainer.logger": "[file]",
-        "trainer.default_local_dir": folder / "checkpoints",
-        "data.train_batch_size": PROMPTS,
-    }
-    fp32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
-
-    def model(where: str, name: str) -> dict[str, Any]:
-        return {
-            f"{where}.path": folder / name,
-            f"{where}.use_remove_padding": False,  # needs flash attention
-            f"{where}.enable_gradient_checkpointing": False,
-            f"+{where}.override_config.attn_implementation": "sdpa",
-        }
-
-    def engine(where: str) -> dict[str, Any]:
-        return {f"{where}.strategy": "fsdp2", f"{where}.use_torch_compile": False, f"+{where}.mixed_precision": fp32}
-
-    if trainer == "sft":
-        name = "sft_trainer_engine"
-        both |= {
-            "data.train_files": folder / "sft.parquet",
-            "data.use_dynamic_bsz": False,
-            "data.max_length": 32,
-            "trainer.save_freq": 1,
-            **model("model", "actor"),
-            **engine("engine"),
-        }
-    else:
-        name, actor = "ppo_trainer", "actor_rollout_ref"
-        both |= {
-            "data.train_files": folder / "ppo.parquet",
-            "data.val_files": folder / "ppo.parquet",
-            "data.shuffle": False,
-            "data.dataloader_num_workers": 0,
-            "trainer.use_v1": trainer == "v1",
-            "trainer.val_before_train": False,
-            "algorithm.adv_estimator": "gae",
-            f"{actor}.model.external_lib": "colocate_verl.demo.rollout",
-            f"{actor}.rollout.name": "demo",
-            f"{actor}.rollout.n": TIMES,
-            f"{actor}.rollout.tensor_model_parallel_size": 1,
-            f"{actor}.rollout.calculate_log_probs": False,
-            f"{actor}.rollout.log_prob_micro_batch_size_per_gpu": 4,
-            f"+{actor}.rollout.agent.agent_loop_manager_class": "colocate_verl.demo.rollout.Answers",
-            f"{actor}.ref.log_prob_micro_batch_size_per_gpu": 4,
-            f"{actor}.actor.use_kl_loss": True,
-            f"{actor}.actor.optim.lr": 1e-3,
-            f"{actor}.actor.ppo_mini_batch_size": PROMPTS // 2,
-            f"{actor}.actor.ppo_micro_batch_size_per_gpu": 4,
-            "critic.ppo_micro_batch_size_per_gpu": 4,
-            f"{actor}.actor.strategy": "fsdp2",
-            "critic.strategy": "fsdp2",
-            **model(f"{actor}.model", "actor"),
-            **model("critic.model", "critic"),
-            **engine(f"{actor}.actor.fsdp_config"),
-            **engine(f"{actor}.ref.fsdp_config"),
-            **engine("critic.fsdp"),
-        }
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(name, overrides=[f"{key}={value}" for key, value in both.items()])
-
-
-def of_v0(config: Any) -> Any:
-    """Make `RayPPOTrainer`, which wants to be given what `TaskRunner` makes."""
-    import ray
-    import verl.experimental.reward_loop
-    import verl.trainer.ppo.ray_trainer as v0
-    from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-    from verl.utils import hf_tokenizer
-    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-
-    from colocate_verl.demo import rollout
-
-    v0.LLMServerManager = rollout.Servers
-    verl.experimental.reward_loop.RewardLoopManager = rollout.Rewards
-    workers = {v0.Role.ActorRolloutRef: ActorRolloutRefWorker, v0.Role.Critic: TrainingWorker}
-    return v0.RayPPOTrainer(
-        config=config,
-        tokenizer=hf_tokenizer(config.actor_rollout_ref.model.path),
-        role_worker_mapping={role: ray.remote(cls) for role, cls in workers.items()},
-        resource_pool_manager=ResourcePoolManager({"all": [RANKS]}, dict.fromkeys(workers, "all")),
-        ray_worker_group_cls=RayWorkerGroup,
-    )
-
-
-def of_v1(config: Any) -> Any:
-    """Make `PPOTrainerSync`, as `TaskRunnerV1` does; the TransferQueue is there already."""
-    import verl.trainer.ppo.v1.trainer_base as v1
-
-    from colocate_verl.demo import rollout
-
-    v1.LLMServerManager, v1.RewardLoopManager = rollout.Servers, rollout.Rewards
-    return v1.get_trainer_cls(config.trainer.v1.trainer_mode)(config)
-
-
-def answers(config: Any) -> Any:
-    """Make what V1 calls for answers; V0 makes it by its name in the config."""
-    from colocate_verl.demo import rollout
-
-    return rollout.Answers(config)
+from colocate_verl.demo.config import RANKS, make, settings
+from colocate_verl.demo.trainers import answers, of_v0, of_v1
 
 
 @attrs.define
@@ -200,11 +47,9 @@ class Run:
 
 def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int = 0) -> Run:
     """Train from the start, or on from the checkpoint after a step."""
-    from omegaconf import OmegaConf
-
     log = folder / f"log-{resume}.jsonl"
     os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
-    config = settings(trainer, folder, options.steps)
+    config = settings(trainer, folder, options.steps, options.set)
     run, began = Run(0.0, []), time.perf_counter()
     if trainer == "sft":
         from verl.trainer.sft_trainer_ray import SFTTrainer
@@ -216,7 +61,6 @@ def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int =
         run.start_s = time.perf_counter() - began
         made.fit()
     else:
-        OmegaConf.resolve(config)
         made = of_v0(config) if trainer == "v0" else of_v1(config)
         began = time.perf_counter()
         made.init_workers() if trainer == "v0" else made.init()
@@ -277,8 +121,8 @@ def ray_processes() -> list[str]:
     return sorted({name for name in names if name in ("raylet", "gcs_server")})
 
 
-def main() -> None:
-    """Train, and print the losses and norms of each step."""
+def chosen() -> argparse.Namespace:
+    """Read what the command line says, and set the environment of this process; a mistake ends it."""
     parser = argparse.ArgumentParser(
         prog="python -m colocate_verl.demo", description="verl's own trainers with a tiny model on the CPU."
     )
@@ -288,6 +132,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help="at least 2 (default: 3)")
     parser.add_argument("--sleep", action="store_true", help="the critic sleeps while the actor trains")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of verl's config; may be repeated"
+    )
     parser.add_argument("--out", type=Path, help="a file for all metrics, as JSON")
     options = parser.parse_args()
     if importlib.util.find_spec("verl") is None:
@@ -300,6 +147,19 @@ def main() -> None:
         parser.error("--sleep: for v0 and v1, which have a critic, and not on verl's own worker groups, which can't")
     os.environ.update(ENVIRONMENT)
     os.environ.pop("COLOCATE_VERL", None)
+    if wrong := [each for each in options.set if "=" not in each]:
+        parser.error(f"--set {wrong[0]}: say KEY=VALUE, as in --set data.train_batch_size=16")
+    options.set = dict(each.split("=", 1) for each in options.set)
+    try:
+        settings(options.trainer, Path(), options.steps, options.set)
+    except ConfigError as error:
+        parser.error(f"--set: {error}")
+    return options
+
+
+def main() -> None:
+    """Train, and print the losses and norms of each step."""
+    options = chosen()
     if options.executor != "verl":
         # As COLOCATE_VERL does, but that Dask offers room for all ranks on smaller machines, too.
         colocate_verl.install(options.executor, **{"cpus": RANKS} if options.executor == "dask" else {})

@@ -7,7 +7,7 @@ They run on the driver, with the weights that the actor's workers have written t
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ import torch
 import verl.workers.rollout.base
 from tensordict import TensorDict
 from verl import DataProto
+from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils import tensordict_utils as tu
 
 RESPONSE = 12
 """Tokens of each answer."""
+ABOUT = ("data_source", "reward_model", "extra_info")
+"""What a reward is told of a question, beside the answer."""
 
 
 class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]
@@ -34,7 +37,7 @@ class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]
         """Write the weights; each is gathered on all ranks."""
         whole = {name: tensor.cpu().clone() for name, tensor in weights}
         if torch.distributed.get_rank() == 0:
-            torch.save(whole, Path(self.model_config.local_path) / "actor.pt")
+            torch.save(whole, self.config.custom["weights"])
 
 
 verl.workers.rollout.base._ROLLOUT_REGISTRY["demo", "async"] = f"{__name__}.{Rollout.__name__}"
@@ -65,7 +68,10 @@ class Rewards:
 
 
 class Answers:
-    """In the place of `AgentLoopManager` of both trainers: samples an answer to each prompt, and rewards its digits."""
+    """In the place of `AgentLoopManager` of both trainers: samples an answer to each prompt, and rewards it.
+
+    By the config's `reward.custom_reward_function`, or else by its share of digits.
+    """
 
     def __init__(self, config: Any) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,6 +80,8 @@ class Answers:
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="sdpa")
         self.digits = torch.tensor(self.tokenizer.convert_tokens_to_ids(list("0123456789")))
+        self.weights = Path(config.actor_rollout_ref.rollout.custom["weights"])
+        self.reward = get_custom_reward_fn(config)
         self.generator = torch.Generator().manual_seed(0)
 
     @classmethod
@@ -82,9 +90,9 @@ class Answers:
         return cls(config)
 
     @torch.no_grad()
-    def answer(self, messages: Any) -> dict[str, torch.Tensor]:
+    def answer(self, messages: Any, about: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Sample an answer to each of some messages; prompts are padded on the left, answers are of one length."""
-        self.model.load_state_dict(torch.load(self.folder / "actor.pt"))
+        self.model.load_state_dict(torch.load(self.weights))
         texts = [
             self.tokenizer.apply_chat_template(list(row), tokenize=False, add_generation_prompt=True)
             for row in messages
@@ -99,7 +107,7 @@ class Answers:
             tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
         responses = tokens[:, width:]
         reward = torch.zeros(responses.shape)
-        reward[:, -1] = torch.isin(responses, self.digits).float().mean(1)
+        reward[:, -1] = self._scores(responses, about)
         return {
             "prompts": tokens[:, :width],
             "responses": responses,
@@ -110,12 +118,31 @@ class Answers:
             "rm_scores": reward,
         }
 
+    def _scores(self, responses: torch.Tensor, about: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        if self.reward is None:
+            return torch.isin(responses, self.digits).float().mean(1)
+        scores: list[float] = []
+        for row, known in zip(responses, about, strict=True):
+            score: Any = self.reward(
+                data_source=known["data_source"],
+                solution_str=self.tokenizer.decode(row, skip_special_tokens=True),
+                ground_truth=known["reward_model"]["ground_truth"],
+                extra_info=known["extra_info"],
+            )
+            scores.append(float(score["score"] if isinstance(score, dict) else score))
+        return torch.tensor(scores)
+
+    def _about(self, batch: Any) -> list[dict[str, Any]]:
+        """Return what the reward is told of each question of a batch."""
+        columns = [batch[name] for name in ABOUT] if self.reward else []
+        return [dict(zip(ABOUT, row, strict=True)) for row in zip(*columns, strict=True)]
+
     def generate_sequences(self, batch: Any) -> Any:
         """Answer a batch of either trainer: V0 wants the answers, V1 finds them in the TransferQueue."""
         return self._of_v0(batch) if isinstance(batch, DataProto) else self._of_v1(batch)
 
     def _of_v0(self, batch: DataProto) -> DataProto:
-        answers = self.answer(batch.non_tensor_batch["raw_prompt"])
+        answers = self.answer(batch.non_tensor_batch["raw_prompt"], self._about(batch.non_tensor_batch))
         nothing = np.array([{} for _ in range(len(batch))], dtype=object)
         others = {"multi_modal_inputs": nothing, "__num_turns__": np.full(len(batch), 2, dtype=np.int32)}
         return DataProto(TensorDict(answers, batch_size=len(batch)), others, {"timing": {}, "reward_extra_keys": []})
@@ -124,7 +151,8 @@ class Answers:
         import transfer_queue as tq
 
         uids, step = list(batch["uid"]), tu.get(batch, "global_steps")
-        answers = self.answer([row for row in batch["raw_prompt"] for _ in range(self.times)])
+        about = [known for known in self._about(batch) for _ in range(self.times)]
+        answers = self.answer([row for row in batch["raw_prompt"] for _ in range(self.times)], about)
         of_each = {"num_turns": 2, "multi_modal_inputs": {}}
         versions = {"global_steps": step, "min_global_steps": step - 1, "max_global_steps": step - 1}
         rows, keys, tags = [], [], []
