@@ -138,7 +138,7 @@ class RoleStartError(ColocateError, RuntimeError):
 
 
 class WorkerDied(ColocateError, RuntimeError):
-    """A worker process ended by itself; `detail` holds the engine's own words, `running` what it was doing."""
+    """A worker process ended by itself; `detail` holds the cluster's own words, `running` what it was doing."""
 
     detail: str | None = None
     running: str | None = None
@@ -195,10 +195,10 @@ class PlacementError(ColocateError, RuntimeError):
 
 
 class EngineError(ColocateError, ConnectionError):
-    """The engine can't be reached, doesn't let this driver in, or has been lost.
+    """The cluster can't be reached, doesn't let this driver in, or has been lost.
 
     Attributes:
-        logs: What the engine's own processes have logged last, by file, where it could not be started, or the
+        logs: What the cluster's own processes have logged last, by file, where it could not be started, or the
             process that was in it has ended by itself. A run leaves them in its folder, as engine-NAME.
     """
 

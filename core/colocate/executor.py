@@ -1,4 +1,4 @@
-"""The seam to an engine: transport and placement, nothing else. Read this page to write an executor.
+"""The seam to a cluster: transport and placement, nothing else. Read this page to write an executor.
 
 Core decides what a call means, who owns what and what an error is. An executor says what its nodes offer, reserves
 slots, starts a *host* (the worker side, `colocate.worker`) in each, carries ordered messages to and from it, and
@@ -45,7 +45,7 @@ class Request:
         owner: Name of the pool, for messages.
         env: Environment variables of its workers (`Boot.env` again), for an executor that starts something early.
         id: Of the reservation to be, unique among all drivers: the runtime's id, a slash, the pool's name. Whatever
-            the engine holds for it should carry this, in the engine's own listings too.
+            the cluster holds for it should carry this, in the cluster's own listings too.
         detachable: Whether the pool may be given to the cluster later; only to an executor that is `Detachable`.
         ports: The first and the last TCP port that may be listened on for it (`Keeper(ports=...)`); None for any.
         groups: How many groups may have a worker on each slot at a time; more than one only to an executor that has
@@ -135,7 +135,7 @@ class Boot:
 
 @attrs.frozen
 class Exit:
-    """How a worker ended, as far as the engine tells; None where it doesn't (never a guess).
+    """How a worker ended, as far as the cluster tells; None where it doesn't (never a guess).
 
     The last lines of its output are filled in by core, from what was `logged`.
     """
@@ -152,11 +152,11 @@ class About:
 
     Attributes:
         capabilities: The names of its capabilities, each with what to connect to for it ("ray with address=…").
-        distributions: Those of the engine, whose versions matter when something is reported ("ray").
+        distributions: Those of the cluster, whose versions matter when something is reported ("ray").
         joins: The option that names a cluster to join, which `--address` gives; empty when there is none to join.
         packages: Packages or modules of the executor's own, whose frames tracebacks only count.
         left_here: Says what drivers that are gone have left on this machine, without connecting. It imports what it
-            needs when it is called, and needs no engine.
+            needs when it is called, and needs no cluster.
     """
 
     capabilities: Mapping[str, str] = attrs.field(factory=dict)
@@ -168,7 +168,7 @@ class About:
 
 @attrs.frozen
 class Running:
-    """Something that an engine runs or holds under our name, as its far side tells it.
+    """Something that a cluster runs or holds under our name, as its far side tells it.
 
     Attributes:
         kind: "worker", "reservation", or the executor's own word for what else it keeps ("Ray actor").
@@ -177,8 +177,8 @@ class Running:
         node: Name of the machine, where it lies on one.
         pid: Its process, where it has one.
         since: When it began, in seconds of time.time(), where that is known.
-        detail: What else the engine tells of it.
-        doubt: Why the engine can't be taken to have it (nobody answers, a slot of it is lost); empty when it does.
+        detail: What else the cluster tells of it.
+        doubt: Why the cluster can't be taken to have it (nobody answers, a slot of it is lost); empty when it does.
     """
 
     kind: str
@@ -238,7 +238,7 @@ class Host(abc.ABC):
 
 
 class Executor(abc.ABC):
-    """An engine that runs workers. Core makes one per runtime, with the options given to `connect`.
+    """Runs workers on a cluster. Core makes one per runtime, with the options given to `connect`.
 
     The constructor connects and raises what a user can act on; after a failure nothing is left behind. Its keyword
     parameters (or those of `connect`, where that is overridden) are the options that a config may give. `name` is that
@@ -288,8 +288,8 @@ class Executor(abc.ABC):
         Raises:
             PlacementError: It can never fit (at once).
             PlacementTimeout: It doesn't fit now; nothing stays pending.
-            EngineError: The engine doesn't answer, or is gone.
-            ConfigError: The engine has no word for what is wanted.
+            EngineError: The cluster doesn't answer, or is gone.
+            ConfigError: The cluster has no word for what is wanted.
         """
 
     def withdraw(self, request: Request) -> None:  # noqa: B027  # it may do nothing
@@ -312,19 +312,19 @@ class Executor(abc.ABC):
         """Give slots back; when it returns they can be reserved again. All their hosts have exited or been killed."""
 
     def lost(self, place: Place) -> bool:
-        """Whether nothing can be launched there any more: its node, or the engine's process in the slot, is gone."""
+        """Whether nothing can be launched there any more: its node, or the cluster's process in the slot, is gone."""
         return False
 
     @abc.abstractmethod
     def running(self) -> Sequence[Running]:
-        """What the engine has for this runtime: workers, reservations, and what else it keeps for these.
+        """What the cluster has for this runtime: workers, reservations, and what else it keeps for these.
 
         The audit compares this with the ownership graph, so ask the far side. Takes a bounded time; what doesn't answer
         is listed with its `doubt`.
         """
 
     def strays(self) -> Sequence[Running]:
-        """What the engine has under colocate's name, from any driver, although that driver is gone."""
+        """What the cluster has under colocate's name, from any driver, although that driver is gone."""
         return ()
 
     @abc.abstractmethod
@@ -411,7 +411,7 @@ class Reach:
 
 
 class Watchable(abc.ABC):
-    """Capability: a job is found by its name by others of its cluster, who look at it. The engine has the names."""
+    """Capability: a job is found by its name by others of its cluster, who look at it. The cluster has the names."""
 
     @abc.abstractmethod
     def reach(self) -> Reach:
@@ -477,7 +477,7 @@ class Detachable(abc.ABC):
     """Capability: a pool can outlive its driver, and be commanded by others after it, one at a time.
 
     What `colocate.keeper` has for it (`DetachableByKeepers`) does all of this but for two things, which are the
-    engine's: a registry of names, and that what a pool holds is freed when its lead keeper ends by itself.
+    cluster's: a registry of names, and that what a pool holds is freed when its lead keeper ends by itself.
     """
 
     @abc.abstractmethod
@@ -520,11 +520,11 @@ class Detachable(abc.ABC):
 
     @abc.abstractmethod
     def end(self, name: str) -> None:
-        """End a detached pool by the engine's own means: its keepers don't answer.
+        """End a detached pool by the cluster's own means: its keepers don't answer.
 
         Raises:
             ConfigError: There is no such pool.
-            EngineError: The engine can't either.
+            EngineError: The cluster can't either.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""A ledger of nodes, for executors whose engine keeps none: all or nothing, at once or within a time, never half."""
+"""A ledger of nodes, for executors whose cluster keeps none: all or nothing, at once or within a time, never half."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit: the ownership graph beside what the engine really runs and holds; what is in one of them only."""
+"""The audit: the ownership graph beside what the cluster really runs and holds; what is in one of them only."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _Key: TypeAlias = tuple[str, str]  # kind and id
 
 @attrs.frozen
 class Finding:
-    """One difference between a graph and its engine.
+    """One difference between a graph and its cluster.
 
     Attributes:
-        kind: "worker", "reservation", or what else an engine keeps ("Ray actor", "folder").
+        kind: "worker", "reservation", or what else a cluster keeps ("Ray actor", "folder").
         id: What tells it apart: of a worker "runtime/group/slot", of a reservation "runtime/pool".
         node: Name of the machine, where it lies on one.
         pid: Its process, where it has one.
@@ -65,8 +65,8 @@ class Audit:
     """What an audit has found; false when that is nothing. As text it has a line for each difference.
 
     Attributes:
-        leaked: What the engine has under our name, and no graph owns.
-        missing: What the graph claims, and the engine lacks or doesn't confirm.
+        leaked: What the cluster has under our name, and no graph owns.
+        missing: What the graph claims, and the cluster lacks or doesn't confirm.
     """
 
     leaked: tuple[Finding, ...] = ()
@@ -95,7 +95,7 @@ class Audit:
 
 @attrs.frozen
 class _Claim:
-    """Something that the engine has to have, since the graph says so."""
+    """Something that the cluster has to have, since the graph says so."""
 
     node: Owned | Worker
     label: str
@@ -104,7 +104,7 @@ class _Claim:
 
 
 def audit(connection: Connection) -> Audit:
-    """Compare the graph of a runtime with its engine. Differences that go away by themselves aren't any."""
+    """Compare the graph of a runtime with its cluster. Differences that go away by themselves aren't any."""
     return _settled(lambda: _look(connection))
 
 
@@ -131,7 +131,7 @@ def _settled(look: Callable[[], Audit]) -> Audit:
 
 
 def _look(connection: Connection) -> Audit:
-    """Look once. What the graph had only before the engine was asked, or only afterwards, is in no difference."""
+    """Look once. What the graph had only before the cluster was asked, or only afterwards, is in no difference."""
     executor = connection.services.executor
     known, claimed = _graph(connection)
     engine = list(executor.running())
@@ -148,13 +148,13 @@ def _look(connection: Connection) -> Audit:
             is_known = ("reservation", each.owner) in known or ("runtime", each.owner) in known
         if not is_known:
             todo = {"worker": _OF_WORKERS, OF_A_ROLE: _OF_ROLES}.get(each.kind, _OF_RESERVATIONS)
-            leaked.append(_finding(each, "the engine has it, and nothing in the graph of this runtime owns it", todo))
+            leaked.append(_finding(each, "the cluster has it, and nothing in the graph of this runtime owns it", todo))
     leaked += [_stray(each) for each in executor.strays()]
     missing = []
     for key, claim in firm.items():
         if key not in there:
             doubt = doubts.get(key)
-            why = f"the engine doesn't confirm it: {doubt}" if doubt else "the engine doesn't have it"
+            why = f"the cluster doesn't confirm it: {doubt}" if doubt else "the cluster doesn't have it"
             todo = "Close the group and spawn it again" if key[0] == "worker" else "Close the pool and reserve again"
             what = f"the graph claims it ({claim.label}), and {why}"
             missing.append(Finding(*key, claim.place, claim.pid, None, what, todo))
@@ -162,7 +162,7 @@ def _look(connection: Connection) -> Audit:
 
 
 def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
-    """Return all that the graph has, and what of that the engine must have: it neither starts nor ends, nor is gone."""
+    """Return all that the graph has, and what of that the cluster must have: it neither starts nor ends, nor is gone."""
     known, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
     for pool in list(connection.children.values()):
         if not isinstance(pool, Slots):

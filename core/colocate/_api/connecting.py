@@ -51,7 +51,7 @@ def connect(
         spill_dir: A folder on a disk of the workers' machines, where memory of roles that sleep lies (`group.sleep`);
             None for the folder of temporary files, or `/var/tmp`.
         ports: The first and the last of the TCP ports that colocate may listen on, as "20000-20100", on every machine;
-            None for any that are free. The engine, gloo and NCCL have ports of their own.
+            None for any that are free. Ray, Dask, gloo and NCCL have ports of their own.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
             cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.

@@ -116,7 +116,7 @@ class Slots(Home):
             return worker_group
 
     def places_for(self, worker_group: WorkerGroup) -> list[Place]:
-        """Return where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew.
+        """Return where a group's slots lie. If the cluster has lost some, all of the pool's are reserved anew.
 
         Of groups that have lost the same slots the first does that, and the others find them.
         """
@@ -125,7 +125,7 @@ class Slots(Home):
         return [self.places[index] for index in worker_group.indices]
 
     def _renew(self, worker_group: WorkerGroup) -> None:
-        """Reserve all slots anew, if the engine has lost some of a group's."""
+        """Reserve all slots anew, if the cluster has lost some of a group's."""
         executor = self.connection.services.executor
         given_back = self.reservation is None  # by an attempt before this one
         lost = [index for index in worker_group.indices if given_back or executor.lost(self.places[index])]

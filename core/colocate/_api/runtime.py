@@ -259,10 +259,10 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         return off_main(lambda: [dict(each) for each in cast("Detachable", self._node.services.executor).published()])
 
     def audit(self) -> Audit:
-        """Compare the graph with what the engine really runs and holds; false when they agree.
+        """Compare the graph with what the cluster really runs and holds; false when they agree.
 
         Returns:
-            What the engine has under our name and no graph owns (`.leaked`), and what the graph claims and the engine
+            What the cluster has under our name and no graph owns (`.leaked`), and what the graph claims and the cluster
             lacks (`.missing`). What is just starting or closing is in neither.
         """
         self._node.check()

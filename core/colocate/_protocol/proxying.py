@@ -46,7 +46,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, engine: str) -> Failure:
-        """That of an error; of an engine's own as text, as the driver may have nothing to unpickle it with."""
+        """That of an error; of a cluster's own as text, as the driver may have nothing to unpickle it with."""
         if not isinstance(error, ColocateError):
             error = ColocateError(f"{engine} failed: {type(error).__name__}: {error}")
         return cls(type(error), error.message, dict(error.__dict__))

@@ -25,7 +25,7 @@ def facts() -> dict[str, Any]:
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a worker of such facts, or another process that an engine has; None when they can talk.
+    """Return what is wrong with a worker of such facts, or another process that a cluster has; None when they can talk.
 
     Args:
         here: The driver's facts: those that are to be compared.

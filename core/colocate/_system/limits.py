@@ -16,7 +16,7 @@ WITHDRAWN_WITHIN_S = 1.0
 LEDGERS_WITHIN_S = 10.0  # workers say what their memory is used for: they look at all that roles hold, beside what runs
 SLOW_S = 60.0  # a call or a constructor that takes longer is told, once
 STARTING_S = 4.0  # what a group does that takes longer to start is told, at the next look
-CONNECTING_S = 8.0  # likewise of a connection and a reservation: an engine of its own takes so long
+CONNECTING_S = 8.0  # likewise of a connection and a reservation: a cluster of its own takes so long
 SLOW_EVERY_S = 5.0  # so often such are looked for
 TOLD_TOGETHER_S = 0.05  # observers are told so long after the end of a call, of all that have ended meanwhile
 RELEASED_AFTER_S = 0.1  # a dropped resident's release waits so long for a message to ride on
@@ -77,7 +77,7 @@ TEMPLATE_IDLE_S = 60.0  # nobody has needed the template for so long: it ends
 # -- keepers
 
 KEEPER_CONNECTS_WITHIN_S = 10.0  # a keeper takes a connection
-LAST_WORDS_S = 0.3  # the engine's own words about a lost keeper come by another way
+LAST_WORDS_S = 0.3  # the cluster's own words about a lost keeper come by another way
 LISTED_WITHIN_S = 2.0  # keepers say which workers they have
 LOOKED_AT_WITHIN_S = 2.0  # a worker is looked at from outside; whoever asks has stopped waiting by then
 # After a worker's end its lane may hold what it has sent; a child that it forked may keep the lane open.
@@ -88,6 +88,6 @@ DIALLED_WITHIN_S = 60.0  # a driver that reserves a slot dials its keeper at onc
 # The other keepers of a pool outlive the lead so long, lest somebody be granted a pool that is about to go.
 LEAD_SLACK_S = 5.0
 ADOPTED_WITHIN_S = 10.0  # a keeper answers who wants it
-# The engine has heard that a detached pool has ended, and its name is free; or one that just begins can be seen.
+# The cluster has heard that a detached pool has ended, and its name is free; or one that just begins can be seen.
 NAME_SETTLES_WITHIN_S = 5.0
 LEFT_WITHIN_S = 2.0  # a keeper that goes on without this driver has heard so

@@ -74,7 +74,7 @@ class Home(Owned, abc.ABC):
 
     @abc.abstractmethod
     def places_for(self, worker_group: WorkerGroup) -> Sequence[Place]:
-        """Return where its slots lie; reserved anew if the engine has lost some."""
+        """Return where its slots lie; reserved anew if the cluster has lost some."""
 
     @abc.abstractmethod
     def changed(self) -> None:

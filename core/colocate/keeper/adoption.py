@@ -42,7 +42,7 @@ _AT_ONCE = 16
 
 @attrs.frozen
 class Registration:
-    """What a registry of the engine has of a detached pool: enough to find it and to prove that one may.
+    """What a registry of the cluster has of a detached pool: enough to find it and to prove that one may.
 
     Attributes:
         name: What it is called in the cluster.
@@ -207,7 +207,7 @@ class PoolKeepers:
         Args:
             lease: What the keepers go on with.
             facts: What the executor needs to find the slots again; plain data.
-            register: Enters it in the engine's registry; False when another pool has its name.
+            register: Enters it in the cluster's registry; False when another pool has its name.
             withdraw: Takes it out again.
             published: All pools that leads tell of.
 
@@ -428,15 +428,15 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
 class DetachableByKeepers(Detachable):
     """Pools that outlive their drivers, by the keepers of their slots.
 
-    What is left to an executor is the engine's: a registry of names (`publish`, `registrations`), to `adopt` what the
-    engine holds (`adopt_pool`), to `let_go` of it, and to `end` a pool whose keepers don't answer.
+    What is left to an executor is the cluster's: a registry of names (`publish`, `registrations`), to `adopt` what the
+    cluster holds (`adopt_pool`), to `let_go` of it, and to `end` a pool whose keepers don't answer.
     """
 
     _keepers: Keepers
 
     @abc.abstractmethod
     def registrations(self) -> Iterable[Registration]:
-        """Return what the engine's registry has of the detached pools of the cluster."""
+        """Return what the cluster's registry has of the detached pools of the cluster."""
 
     @abc.abstractmethod
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:

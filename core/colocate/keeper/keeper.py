@@ -1,4 +1,4 @@
-"""The far side: a keeper in some process of the engine, and the worker processes that it starts for its driver.
+"""The far side: a keeper in some process of the cluster, and the worker processes that it starts for its driver.
 
 The driver dials it and says by a token what the connection is: its commands (`_protocol.commands`), or the lane of a
 worker, which is handed to that worker as it is. When the connection of the commands ends, the driver has let go of the

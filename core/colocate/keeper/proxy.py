@@ -1,4 +1,4 @@
-"""A process beside the driver that is in an engine on its behalf: the driver's end, and its own. Imports no engine."""
+"""A process beside the driver that is in a cluster on its behalf: the driver's end, and its own. Imports no cluster."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ Asked: TypeAlias = Request[str, Any]
 
 
 class DriverProxy:
-    """A module beside the driver that is called, heard, and ends with it: it is in an engine on the driver's behalf.
+    """A module beside the driver that is called, heard, and ends with it: it is in a cluster on the driver's behalf.
 
-    For an engine that would mark the driver's process for good: by threads, signal handlers, settings, one connection
+    For a cluster that would mark the driver's process for good: by threads, signal handlers, settings, one connection
     per process. The module has a `Proxied`, whose methods are what can be asked for. It ends when it is closed, and
     with the driver in whatever way that ends; its janitor, a small process, sees to one that is stopped or stuck then.
 
     Args:
         module: The module, which is run as a program. What it prints is kept for errors.
-        engine: What errors call the engine ("Ray", "the cluster at …").
+        engine: What errors call the cluster ("Ray", "the cluster at …").
         heard: Called with what `Proxied.say` was given, in order, on a thread of the proxy's: it mustn't wait.
         env: The process's environment; None for this one's. What it needs to import colocate and the module is added.
         mark: A variable that is set in its environment, and so in that of all that it starts.
@@ -273,10 +273,10 @@ class Proxied:
 
     The module ends with `if __name__ == "__main__": MyProxied.serve()`. `open` comes first, and runs on the main
     thread, which stays: the kernel may tie the lives of processes to the thread that starts them. Each other method
-    runs on a thread of its own. Arguments and results travel pickled; of an error of the engine's only its text does.
+    runs on a thread of its own. Arguments and results travel pickled; of an error of the cluster's only its text does.
     """
 
-    engine: ClassVar[str] = "the engine"  # what errors call it
+    engine: ClassVar[str] = "the cluster"  # what errors call it
     _lane: wire.SocketLane
     _to_open: queue.SimpleQueue[tuple[int, tuple[Any, ...]]]
 

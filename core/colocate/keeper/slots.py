@@ -38,8 +38,8 @@ class Patience:
 
     Attributes:
         dial_s: For one that takes a connection.
-        kill_s: For one that confirms a kill; then it is stuck, and the engine is told (`on_stuck`).
-        words_s: For the engine's words about one whose connection has ended (`KeptSlot.lost`), which come another way.
+        kill_s: For one that confirms a kill; then it is stuck, and the cluster is told (`on_stuck`).
+        words_s: For the cluster's words about one whose connection has ended (`KeptSlot.lost`), which come another way.
         cut_s: For a sign of life of its machine; then the connections to that are taken for cut.
     """
 
@@ -88,9 +88,9 @@ class Keepers:
         Args:
             address: The keeper's.
             on_stuck: Called on a thread of its own when the keeper can't be reached or doesn't confirm a kill: the
-                engine should end the process that it lives in.
+                cluster should end the process that it lives in.
             key: The keeper's, where it has one of its own.
-            gone: What is said when it is lost and the engine says nothing: "Dask worker tcp://10.0.0.7:8786 is gone".
+            gone: What is said when it is lost and the cluster says nothing: "Dask worker tcp://10.0.0.7:8786 is gone".
         """
         slot = KeptSlot(self, address, on_stuck, key, gone)
         self.add(slot)
@@ -245,7 +245,7 @@ class KeptSlot:
         return host
 
     def lost(self, words: str | None) -> None:
-        """The engine says that the process of the keeper is gone; its words go into `Exit.detail`. From any thread."""
+        """The cluster says that the process of the keeper is gone; its words go into `Exit.detail`. From any thread."""
         self._words = words
         self.keepers.event_loop.later(0.0, partial(self._over, words or self._is_gone))
 
@@ -308,12 +308,12 @@ class KeptSlot:
         return self._lost if self._commands is not None else self._lost or "its keeper was let go"
 
     def stuck(self, then: Callable[[], None]) -> None:
-        """The keeper doesn't do what it is told. `then` runs on the event loop's thread, when the engine knows."""
-        self._lost = self._lost or "its keeper was stuck, and was ended"  # before the engine says so: a restart asks
+        """The keeper doesn't do what it is told. `then` runs on the event loop's thread, when the cluster knows."""
+        self._lost = self._lost or "its keeper was stuck, and was ended"  # before the cluster says so: a restart asks
         self.keepers.soon(partial(self._end_keeper, then))
 
     def _end_keeper(self, then: Callable[[], None]) -> None:
-        # First the engine, then whoever waits for the workers: that may be who gives the slot back.
+        # First the cluster, then whoever waits for the workers: that may be who gives the slot back.
         try:
             if not self._closed:  # otherwise it has been let go, and has gone
                 self._on_stuck()

@@ -1,4 +1,4 @@
-"""The runtimes that the fixtures of the pytest plugin give: shared ones for engines that are dear to start."""
+"""The runtimes that the fixtures of the pytest plugin give: shared ones for clusters that are dear to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS for connections between machines, with the certificates by which the engine's own connections are encrypted.
+"""TLS for connections between machines, with the certificates by which the cluster's own connections are encrypted.
 
 Who may talk is decided twice: by certificates of one authority, as in the cluster, and by the key inside, end to end.
 """

@@ -73,7 +73,7 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show versions: colocate, Python, the engines."
+            "--version", callback=_show_version, is_eager=True, help="Show versions: colocate, Python, Ray, Dask."
         ),
     ] = False,
 ) -> None:

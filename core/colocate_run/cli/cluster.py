@@ -69,7 +69,7 @@ class Cluster:
             raise ConfigError(f"--set changes a config: name one, as in `colocate {command} FILE --set ...`")
         if self.address is not None and self.executor is None:
             which = ", ".join(f"--executor {name}" for name in _joining()) or "--executor NAME"
-            raise ConfigError(f"--address {self.address} is that of which engine? Say {which}")
+            raise ConfigError(f"--address {self.address} is that of which cluster? Say {which}")
         return self.executor, {} if self.executor is None else self._joining(self.executor)
 
     def _joining(self, executor: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ _Seconds = Annotated[float, Checked(duration_problem)]
 
 @attrs.frozen
 class ExecutorConfig:
-    """The engine that runs the workers.
+    """What runs the workers.
 
     Attributes:
         use: Its name: `local`, `ray`, `dask`, or another entry point of the group `colocate.executors`.
@@ -172,7 +172,7 @@ class Config:
             stem if nothing is said.
         seed: The seed from which every `ctx.generator` is derived.
         call_timeout: Seconds after which a call is given up that names no deadline of its own; null for never.
-        executor: The engine that runs the workers.
+        executor: What runs the workers.
         pools: Slots to reserve, by name, in this order.
         groups: Groups to spawn, by name, in this order.
         job: What `colocate run` runs; null for a config that is only launched.

@@ -1,7 +1,7 @@
 """Which code a config may name or have run: plugins of its allow-list, and anything else only where the caller says so.
 
 Naming a module isn't the only way to run one. An environment variable names what a loader, Python or a library opens as
-it starts; an option of an executor may have the engine install and import things, or choose whose messages are
+it starts; an option of an executor may have its cluster install and import things, or choose whose messages are
 unpickled. So where modules are refused, variables are those of a list, and options those that their executor answers
 for.
 """

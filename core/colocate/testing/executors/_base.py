@@ -106,12 +106,12 @@ class ExecutorCase:
     Attributes:
         executor: The name to connect to.
         options: The options to connect with.
-        private: The options for an engine of the test's own, where `options` join one that is shared; None: the same.
+        private: The options for a cluster of the test's own, where `options` join one that is shared; None: the same.
         device: What torch calls the device of a slot without `gpus=` here.
         address: Of the test's machine, under which workers reach it; where slots lie on other machines.
         strategy: How the slots of pools are placed; "spread" puts them on as many machines as there are.
         start_s: How long the start of a worker took here, for tests with a time limit in which some have to start.
-        last_words: A part of what the engine says of a slot that has vanished (`KeptSlot.lost`); empty when it says
+        last_words: A part of what the cluster says of a slot that has vanished (`KeptSlot.lost`); empty when it says
             nothing.
     """
 
@@ -130,7 +130,7 @@ class ExecutorCase:
         return colocate.connect(self.executor, **{**self.options, **more})
 
     def connect_privately(self, **more: Any) -> Runtime:
-        """Connect to an engine of the test's own, with what it offers (such as `cpus=`)."""
+        """Connect to a cluster of the test's own, with what it offers (such as `cpus=`)."""
         return colocate.connect(self.executor, **{**(self.options if self.private is None else self.private), **more})
 
     def vanish(self, place: Place) -> None:

@@ -464,7 +464,7 @@ class Watching(DetachedCase):
 
     @of_executor
     def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """A job of a private engine is seen on its own machine only, which the command says."""
+        """A job of a private cluster is seen on its own machine only, which the command says."""
         assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1
         assert "which cluster? A private one has no jobs but its driver's" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Audits: what the engine has and no graph owns, and the reverse; and forked children, which own nothing."""
+"""Audits: what the cluster has and no graph owns, and the reverse; and forked children, which own nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def found(differences: Any, kind: str) -> set[str]:
 
 
 class Auditing(ExecutorCase):
-    """`runtime.audit()`: false when the graph and the engine agree."""
+    """`runtime.audit()`: false when the graph and the cluster agree."""
 
     @smoke
     def test_clean_at_each_stage(self, runtime: Runtime) -> None:
@@ -89,7 +89,7 @@ class Auditing(ExecutorCase):
             while not over.is_set():
                 audits.append(runtime.audit())
 
-        with leaks.shared():  # asked from two threads, an engine may open a further connection, which it keeps
+        with leaks.shared():  # asked from two threads, a cluster may open a further connection, which it keeps
             looker = threading.Thread(target=look)
             looker.start()
             try:
@@ -163,7 +163,7 @@ class Auditing(ExecutorCase):
 
     @needs(OwnProcess)
     def test_unheard_death(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A worker that has died without its driver hearing of it is missing: the engine itself is asked."""
+        """A worker that has died without its driver hearing of it is missing: the cluster itself is asked."""
         group = spawn(ROLES)
         victim = group._node.workforce.workers[1]
         unheard: list[Exit] = []

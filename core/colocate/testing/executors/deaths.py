@@ -204,7 +204,7 @@ class Vanishing(ExecutorCase):
     @needs(OwnProcess)
     @of_executor
     def test_the_engine_tells_why_a_slot_has_vanished(self, runtime: Runtime) -> None:
-        """The error that the user reads has the engine's words, not only that a connection has ended."""
+        """The error that the user reads has the cluster's words, not only that a connection has ended."""
         if not self.last_words:
             pytest.skip(f"what executor {self.executor!r} says of a slot that vanishes isn't given: set last_words")
         with self.connect() as own, own.reserve(1, cpus=0) as pool, Gate() as gate:
@@ -220,7 +220,7 @@ class Vanishing(ExecutorCase):
     @needs(OwnProcess)
     @of_executor
     def test_what_answers_nothing_is_ended(self, runtime: Runtime) -> None:
-        """A keeper that can't confirm a kill is ended by the engine (`on_stuck`), and with it what it has started."""
+        """A keeper that can't confirm a kill is ended by the cluster (`on_stuck`), and with it what it has started."""
         with self.connect() as own:
             pool = own.reserve(1, cpus=0)
             group = pool.spawn(ROLES)

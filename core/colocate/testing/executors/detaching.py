@@ -82,7 +82,7 @@ class Detaching(DetachedCase):
 
     @of_executor
     def test_refused(self, runtime: Runtime) -> None:
-        """An engine that ends with its driver can't keep a pool: refused with who can."""
+        """A cluster that ends with its driver can't keep a pool: refused with who can."""
         with self.connect_privately() as private:
             with pytest.raises(CapabilityError) as caught:
                 private.reserve(1, cpus=0, detachable=True)

@@ -368,7 +368,7 @@ BY_GATE = ("spawning", "calling", "closing")
 
 
 class Endings(Scripted):
-    """A driver that ends at whatever moment; another one on the same engine notices nothing."""
+    """A driver that ends at whatever moment; another one on the same cluster notices nothing."""
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("stage", STAGES)

@@ -47,19 +47,19 @@ _WAITS_S = 0.5  # the request may be waiting by then, or be on its way
 
 
 class Placement(ExecutorCase):
-    """An engine that offers 2 CPUs, or 2 GPUs."""
+    """A cluster that offers 2 CPUs, or 2 GPUs."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def two_cpus(cls, runtime: Runtime) -> Iterator[Runtime]:
-        """An engine with 2 CPUs."""
+        """A cluster with 2 CPUs."""
         with cls().connect_privately(cpus=2) as two:
             yield make_first_worker(two)
 
     @pytest.fixture(scope="class")
     @classmethod
     def two_gpus(cls, runtime: Runtime) -> Iterator[Runtime]:
-        """An engine that has 2 GPUs, or says so."""
+        """A cluster that has 2 GPUs, or says so."""
         with pytest.MonkeyPatch.context() as patch, _gpus(patch, None), cls().connect_privately(gpus=2) as two:
             yield make_first_worker(two)
 
@@ -211,7 +211,7 @@ class Placement(ExecutorCase):
 
     @of_executor
     def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An engine of one's own can't offer GPUs that the environment hides."""
+        """A cluster of one's own can't offer GPUs that the environment hides."""
         with (
             _gpus(monkeypatch, "3"),
             pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='3' shows this process 1 GPU"),
@@ -273,7 +273,7 @@ class Placement(ExecutorCase):
 
 
 _MANY = 40
-_EVERYWHERE = ("0.0.0.0", "::")  # no socket of colocate's: engines have such
+_EVERYWHERE = ("0.0.0.0", "::")  # no socket of colocate's: clusters have such
 
 
 class Ports(ExecutorCase):
