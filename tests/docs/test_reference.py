@@ -116,6 +116,30 @@ def test_what_contributors_are_told_to_run_is_there() -> None:
             assert re.search(rf"^(?:def|class) {each}\b|^{each} = |^    def {each}\b", source, re.MULTILINE), each
 
 
+def test_an_engine_generates() -> None:
+    """Pages about clusters call nothing else so: Ray, Dask and what third parties bring are clusters."""
+    about = ["calls", "chaos", "cli", "dask", "detached-pools", "operations", "ownership", "ray", "restart", "testing"]
+        "calls",
+        "chaos",
+        "cli",
+        "dask",
+        "detached-pools",
+        "operations",
+        "ownership",
+        "ray",
+        "restart",
+        "testing",
+        "write-an-executor",
+    ]
+    found = {}
+    for name in [*about, "write-an-executor"]:
+        prose = re.sub(
+            r"^```.*?^```$|`[^`\n]*`", "", (DOCS / f"{name}.md").read_text(encoding="utf-8"), flags=re.M | re.S
+        )
+        found[name] = re.findall(r".*\bengines?\b.*", prose, re.IGNORECASE)
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def code(cell: str) -> list[str]:
     """What is set as code in a cell."""
     return re.findall(r"`([^`]+)`", cell)

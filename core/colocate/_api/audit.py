@@ -162,7 +162,7 @@ def _look(connection: Connection) -> Audit:
 
 
 def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
-    """Return all that the graph has, and what of that the cluster must have: it neither starts nor ends, nor is gone."""
+    """Return all that the graph has, and what of it the cluster must have: it neither starts nor ends, nor is gone."""
     known, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
     for pool in list(connection.children.values()):
         if not isinstance(pool, Slots):

@@ -1,8 +1,8 @@
 """Keepers: what starts, watches and ends a worker process on the machine of its slot.
 
 An executor for a cluster of its own places a `Keeper` in some process of that cluster for each slot that it reserves,
-and tells the driver's `Keepers` its address. Everything else is the same on all clusters and is done here: the worker is
-a process of its own beside the cluster's, its lane goes straight to the driver, its exit code, signal and output are
+and tells the driver's `Keepers` its address. Everything else is done here, alike on all clusters. The worker is a
+process of its own beside the cluster's, and its lane goes straight to the driver. Its exit code, signal and output are
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 
 Names are imported when they are first used: a driver that is about to start workers needs the template before the rest.
