@@ -119,18 +119,6 @@ def test_what_contributors_are_told_to_run_is_there() -> None:
 def test_an_engine_generates() -> None:
     """Pages about clusters call nothing else so: Ray, Dask and what third parties bring are clusters."""
     about = ["calls", "chaos", "cli", "dask", "detached-pools", "operations", "ownership", "ray", "restart", "testing"]
-        "calls",
-        "chaos",
-        "cli",
-        "dask",
-        "detached-pools",
-        "operations",
-        "ownership",
-        "ray",
-        "restart",
-        "testing",
-        "write-an-executor",
-    ]
     found = {}
     for name in [*about, "write-an-executor"]:
         prose = re.sub(
