@@ -82,7 +82,7 @@ class TestTrainers:
         (["--trainer", "v0", "--executor", "local", "--steps", "1"], "give at least 2"),
         (["--trainer", "v0", "--executor", "dsak"], "'dsak'"),
         (["--trainer", "v0", "--executor", "local", "--set", "steps"], "--set steps: say KEY=VALUE"),
-        (["--trainer", "v0", "--executor", "local", "--set", "data.batch=1"], "Key 'batch' is not in struct"),
+        (["--trainer", "v0", "--executor", "local", "--set", "data.batch=1"], "Could not override 'data.batch'"),
     ],
 )
 def test_what_it_is_told_wrongly(options, told):
