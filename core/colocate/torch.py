@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from colocate._role.adapters import Part, merged, unwrapped
 from colocate._role.child_weights import receive_weights as receive_weights
 from colocate._role.child_weights import send_weights as send_weights
 from colocate._role.context import Context, context
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 M = TypeVar("M", bound=nn.Module)
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What modules that wrap others put before the names of these."""
 _SMALL, _TOGETHER = 1 << 20, 16 << 20
 """Bytes of a weight, when it is whole, that is gathered with others, and of all of these."""
 _KNOWN = ("2.11", "2.12", "2.13", "2.14")
@@ -128,16 +127,14 @@ class NamedWeights:
                 f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
                 "shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        if not hasattr(module, "peft_config"):
+        found: Mapping[str, Any] | None = _adapters(module) if adapters == "alone" else merged(module)
+        if found is None:
             found = module.state_dict(keep_vars=True)
-        else:
-            found = _merged(module) if adapters == "merged" else _adapters(module)
-        self._tensors: dict[str, torch.Tensor | _Merged] = {}
+        self._tensors: dict[str, torch.Tensor | Part] = {}
         for name, tensor in found.items():
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
+            name = unwrapped(name)
             called = name if names is None else names(name)
-            if called is not None and isinstance(tensor, torch.Tensor | _Merged):
+            if called is not None and isinstance(tensor, torch.Tensor | Part):
                 if called in self._tensors:
                     raise ConfigError(f"named_weights(names=...): two weights are called {called!r}, one is {name!r}")
                 self._tensors[called] = tensor
@@ -145,14 +142,15 @@ class NamedWeights:
     @property
     def specs(self) -> dict[str, WeightSpec]:
         """Shape and dtype of each, in order."""
-        own = {name: each.base if isinstance(each, _Merged) else each for name, each in self._tensors.items()}
-        return {name: WeightSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+        return {
+            name: each.spec if isinstance(each, Part) else WeightSpec(tuple(each.shape), each.dtype)
+            for name, each in self._tensors.items()
+        }
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         together: list[tuple[str, DTensor]] = []
         room = _TOGETHER
-        for name, each in self._tensors.items():
-            tensor = (each.whole() if isinstance(each, _Merged) else each).detach()
+        for name, tensor in self._merged():
             if together and not _goes_with(tensor, together[0][1], room):
                 yield from _gathered(together)
                 together, room = [], _TOGETHER
@@ -162,6 +160,17 @@ class NamedWeights:
             else:
                 yield name, tensor.full_tensor() if _is_on_mesh(tensor) else tensor
         yield from _gathered(together)
+
+    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each as it is, and those of a layer that has adapters with what these add."""
+        layer, made = None, dict[str, torch.Tensor]()
+        for name, each in self._tensors.items():
+            if not isinstance(each, Part):
+                yield name, each.detach()
+                continue
+            if each.layer is not layer:
+                layer, made = each.layer, each.layer.whole()
+            yield name, made.pop(each.name).detach()
 
 
 def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
@@ -197,47 +206,10 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
         yield name, column.reshape(ranks * len(part), *each.shape[1:])[: each.shape[0]]
 
 
-class _Merged(NamedTuple):
-    """A weight with what adapters of PEFT's add to it."""
-
-    base: torch.Tensor
-    layer: Any  # which has the adapters
-
-    def whole(self) -> torch.Tensor:
-        """Return it with these; a tensor of its own, unless they are merged into it already."""
-        layer = self.layer
-        if layer.merged:
-            return self.base
-        deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
-        return sum(deltas, start=self.base)
-
-
-def _merged(module: Any) -> dict[str, Any]:
-    """The weights of a model of PEFT's as they are without it, under the names of the model that it wraps."""
-    found: dict[str, Any] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        owner, _, last = name.rpartition(".")
-        called = name.removeprefix("base_model.model.")
-        layer = module.get_submodule(owner.rpartition(".")[0]) if ".base_layer." in name else None
-        if layer is not None:
-            if any(getattr(layer, "use_dora", {}).values()) or not hasattr(layer, "lora_A"):
-                raise ConfigError(
-                    f"adapters of {owner}: only plain LoRA of linear layers is merged on the way; merge it before "
-                    "(merge_adapter) and after (unmerge_adapter) the sync, or send the adapters alone"
-                )
-            found[called.replace(".base_layer.", ".")] = _Merged(tensor, layer) if last == "weight" else tensor
-        elif ".modules_to_save." in name:
-            before, _, rest = called.partition(".modules_to_save.")
-            adapter, _, rest = rest.partition(".")
-            if adapter in module.active_adapters:
-                found[f"{before}.{rest}"] = tensor
-        elif ".original_module." not in name and ".lora_" not in name:
-            found[called] = tensor
-    return found
-
-
 def _adapters(module: Any) -> dict[str, Any]:
     """What PEFT saves of a model: its adapters, and the modules that were trained beside them."""
+    if not hasattr(module, "peft_config"):
+        raise ConfigError(f"named_weights(adapters='alone'): {type(module).__name__} is no model of PEFT's")
     found: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)
     return found
 
@@ -258,11 +230,13 @@ def named_weights(
     Args:
         module: The module.
         names: Gives the name that the target has for each, or None for a weight that isn't to come.
-        adapters: Of a model of PEFT's: "merged" for the weights of the model that it wraps, with what its LoRA adapters
-            add, one at a time; "alone" for these only, under the names by which PEFT saves them.
+        adapters: Of a model of PEFT's: "merged" for the weights of the model that it wraps, as PEFT's
+            `merge_and_unload` makes them, layer by layer; "alone" for the adapters only, under the names by which PEFT
+            saves them.
 
     Raises:
-        ConfigError: It is sharded by FSDP1, or has adapters that aren't plain LoRA.
+        ConfigError: It is sharded by FSDP1; its adapters can't be merged, are disabled, or make two weights of one
+            that is tied; or adapters are asked of a model that has none.
     """
     return NamedWeights(module, names, adapters)
 

@@ -1,0 +1,354 @@
+"""Weights of a model with adapters of PEFT's, as PEFT itself merges them, one layer at a time.
+
+A layer that has adapters gets a twin: the same classes and settings, with tensors of its own. PEFT merges the twin, and
+the model that trains is as before. A twin without memory (on the meta device) tells beforehand what will come, and
+whether PEFT can merge it at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from colocate._role.weights import WeightSpec
+from colocate.errors import ConfigError
+
+Tensors = dict[str, torch.Tensor]
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What modules that wrap others put before the names of these."""
+
+
+class Part(NamedTuple):
+    """A weight that is merged as it comes.
+
+    Attributes:
+        layer: The layer that has it.
+        name: Its name in the layer that PEFT has wrapped.
+        spec: What it will be.
+    """
+
+    layer: AdaptedLayer
+    name: str
+    spec: WeightSpec
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without what modules that wrap others put into it; some leave it out of their `state_dict`."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def merged(module: nn.Module) -> dict[str, torch.Tensor | Part] | None:
+    """Return a model's weights as they are without PEFT, under the names of the model that PEFT wraps.
+
+    Returns:
+        The weights by name, or None where the model has no adapters.
+
+    Raises:
+        ConfigError: PEFT can't merge the adapters, or what comes would not be what the model computes with.
+    """
+    if "peft" not in sys.modules:
+        return None
+    wraps = [*_wraps(module)]
+    layers = {path: AdaptedLayer(path, layer) for path, layer in _outermost(module)}
+    if not wraps and not layers:
+        return None
+    found: dict[str, torch.Tensor | Part] = {}
+    seen: set[str] = set()
+    given = module.state_dict(keep_vars=True)
+    for name, tensor in given.items():
+        name = unwrapped(name)
+        path = next((each for each in _above(name) if each in layers), None)
+        if path is None:
+            if (called := _named(name, wraps)) is not None:
+                found[called] = tensor
+        elif path not in seen:
+            seen.add(path)
+            for part in layers[path].parts():
+                called = _named(f"{path}.{part.name}", wraps)
+                if called is not None:
+                    found[called] = part
+    if len({id(tensor) for tensor in given.values()}) < len(given):
+        _refuse_parted(found)
+    return found
+
+
+def _peft() -> tuple[Any, Any]:
+    """Return PEFT's modules with the classes of layers that it puts around others."""
+    return sys.modules["peft.tuners.tuners_utils"], sys.modules["peft.utils.other"]
+
+
+def _layer_kinds() -> tuple[type[nn.Module], ...]:
+    tuners, other = _peft()
+    return tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper
+
+
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((unwrapped(f"{path}.")[:-1], each) for path, each in module.named_modules(remove_duplicate=False))
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the paths of the modules that a weight lies in, the outermost first."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers that have adapters, but for those inside of others."""
+    kinds, found = _layer_kinds(), set[str]()
+    for path, each in _modules(module):
+        if isinstance(each, kinds) and not any(above in found for above in _above(path)):
+            found.add(path)
+            yield path, each
+
+
+def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield where PEFT has put something around a model: the path before, and what it adds to names.
+
+    Raises:
+        ConfigError: What it adds can't be merged into weights.
+    """
+    peft, (tuners, _) = cast("Any", sys.modules["peft"]), _peft()
+    for path, each in _modules(module):
+        before = f"{path}." if path else ""
+        if isinstance(each, tuners.BaseTuner):
+            if type(each).__name__ == "XLoraModel":
+                raise ConfigError(f"adapters of {path or 'the model'}: X-LoRA mixes them anew for each token{_ADVICE}")
+            yield before, "model."
+        elif isinstance(each, peft.PeftModel | peft.PeftMixedModel):
+            if not isinstance(each.base_model, tuners.BaseTuner):
+                kind = " and ".join(sorted({str(config.peft_type.value) for config in each.peft_config.values()}))
+                raise ConfigError(
+                    f"adapters of {path or 'the model'}: {kind} is nothing that weights can have{_ADVICE}"
+                )
+            yield before, "base_model."
+
+
+_ADVICE = "; send the adapters alone (adapters='alone'), to a role that has such a model of PEFT's"
+
+
+def _named(name: str, wraps: list[tuple[str, str]]) -> str | None:
+    """Return the name of a weight without PEFT; None for what belongs to PEFT's own."""
+    for before, added in reversed(wraps):  # the innermost first
+        if name.startswith(before):
+            if not name.startswith(before + added):
+                return None
+            name = before + name.removeprefix(before + added)
+    return name
+
+
+class AdaptedLayer:
+    """The outermost of what PEFT has put around a layer of a model."""
+
+    def __init__(self, path: str, layer: nn.Module) -> None:
+        """`path`: where it is in the model."""
+        self._path, self._layer = path, layer
+
+    def parts(self) -> list[Part]:
+        """Return what will come of it.
+
+        Raises:
+            ConfigError: PEFT can't merge its adapters.
+        """
+        try:
+            found = self._weights(_without_memory)
+        except ConfigError:  # some kinds look at numbers as they merge, or PEFT says here why it can't
+            found = self._weights(_own)
+        return [Part(self, name, WeightSpec(tuple(each.shape), each.dtype)) for name, each in found.items()]
+
+    def whole(self) -> Tensors:
+        """Return its weights with what the adapters add; the model's own where there is nothing to add.
+
+        Shards are gathered: all ranks call it.
+
+        Raises:
+            ConfigError: As `parts`.
+        """
+        return self._weights(_own)
+
+    def before(self) -> Tensors:
+        """Return the model's own tensors, as they would be without any adapter."""
+        layer = _twin(self._layer, lambda tensor: tensor)
+        return _tensors(getattr(layer, "original_module", None) or _bare(layer, merge=False))
+
+    def trained(self) -> set[int]:
+        """Return the memory of what is trained beside the layer's own tensors."""
+        own = {id(each) for each in self.before().values()}
+        return {_address(each) for each in self._layer.parameters() if id(each) not in own}
+
+    def _weights(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+        self._check()
+        merges = any(self._missing(each) for each in self._tuned())
+        layer = _twin(self._layer, place if merges or place is _without_memory else _as_is)
+        try:
+            with torch.no_grad():
+                bare = _bare(layer, merge=merges)
+        except Exception as error:  # whatever PEFT says to what it can't merge
+            raise self._refusal(f"PEFT can't merge them: {type(error).__name__}: {error}") from error
+        return _tensors(bare)
+
+    def _tuned(self) -> Iterator[Any]:
+        tuners, _ = _peft()
+        return (each for each in self._layer.modules() if isinstance(each, tuners.BaseTunerLayer))
+
+    def _missing(self, layer: Any) -> bool:
+        """Whether adapters are to be merged into it yet."""
+        return bool(layer._get_available_adapters() & {*layer.active_adapters} - {*layer.merged_adapters})
+
+    def _check(self) -> None:
+        """Refuse what PEFT would merge into something else than the model computes with.
+
+        Raises:
+            ConfigError: Adapters are disabled, or others are merged than are active, or weights are quantized.
+        """
+        tuners, _ = _peft()
+        for each in self._layer.modules():
+            if isinstance(each, _layer_kinds()) and getattr(each, "disable_adapters", False):
+                raise self._refusal(
+                    "they are disabled, and the model computes without them: enable them before the sync"
+                )
+        for layer in self._tuned():
+            there = layer._get_available_adapters()
+            done, active = there & {*layer.merged_adapters}, there & {*layer.active_adapters}
+            if done and done != active:
+                raise self._refusal(
+                    f"merged are {', '.join(sorted(done))}, and active are {', '.join(sorted(active)) or 'none'}: call "
+                    "unmerge_adapter before the sync"
+                )
+            if isinstance(layer.base_layer, tuners.BaseTunerLayer) and not hasattr(
+                layer, "unload_and_optionally_merge_module"
+            ):
+                raise self._refusal("there are adapters around adapters, of several kinds")
+        for name, tensor in self._layer.named_parameters():
+            if not tensor.is_floating_point() or not _is_plain(tensor):
+                kind = type(tensor.data).__name__
+                raise self._refusal(f"{name} is quantized ({kind} of {str(tensor.dtype).removeprefix('torch.')})")
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError(f"adapters of {self._path} ({_kind(self._layer)}): {why}")
+
+
+def _kind(layer: nn.Module) -> str:
+    """Return a class as PEFT's users know it: `lora.Linear`."""
+    cls = next((each for each in type(layer).__mro__ if each.__module__.startswith("peft.")), type(layer))
+    words = cls.__module__.split(".")
+    return f"{words[2]}.{cls.__name__}" if words[1:2] == ["tuners"] else cls.__name__
+
+
+def _refuse_parted(found: Mapping[str, torch.Tensor | Part]) -> None:
+    """Refuse names that were one weight, as a tied head and embeddings, and are different ones with adapters.
+
+    Who has a model of that config has one weight for both: the later one would be all that is left.
+
+    Raises:
+        ConfigError: There are such.
+    """
+    before: dict[int, list[tuple[str, torch.Tensor | Part]]] = {}
+    origins: dict[AdaptedLayer, Tensors] = {}
+    for name, each in found.items():
+        if isinstance(each, Part):
+            if each.layer not in origins:
+                origins[each.layer] = each.layer.before()
+            origin = origins[each.layer].get(each.name)
+        else:
+            origin = each
+        if isinstance(origin, torch.Tensor):
+            before.setdefault(id(origin), []).append((name, each))
+    for alike in before.values():
+        layers = [each.layer for _, each in alike if isinstance(each, Part)]
+        if len(alike) < 2 or not layers:
+            continue
+        if len(layers) < len(alike) or any(each.trained() != layers[0].trained() for each in layers):
+            names = " and ".join(name for name, _ in alike)
+            raise ConfigError(
+                f"adapters of {names}: these are one weight in the model that PEFT wraps, and with adapters they "
+                "aren't. Load the model with tie_word_embeddings=False, or train with ensure_weight_tying=True"
+            )
+
+
+# -- twins
+
+
+def _is_on_mesh(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor.data) is torch.Tensor or _is_on_mesh(tensor)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local: torch.Tensor = cast("Any", tensor).to_local() if _is_on_mesh(tensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is whole and nobody else's."""
+    return cast("Any", tensor.detach()).full_tensor() if _is_on_mesh(tensor) else tensor.detach().clone()
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a module of the same class and settings, with other tensors, those that are tied tied again."""
+    known: dict[int, Any] = {}
+
+    def placed(value: Any) -> Any:
+        if id(value) not in known:
+            new = place(value)
+            if isinstance(value, nn.Parameter) and not isinstance(new, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=False)
+            known[id(value)] = new
+        return known[id(value)]
+
+    def made(module: nn.Module) -> nn.Module:
+        if id(module) in known:
+            return cast("nn.Module", known[id(module)])
+        twin: nn.Module = object.__new__(type(module))  # classes of FSDP2's have a __new__ of their own
+        known[id(module)] = twin
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                value = OrderedDict()
+            elif name == "_modules":
+                value = {key: each and made(each) for key, each in value.items()}
+            elif name in ("_parameters", "_buffers"):
+                value = {key: each if each is None else placed(each) for key, each in value.items()}
+            elif isinstance(value, torch.Tensor):
+                value = placed(value)
+            elif type(value) in (dict, list, set):
+                value = value.copy()
+            vars(twin)[name] = value
+        return twin
+
+    return made(module)
+
+
+def _bare(layer: nn.Module, merge: bool) -> nn.Module:
+    """Return what a layer is without PEFT, as `merge_and_unload` and `unload` do it."""
+    its: Any = layer
+    if hasattr(its, "unload_and_optionally_merge_module"):
+        found: nn.Module = its.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
+        return found
+    if merge:
+        its.merge()
+    bare: nn.Module = its.get_base_layer()
+    return bare
+
+
+def _tensors(module: nn.Module) -> Tensors:
+    found = module.state_dict(keep_vars=True).items()
+    return {name: each for name, each in found if isinstance(each, torch.Tensor)}
