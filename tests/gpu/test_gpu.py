@@ -40,6 +40,7 @@ from colocate.testing.executors import (  # noqa: E402
     Dispatching,
     ExecutorCase,
     Failures,
+    RandomNumbers,
     Residents,
     Sharing,
     Streams,
@@ -108,7 +109,7 @@ def spawned(roles: Any, threads: bool = False, **options: Any) -> Iterator[Coloc
         yield runtime.reserve().spawn(roles, **options)
 
 
-class TestCore(Calls, Dispatching, Contexts, Residents, TensorResidents, Failures):
+class TestCore(Calls, Dispatching, Contexts, RandomNumbers, Residents, TensorResidents, Failures):
     """The suite, on slots with a GPU."""
 
     device: ClassVar[str] = DEVICE

@@ -22,7 +22,7 @@ from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.numbers import Numbers, Switching, draw, draw_there, seed_there
 from colocate.testing.waiting import PATIENCE_S
 
-LIBRARIES = 6  # how many numbers are drawn at once
+LIBRARIES = 7  # how many numbers are drawn at once
 NEIGHBOURS = {"before": colocate.role(Numbers), "after": colocate.role(Numbers, seed=42)}
 
 
@@ -97,14 +97,9 @@ class RandomNumbers(TensorCase):
     @needs(OwnProcess)
     def test_a_role_that_seeds(self, torch: Any, spawn: Spawn) -> None:
         """It draws what a script draws that seeds and does nothing else, to the last digit."""
-        command = [
-            sys.executable,
-            "-c",
-            f"from {draw.__module__} import *; seed_all(5); print([draw() for _ in range(6)])",
-        ]
-        script = json.loads(
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
-        )
+        code = f"from {draw.__module__} import *; seed_all(5); print([draw({self.device!r}) for _ in range(6)])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+        script = json.loads(done.stdout)
         group = spawn({**NEIGHBOURS, "one": colocate.role(Numbers, seed=5)}, slots=1)
         for _ in range(5):
             drawn = group.role("one", Numbers).draws()

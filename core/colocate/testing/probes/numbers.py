@@ -17,8 +17,11 @@ else:
     numpy, torch = optional("numpy"), optional("torch")
 
 
-def draw() -> list[float]:
-    """Numbers of each default generator: one of each pair that some of them draw at once is left for the next time."""
+def draw(device: Any) -> list[float]:
+    """Numbers of each default generator, that of the device last.
+
+    Some generators draw two at once, and leave one of them for the next time.
+    """
     numbers: Any = numpy.random
     return [
         random.random(),
@@ -27,6 +30,7 @@ def draw() -> list[float]:
         float(numbers.randn()),
         float(torch.rand(())),
         float(torch.randn(())),
+        float(torch.rand((), device=device)),
     ]
 
 
@@ -39,7 +43,7 @@ def seed_all(seed: int) -> None:
 
 def draw_there(ctx: Context) -> list[float]:
     """The same, as a function on a worker."""
-    return draw()
+    return draw(ctx.device)
 
 
 def seed_there(ctx: Context, seed: int) -> None:
@@ -81,12 +85,12 @@ class Numbers(Role):
     def __init__(self, seed: int | None = None) -> None:
         if seed is not None:
             seed_all(seed)
-        self.drawn = [draw()]
+        self.drawn = [draw(self.ctx.device)]
 
     @method
     def draws(self) -> list[list[float]]:
         """Draw, and return all that was drawn so far."""
-        self.drawn.append(draw())
+        self.drawn.append(draw(self.ctx.device))
         return self.drawn
 
     @method
@@ -97,7 +101,7 @@ class Numbers(Role):
     async def soon(self, times: int) -> list[list[float]]:
         """Draw that often, and wait each time until others have had their turn."""
         for _ in range(times):
-            self.drawn.append(draw())
+            self.drawn.append(draw(self.ctx.device))
             await asyncio.sleep(0)
         return self.drawn
 
@@ -111,7 +115,7 @@ class Numbers(Role):
         (Path(directory) / "there").touch()
 
     def restore(self, directory: str) -> None:
-        draw()  # as a library may that reads files
+        draw(self.ctx.device)  # as a library may that reads files
 
 
 class Switching(Role):
