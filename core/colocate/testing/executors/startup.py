@@ -241,10 +241,10 @@ class Templates(ExecutorCase):
     """A worker that was forked is as one that was started by itself."""
 
     @needs(OwnProcess)
-    def test_what_it_draws(self, spawn: Spawn) -> None:
-        """No two workers draw the same from generators that nobody has seeded, nor does a later group."""
-        drawn = [draws for _ in range(2) for draws in spawn(BORN).role("born", Born).drawn()]
-        assert len({each[0] for each in drawn}) == len({each[1] for each in drawn}) == 4
+    def test_what_it_makes_up(self, spawn: Spawn) -> None:
+        """No two workers make up the same names, ids and keys, nor does a later group."""
+        found = [made for _ in range(2) for made in spawn(BORN).role("born", Born).made_up()]
+        assert [len(set(each)) for each in zip(*found, strict=True)] == [4] * len(found[0])
 
     @needs(OwnProcess)
     def test_threads_of_a_fork(self, runtime: Runtime) -> None:
@@ -279,7 +279,7 @@ class Templates(ExecutorCase):
             template.kill()
         ended.wait()
         ended.close()
-        assert len(group.role("born", Born).drawn()) == 2
+        assert len(group.role("born", Born).made_up()) == 2
         other = spawn({**BORN, "faulty": colocate.role(Faulty)})
         assert found
         assert _templates(other)

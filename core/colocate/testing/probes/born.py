@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import secrets
+import ssl
 import sys
+import tempfile
+import uuid
 from typing import Any
 
 import numpy as np
@@ -16,9 +21,17 @@ class Born(Role):
     """Tells what a process has of the one that has started it, or has not."""
 
     @method
-    def drawn(self) -> list[float]:
-        """What the generators of the whole process draw, which nobody has seeded."""
-        return [random.random(), float(np.random.rand())]
+    def made_up(self) -> list[str]:
+        """What is made up in a process so that it is there once: names, ids and keys, and numbers nobody has seeded."""
+        return [
+            uuid.uuid4().hex,
+            next(tempfile._get_candidate_names()),  # type: ignore[attr-defined]
+            secrets.token_hex(),
+            ssl.RAND_bytes(16).hex(),
+            bytes(multiprocessing.current_process().authkey).hex(),
+            str(random.SystemRandom().random()),
+            str(np.random.default_rng().random()),
+        ]
 
     @method
     def threads(self) -> tuple[int, float]:

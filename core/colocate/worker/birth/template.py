@@ -287,12 +287,10 @@ def tell_imports() -> None:
 
 
 def renew() -> None:
-    """Make a worker's own what forks of one process have alike: the state of random numbers, and a key."""
+    """Make a worker's own what forks of one process have alike, but for random numbers, which are each role's own."""
     if _writes is None:  # it was started by itself
         return
-    gc.enable()  # `random` sees to itself, when it is forked
-    if (numbers := sys.modules.get("numpy.random")) is not None:
-        numbers.seed()
+    gc.enable()
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
     files: Any = sys.modules.get("tempfile")
