@@ -116,6 +116,20 @@ def test_what_contributors_are_told_to_run_is_there() -> None:
             assert re.search(rf"^(?:def|class) {each}\b|^{each} = |^    def {each}\b", source, re.MULTILINE), each
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("OOM", "memory.md"),
+        ("Resume", "first-job.md"),
+        ("custom reward function", "rollouts.md"),
+        ("own config", "verl.md"),
+    ],
+)
+def test_what_newcomers_search_for_is_a_heading(words: str, page: str) -> None:
+    headings = re.findall(r"^## (.+)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert any(words in heading for heading in headings)
+
+
 def test_an_engine_generates() -> None:
     """Pages about clusters call nothing else so: Ray, Dask and what third parties bring are clusters."""
     about = ["calls", "chaos", "cli", "dask", "detached-pools", "operations", "ownership", "ray", "restart", "testing"]
