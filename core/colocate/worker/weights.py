@@ -35,8 +35,10 @@ from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError
 from colocate.wire import Area
 from colocate.worker.memory.context import Worker, beside
 from colocate.worker.memory.holdings import Objects, WeakStorage, held_by
+from colocate.worker.memory.ledger import Accounts
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.turns import Residency
+from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
 
@@ -54,6 +56,7 @@ _AREAS = _AT_ONCE + 1
 class _Worker(Worker, Protocol):
     """What is needed of a worker; see `WorkerContext`."""
 
+    accounts: Accounts
     codec: Codec
     peers: Peers
     residency: Residency
@@ -321,10 +324,9 @@ class WeightSyncs:
             RoleError: It has: others may have the same memory.
         """
         taken = [*self._buffered, *(each for _, storages in self._over for each in storages)]
-        if self._worker_context.codec.name != "reference" and _is_kept(taken):  # else `_load` has looked
-            gc.collect()  # some may be part of a circle
-            if _is_kept(taken):
-                raise self._keeps(plan)
+        # else `_load` has looked
+        if self._worker_context.codec.name != "reference" and self._has_kept(lambda: _is_kept(taken)):
+            raise self._keeps(plan)
         while self._over:
             assert plan.offers is not None
             key, storages = self._over.popleft()
@@ -373,16 +375,23 @@ class WeightSyncs:
             )
         if by_reference:
             # Where others take the same tensors, these may be alive for them.
-            if not (plan.serves or plan.takes) and any(ref() is not None for ref in alive):
-                gc.collect()  # some may be part of a circle
-                keeps = any(ref() is not None for ref in alive)
-            else:
-                keeps = False
+            is_alone = not (plan.serves or plan.takes)
+            keeps = is_alone and self._has_kept(lambda: any(ref() is not None for ref in alive))
             new = self._storages(target) - before if looks else set()
             if keeps or any(not each.expired() and each.storage()._cdata in new for each in handed):
                 raise self._keeps(plan)
             self._copies.add(names)
         return shared
+
+    def _has_kept(self, is_there: Callable[[], bool]) -> bool:
+        """Whether the target has some of what it was given, and not only who looks at what it does, or holds."""
+        if not is_there():
+            return False
+        for looking in (LOOKING, self._worker_context.accounts.looking):
+            with looking:  # whoever looked before has let go of it
+                pass
+        gc.collect()  # some may be part of a circle
+        return is_there()
 
     @staticmethod
     def _keeps(plan: SyncPlan) -> RoleError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from colocate.worker.memory.holdings import Holdings, Storages, gradients_of, he
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.vmm import absent
 from colocate.worker.serving.failure import LOOKING
+from colocate.worker.serving.role_instance import RoleInstance
 
 # So long a look waits for the lane, where a call may take longer. Whoever looks wants to know within a second.
 _WITHIN_S = 0.2
@@ -81,6 +83,7 @@ class Accounts:
         budgets: What they may have.
         gradients: What is known of their gradients beside the lane.
         beside: What roles of other groups hold that have workers on the slot, by group, as these told it last.
+        looking: Held by who looks beside the lane, and so keeps what a role has, though the role lets go of that.
     """
 
     def __init__(self, worker_context: Worker, sleeper: Sleeper) -> None:
@@ -93,19 +96,20 @@ class Accounts:
         self.budgets: Budgets = NO_BUDGETS
         self.beside: dict[str, Sizes] = {}
         self._last_told: Sizes = {}
+        self.looking = threading.Lock()
 
     def ledger(self) -> Ledger:
         """Look at everything that the worker holds, beside the lane."""
         worker_context, asleep = self._worker_context, self._sleeper.asleep
         held: dict[str, Holdings] = {}
-        leaves: dict[str, list[Any]] = {}
+        leaves: dict[str, list[weakref.ref[Any]]] = {}
         partly: list[str] = []
         for name, role in named(worker_context).items():
             with _looking_at(name):
-                found = search(role.instance, apart=beside(worker_context, name))
-                found.noted[Purpose.DECLARED] += role.declared()
-                held[name], leaves[name] = found.holdings(), found.leaves
-            if not found.complete:
+                declared = role.declared()  # first: it may take long
+                with self.looking:
+                    held[name], leaves[name], is_all = self._held_beside_lane(role, declared)
+            if not is_all:
                 partly.append(name)
         for name, pieces in self.gradients.of(leaves).items():
             if name in held:
@@ -123,6 +127,14 @@ class Accounts:
             shares.children,
             {name: role.received.known() for name, role in named(worker_context).items() if role.received is not None},
         )
+
+    def _held_beside_lane(
+        self, role: RoleInstance, declared: Sequence[Any]
+    ) -> tuple[Holdings, list[weakref.ref[Any]], bool]:
+        """What a role holds, its tensors that may have gradients, and whether that is all."""
+        found = search(role.instance, apart=beside(self._worker_context, role.name))
+        found.noted[Purpose.DECLARED] += declared
+        return found.holdings(), [weakref.ref(each) for each in found.leaves], found.complete
 
     # -- on the lane
 
@@ -388,10 +400,10 @@ class Gradients:
         self._lock = threading.Lock()
         self._asked = threading.Event()
         self._asked.set()
-        self._leaves: Mapping[str, list[Any]] | None = None
+        self._leaves: Mapping[str, list[weakref.ref[Any]]] | None = None
         self._known: Mapping[str, Storages] = {}
 
-    def of(self, leaves: Mapping[str, list[Any]]) -> Mapping[str, Storages]:
+    def of(self, leaves: Mapping[str, list[weakref.ref[Any]]]) -> Mapping[str, Storages]:
         """Return them by role: of just now where the lane comes soon, else of the last time that somebody has asked."""
         with self._lock:
             asked = self._asked
@@ -400,7 +412,7 @@ class Gradients:
                 self._leaves = leaves
                 self._worker_context.lane.do(partial(self._look, asked))
         asked.wait(_WITHIN_S)
-        self._leaves = None  # a call that takes long may let go of them
+        self._leaves = None  # a call that takes long may have others when it ends
         return self._known
 
     @property
@@ -417,7 +429,9 @@ class Gradients:
         self._known = self._of(list(named(self._worker_context)), self._leaves)
         asked.set()
 
-    def _of(self, names: Iterable[str], leaves: Mapping[str, list[Any]] | None = None) -> dict[str, Storages]:
+    def _of(
+        self, names: Iterable[str], leaves: Mapping[str, list[weakref.ref[Any]]] | None = None
+    ) -> dict[str, Storages]:
         known: dict[str, Storages] = {}
         for name in names if leaves is None else leaves:
             with contextlib.suppress(Exception):  # so does the look of who has asked, who tells it
@@ -426,7 +440,7 @@ class Gradients:
                         named(self._worker_context)[name].instance, apart=beside(self._worker_context, name)
                     ).leaves
                 else:
-                    tensors = leaves[name]
+                    tensors = [each for ref in leaves[name] if (each := ref()) is not None]
                 gradients = Storages()
                 gradients.add_all(gradients_of(tensors))
                 known[name] = gradients

@@ -402,17 +402,20 @@ def _runs(lane: Lane) -> dict[int, Work]:
 
 
 def _stack(lane: Lane) -> str:
+    with failure.LOOKING:  # until all frames that this has got are let go of
+        return _stack_now(lane)
+
+
+def _stack_now(lane: Lane) -> str:
     running = _runs(lane)
-    with failure.LOOKING:
-        stack = "".join(failure.stack_of_role_code(lane.thread))
-        awaiting = lane.tasks.awaiting() if lane.tasks is not None else {}
-        waits = [
-            (where, "".join(failure.role_code_in(frames)))
-            for seq, own in awaiting.items()
-            if seq in running
-            for where, frames in _awaited(running[seq], own)
-        ]
-    told = [f"awaiting in {where}\n{frames}" for where, frames in waits]
+    stack = "".join(failure.stack_of_role_code(lane.thread))
+    awaiting = lane.tasks.awaiting() if lane.tasks is not None else {}
+    told = [
+        f"awaiting in {where}\n{''.join(failure.role_code_in(frames))}"
+        for seq, own in awaiting.items()
+        if seq in running
+        for where, frames in _awaited(running[seq], own)
+    ]
     if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
         computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
         if (module := importing(failure.frames_of(lane.thread))) is not None:
