@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CodeType, MappingProxyType
@@ -11,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from colocate._owned.dispatcher import Dispatcher
 from colocate._protocol.taken import Taken
-from colocate._role.call import Underway
+from colocate._role.call import Call, Underway
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._signals.off_main import off_main, settle
@@ -58,6 +59,10 @@ class Group(Protocol):
         """The value of a body."""
         ...
 
+    def failed(self, call: PendingCall, error: BaseException) -> None:
+        """A call has failed about which nobody has asked so far."""
+        ...
+
     def unsettled(self) -> Sequence[PendingCall]:
         """The calls that were sent and aren't done."""
         ...
@@ -101,6 +106,7 @@ class PendingCall(Underway):
         lane: The background role in whose order it is; "" for the group's.
         is_for_all: Whether it has a place in the orders of all background roles, too.
         partner: The call of another group without which it doesn't end, if there is one.
+        failure: The error of the row that has ended it, where errors of rows do.
     """
 
     link: Group | None = None
@@ -117,6 +123,7 @@ class PendingCall(Underway):
     lane = ""
     is_for_all = False
     partner: PendingCall | None = None
+    failure: ColocateError | None = None
     raised: Sequence[int] = ()
     left: Sequence[tuple[int, float]] = ()
     updates: Mapping[int, int] = MappingProxyType({})
@@ -242,6 +249,20 @@ class PendingCall(Underway):
         super()._collect()
         if self.keep is None:
             self.bodies = []
+
+    def _given(self, handle: Call[Any]) -> None:
+        self.handle = weakref.ref(handle)
+        if self.is_set:  # this is set first, and there: one of the two sees the other
+            self._tell_failure()
+
+    def _fail(self, error: BaseException) -> bool:
+        return super()._fail(error) and self._tell_failure()
+
+    def _tell_failure(self) -> bool:
+        error = self._error or self.failure
+        if self.handle is not None and self.link is not None and error is not None:
+            self.link.failed(self, error)
+        return True
 
     def _joined(self, raw: Sequence[Any]) -> Any:
         info, spec, link = self.info, self.spec, self.link

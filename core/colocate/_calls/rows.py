@@ -145,7 +145,6 @@ class RowsCall(PendingCall, abc.ABC):
         count: How many there are.
         ends: What has come of each that has ended, by its index: the slot, and its value, packed, or an error.
         heard: Called with the index of each, on a thread of the framework, with the order's lock held.
-        failure: The error of the row that has ended it, where errors of rows do.
         is_read: Whether its rows are read as they end; otherwise all together are its value.
     """
 
@@ -166,7 +165,6 @@ class RowsCall(PendingCall, abc.ABC):
         self.count = rows
         self.ends: dict[int, tuple[int, Any, ColocateError | None]] = {}
         self.heard: Callable[[int], object] = lambda row: None
-        self.failure: ColocateError | None = None
         self.is_read = False
         self._lock = lock
         self._read: deque[int] = deque()  # the slots of rows that have been
@@ -258,6 +256,9 @@ class RowsCall(PendingCall, abc.ABC):
         if self.on_error == "return":
             return error
         raise error
+
+    def _settle(self, raw: Any) -> bool:
+        return super()._settle(raw) and self._tell_failure()
 
     def _joined(self, raw: Sequence[Any]) -> Any:
         if self.is_read:

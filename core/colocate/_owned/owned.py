@@ -133,7 +133,7 @@ class Lifecycle:
 
     def untold(self) -> ColocateError | None:
         """The failure, if nobody has been told it."""
-        return None if self._is_told else self.failure
+        return None if self._is_told or (self.failure is not None and self.failure._told) else self.failure
 
     @property
     def is_starting(self) -> bool:

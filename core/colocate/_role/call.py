@@ -7,6 +7,7 @@ import abc
 import contextlib
 import copy
 import queue
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
@@ -68,7 +69,7 @@ class Underway(Flag):
     The value is collected by whoever asks first, never on a worker's or an I/O thread.
     """
 
-    __slots__ = ("_callbacks", "_collecting", "_error", "_outcomes", "_raised", "_raw", "_trace", "label")
+    __slots__ = ("_callbacks", "_collecting", "_error", "_outcomes", "_raised", "_raw", "_trace", "handle", "label")
 
     def __init__(self, label: str) -> None:
         self.is_set = False
@@ -81,6 +82,7 @@ class Underway(Flag):
         self._raised: dict[int, ColocateError] | None = None  # by thread, as a traceback belongs to one
         self._trace: TracebackType | None = None  # of a collect that failed
         self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # and whether it is the framework's
+        self.handle: weakref.ref[Call[Any]] | None = None  # whose owner hasn't asked about it
 
     def cancel(self) -> bool:
         """See `Call.cancel`."""
@@ -133,6 +135,9 @@ class Underway(Flag):
         if raised is None:  # other calls may end with the same
             raised = self._raised[here] = copy.copy(error)
         return raised
+
+    def _given(self, handle: Call[Any]) -> None:
+        """Somebody has it now, who may ask about it."""
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
         """Run `callback(self)`, which mustn't block, once it is done; the framework's own never runs behind users'."""
@@ -207,11 +212,12 @@ class Call(OnDriver, Generic[C_co]):
 
     _instead = "Give its result() instead"
     _unsent = "; pass its result(), or keep it and pass .ref"
-    __slots__ = ("_underway",)
+    __slots__ = ("__weakref__", "_underway")
 
     def __init__(self, underway: Underway) -> None:
         """Use `view.method.submit(...)`."""
         self._underway = underway
+        underway._given(self)
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._underway._error is not None else "done"
@@ -230,6 +236,7 @@ class Call(OnDriver, Generic[C_co]):
         Returns:
             Whether it was withdrawn: its result is then a `CallCancelled`.
         """
+        self._underway.handle = None
         return self._underway.cancel()
 
     def done(self) -> bool:
@@ -246,6 +253,7 @@ class Call(OnDriver, Generic[C_co]):
             TimeoutError: It isn't done yet; the call goes on.
             ColocateError: What went wrong with the call.
         """
+        self._underway.handle = None
         if not self.done():
             refuse_to_wait(self.label)
         try:
@@ -256,6 +264,7 @@ class Call(OnDriver, Generic[C_co]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error instead of raising it; None when there is none."""
+        self._underway.handle = None
         if not self.done():
             refuse_to_wait(self.label)
         return self._underway.exception(timeout)
@@ -273,12 +282,14 @@ class Call(OnDriver, Generic[C_co]):
                 f"asyncio.wait() takes futures and tasks, and {self!r} is neither: give it "
                 "asyncio.ensure_future(call), or wait by asyncio.gather(*calls) or colocate.wait(calls)"
             )
+        self._underway.handle = None
         self._underway._then(lambda _: callback(self), own=False)
 
     def __await__(self) -> Generator[Any, None, C_co]:
         import asyncio  # takes a tenth of a driver's start, and most await nothing
 
         underway = self._underway
+        underway.handle = None
         underway._check_wait(awaits=True)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
@@ -348,6 +359,8 @@ def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
     for call in everything:
         if not isinstance(call, Call):
             raise TypeError(f"{what} takes calls, as submit() gives them, not {call!r}; a resident has a wait() itself")
+    for call in everything:
+        call._underway.handle = None
     return everything
 
 

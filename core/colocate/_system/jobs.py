@@ -56,6 +56,7 @@ class JobThread:
         self._looks_at = math.inf  # when it will look at the timers without being told to
         self._swept = _SWEEP
         self._closing = self._ended = False
+        self.note = self._jobs.put  # a job, as `soon`, by a function in C; once the thread has started, and not ended
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._unstarted = [self._thread]
 

@@ -28,6 +28,7 @@ class Printer:
 
     def __init__(self, name: str) -> None:
         self._jobs = JobThread(name, lambda error: report_exception())
+        self.note = self._jobs.note
         self._lock = threading.Lock()  # nothing is printed while it is held
         self._lines: deque[str | int] = deque()  # a number stands for so many that were dropped
         self._waiting = 0  # characters

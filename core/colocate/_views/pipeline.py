@@ -145,7 +145,8 @@ class Pipeline:
 
 
 def _give_up(draft: Draft, error: BaseException) -> None:
-    """A call is never sent, or not to all of its ranks."""
+    """A call is never sent, or not to all of its ranks: of which who ended the block is told."""
+    draft.call.handle = None
     draft.worker_group.order.drop(draft.call, never_sent(draft.call, error))
     kept = draft.kept
     if kept is not None:

@@ -486,7 +486,9 @@ class _Stream(RowStream[Any]):
 
 def _tell_failure(worker_group: WorkerGroup, call: PendingCall) -> None:
     """The call of a stream that was closed is over: nobody else is told that it has failed."""
-    error = call._error
-    if error is not None and error is not worker_group.failure and not isinstance(error, (ClosedError, GroupRestarted)):
+    error = call._error or call.failure
+    if error is None or error is worker_group.failure or (isinstance(error, ColocateError) and error._told):
+        return
+    if not isinstance(error, (ClosedError, GroupRestarted)):
         text = f"{call.label} of group {worker_group.name!r}, whose stream was closed, has failed: {error}"
         worker_group.services.printer.soon(lambda: _log.error(text))

@@ -20,6 +20,7 @@ from colocate._calls.pauses import Pauses
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
+from colocate._calls.unasked import Unasked
 from colocate._kept.residents import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
@@ -301,6 +302,7 @@ class WorkerGroup(Link):
         self.described: set[str] = set()  # the roles of which all ranks know what weights they give
         self._begin(places)
         self.residents = Residents(self, self.order)
+        self.unasked = Unasked(self)
         self._tell_state(State.STARTING)  # before `join`: from there on something else may be told
         self.join()
 
@@ -325,6 +327,10 @@ class WorkerGroup(Link):
     def cancel(self, call: PendingCall) -> bool:
         """Withdraw a call from all ranks, if none has begun it."""
         return self.cancellations.cancel(call)
+
+    def failed(self, call: PendingCall, error: BaseException) -> None:
+        """Have it told that a call has failed, unless somebody asks."""
+        self.unasked.failed(call, error)
 
     def is_paused(self, role: str) -> bool:
         """Return whether a background role is paused."""
@@ -505,7 +511,8 @@ class WorkerGroup(Link):
             if self.life.state is not State.READY:
                 return
             told = self.restarts.begin(error)
-            somebody = any(call.keep is None for call in list(self.order.pending.values()))
+            pending = list(self.order.pending.values())
+            somebody = any(call.keep is None and call.handle is None for call in pending)
             self.life.fail(told, is_told=somebody, recovers=told is not error)
             self._tell_state(State.FAILED, error)
             self.order.fail_all(told)
@@ -647,6 +654,7 @@ class WorkerGroup(Link):
     def _fail_what_is_left(self) -> None:
         error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
         self.order.fail_all(error)
+        self.unasked.tell()
         self.residents.fail(error)
         self.ledgers.fail(error)
         self.pauses.fail(error)

@@ -45,11 +45,13 @@ from colocate.testing.executors.streams import Streams
 from colocate.testing.executors.tensors import Memory, Optimizers, OwnTypes, TensorResidents, Transfers
 from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.turns import TakingTurns
+from colocate.testing.executors.unasked import UnaskedFailures
 from colocate.testing.executors.weights import WeightSyncs, WeightSyncsBetween
 
 
 class ExecutorSuite(
     Calls,
+    UnaskedFailures,
     Background,
     Dispatching,
     Contexts,
@@ -196,6 +198,7 @@ __all__ = [
     "TensorResidents",
     "TorchSettings",
     "Transfers",
+    "UnaskedFailures",
     "Undisturbed",
     "Vanishing",
     "Watching",

@@ -1,0 +1,96 @@
+"""Calls that have failed and that nobody has asked about: it is logged when they are dropped, or their group ends."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from colocate._calls.link import Link
+from colocate._calls.pending import PendingCall
+from colocate._role.call import Call
+from colocate._system.jobs import message_of
+from colocate.errors import ClosedError, ColocateError, GroupRestarted
+
+_log = logging.getLogger("colocate")
+
+
+class _Drop(weakref.ref[Call[Any]]):
+    """Comes among the printer's jobs when a call is dropped: by a function in C, amid which no signal comes."""
+
+    __slots__ = ("_tell",)
+    _tell: Callable[[], object]
+
+    def __new__(cls, handle: Call[Any], note: Callable[[Any], object], tell: Callable[[], object]) -> _Drop:
+        """Args: note: Called with this when it is dropped. tell: The job."""
+        self: _Drop = super().__new__(cls, handle, note)
+        self._tell = tell
+        return self
+
+    def __init__(self, handle: Call[Any], note: Callable[[Any], object], tell: Callable[[], object]) -> None:
+        super().__init__(handle, note)  # type: ignore[call-arg]
+
+    def __call__(self) -> None:
+        """Do it."""
+        self._tell()
+
+
+class Unasked:
+    """Those of one group. It takes no lock."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._left: dict[PendingCall, _Drop] = {}  # by calls that somebody has yet, and may ask about
+        self._closed: list[PendingCall] = []  # those that the group's end has ended
+
+    def failed(self, call: PendingCall, error: BaseException) -> None:
+        """A call has failed, and nobody has asked about it so far."""
+        if error is self._link.failure and not isinstance(error, GroupRestarted):
+            return  # it is told by itself
+        if isinstance(error, ClosedError) and self._link.closed_by is not None:
+            self._closed.append(call)
+        elif call.handle is not None and (handle := call.handle()) is not None:
+            drop = _Drop(handle, self._link.services.printer.note, lambda: self._dropped(call, error))
+            self._left.setdefault(call, drop)
+        else:
+            self._link.services.printer.soon(lambda: self._tell(call, error))
+
+    def tell(self) -> None:
+        """Tell of all that are left: the group ends, and so have its calls."""
+        closed, self._closed = self._closed, []
+        if closed:
+            self._link.services.printer.soon(lambda: self._tell_closed(closed))
+        for call in list(self._left):
+            if self._left.pop(call, None) is not None and (error := call._error or call.failure) is not None:
+                self._link.services.printer.soon(lambda call=call, error=error: self._tell(call, error))  # type: ignore[misc]
+
+    # -- on the printer's thread
+
+    def _dropped(self, call: PendingCall, error: BaseException) -> None:
+        if self._left.pop(call, None) is not None:
+            self._tell(call, error)
+
+    def _tell_closed(self, calls: Sequence[PendingCall]) -> None:
+        found = Counter(f"{call.label}{_place(call)}" for call in calls if call.handle is not None)
+        if found:
+            text = "; ".join(what if count == 1 else f"{what} ({count} times)" for what, count in found.items())
+            name, by = self._link.name, self._link.closed_by
+            words = "group %r was closed by %s before these calls had ended, which nobody has asked about: %s"
+            _log.warning(words, name, by, text)
+
+    def _tell(self, call: PendingCall, error: BaseException) -> None:
+        if call.handle is None:
+            return
+        call.handle = None
+        if isinstance(error, ColocateError):
+            if error._told:  # of another call
+                return
+            error._told = True
+        name, where, text = self._link.name, _place(call), message_of(error)
+        _log.error("%s of group %r%s, has failed, and nobody has asked about it: %s", call.label, name, where, text)
+
+
+def _place(call: PendingCall) -> str:
+    return "" if (line := call.called_at) is None else f", submitted at {line}"

@@ -1,0 +1,143 @@
+"""Failures of submitted calls that nobody has asked about: they are logged, once, with the line of the call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Call, ColocatedGroup
+from colocate._system.lines import caller
+from colocate.errors import ColocateError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.streams import Playing
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+async def _awaited(call: Call[Any]) -> None:
+    await asyncio.gather(call, return_exceptions=True)
+
+
+def _refused(call: Call[Any]) -> None:
+    with pytest.raises(ColocateError):
+        call.result()
+
+
+ASKS: dict[str, Callable[[Call[Any]], object]] = {
+    "result": _refused,
+    "exception": lambda call: call.exception(),
+    "await": lambda call: asyncio.run(_awaited(call)),
+    "callback": lambda call: call.add_done_callback(lambda call: None),
+    "wait": lambda call: colocate.wait([call]),
+    "as_completed": lambda call: list(colocate.as_completed([call])),
+    "cancel": lambda call: call.cancel(),
+}
+
+
+class UnaskedFailures(ExecutorCase):
+    """Who submits a call and goes on hears of its failure."""
+
+    def test_a_submitted_failure_is_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """When the call is dropped, before or after it fails, or else when its group ends; also of rows, or in a block.
+
+        Also of a background role.
+        """
+        roles = {"faulty": colocate.role(Faulty), "beside": colocate.role(Faulty).on(background=True)}
+        group = spawn({**roles, "playing": colocate.role(Playing)}, slots=1)
+        faulty, beside = group.role("faulty", Faulty), group.role("beside", Faulty)
+
+        def told(where: tuple[str, int], after: int, label: str = "faulty.fail", kind: str = "a plain one") -> None:
+            wait_until(lambda: kind in caplog.text, "the failure is logged")
+            (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+            at = f"submitted at {where[0]}:{where[1] + after}, has failed, and nobody has asked"
+            assert record.getMessage().startswith(f"{label} of group {group.name!r}, {at}")
+            assert record.levelno == logging.ERROR
+            caplog.clear()
+
+        with Gate() as gate:
+            waits, here = faulty.wait.submit(gate.address), caller()
+            faulty.fail.options(timeout=PATIENCE_S).submit()
+            gate.wait_for()
+        waits.result(PATIENCE_S)
+        told(here, 1)
+        call, here = faulty.fail.submit(), caller()
+        wait_until(call.done, "it has failed")
+        assert not caplog.text
+        del call
+        told(here, 0)
+        here = caller()
+        with group.pipeline():
+            faulty.fail.submit()
+        told(here, 2)
+        here = caller()
+        beside.fail.submit()
+        told(here, 1, "beside.fail")
+        here = caller()
+        group.role("playing", Playing).fail.submit(["fail"])
+        told(here, 1, "playing.fail", "row 0")
+        call, here = faulty.fail.submit(), caller()
+        wait_until(call.done, "it has failed")
+        group.close()
+        told(here, 0)
+        del call
+        assert not caplog.text
+
+    @pytest.mark.parametrize("ask", [*ASKS])
+    @of_executor
+    def test_who_has_asked_is_told_nothing_else(
+        self, pair: ColocatedGroup, caplog: pytest.LogCaptureFixture, ask: str
+    ) -> None:
+        """Before or after it has failed."""
+        faulty = pair.role("faulty", Faulty)
+        for waits in (False, True):
+            call = faulty.fail.submit()
+            if waits:
+                wait_until(call.done, "it has failed")
+            ASKS[ask](call)
+            wait_until(call.done, "it has failed")
+            del call
+        faulty.fail.submit("exit")
+        wait_until(lambda: "SystemExit" in caplog.text, "what comes afterwards is logged")
+        assert "a plain one" not in caplog.text
+
+    def test_calls_that_a_close_has_ended(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """They are told together, as they will never run."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        faulty = group.role("faulty", Faulty)
+        with Gate() as gate:
+            faulty.wait.submit(gate.address).add_done_callback(lambda call: None)
+            here = caller()
+            asked, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]
+            gate.wait_for()
+            colocate.wait(asked, 0)
+            closer = threading.Thread(target=group.close)
+            closer.start()
+            wait_until(lambda: not group.alive, "the close has begun")
+        closer.join()
+        wait_until(lambda: "faulty.fine" in caplog.text, "it is logged")
+        (record,) = (each for each in caplog.records if "faulty.fine" in each.getMessage())
+        assert f"faulty.fine, submitted at {here[0]}:{here[1] + 1} (3 times)" in record.getMessage()
+
+    @needs(OwnProcess)
+    @of_executor
+    @pytest.mark.parametrize("asks", [True, False])
+    def test_a_death_amid_a_call_that_nobody_asks_about(self, spawn: Spawn, asks: bool) -> None:
+        """The group's close raises it, unless somebody has asked."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        call = group.role("faulty", Faulty).kill.submit()
+        wait_until(lambda: group.state == "failed", "the group has failed")
+        if asks:
+            assert isinstance(call.exception(PATIENCE_S), WorkerDied)
+            group.close()
+        else:
+            with pytest.raises(ExceptionGroup) as caught:
+                group.close()
+            assert [type(error) for error in caught.value.exceptions] == [WorkerDied]
