@@ -271,7 +271,7 @@ class Lane:
         """Something has come: have the lane see that, if it doesn't wait for its queue alone."""
         if self._turns is not None:
             self._turns.wake()
-        if self.tasks:
+        if self.tasks is not None:
             self.tasks.wake()
 
     def put(self, item: _Item) -> None:
@@ -305,9 +305,9 @@ class Lane:
         finally:
             if self._turns is not None:
                 self._turns.over()
+            self._on_end()  # first: roles may end what they have left in the loop
             if self.tasks is not None:
                 self.tasks.close()
-            self._on_end()
             self._over.set()
 
     def _next(self) -> Work | None:
@@ -334,13 +334,16 @@ class Lane:
 
     def _is_plain(self) -> bool:
         """Whether nothing runs, waits or is held, and something has come."""
-        if self.tasks or self._scope.closed is not None or not self._order.is_plain:
+        if self._loop_goes_on() or self._scope.closed is not None or not self._order.is_plain:
             return False
         return self._turns is None or self._turns.wait(self._has_news)
 
     def _take(self) -> None:
         """Wait for something to happen and take note of it."""
-        if self.tasks:
+        if self._loop_goes_on():
+            assert self.tasks is not None
+            if self._turns is not None:
+                self._turns.over()
             self.tasks.wait()
             self._note_all()
             return
@@ -348,6 +351,14 @@ class Lane:
             self._turns.wait(self._has_news)
         self._note(self._got())
         self._note_all()
+
+    def _loop_goes_on(self) -> bool:
+        """Whether calls await something, or role code has left something in the loop."""
+        if self.tasks is None:
+            if "asyncio" not in sys.modules:
+                return False
+            return self._with_loop().go_on()  # what role code had as its current loop, before there was a call
+        return len(self.tasks) > 0 or self.tasks.go_on()
 
     def _has_news(self) -> bool:
         return bool(self._split) or not self._queue.empty()

@@ -29,6 +29,7 @@ from colocate.testing.executors.dispatch import Dispatching, Mixing, NamedMeshes
 from colocate.testing.executors.drivers import Drivers, Endings, Signals
 from colocate.testing.executors.engines import Engines
 from colocate.testing.executors.ledgers import Budgets, Ledgers
+from colocate.testing.executors.left import LeftInLoops
 from colocate.testing.executors.numbers import RandomNumbers
 from colocate.testing.executors.order import Failures, Order
 from colocate.testing.executors.ownership import Borrows, Ownership
@@ -51,6 +52,7 @@ from colocate.testing.executors.weights import WeightSyncs, WeightSyncsBetween
 
 class ExecutorSuite(
     Calls,
+    LeftInLoops,
     UnaskedFailures,
     Background,
     Dispatching,
@@ -165,6 +167,7 @@ __all__ = [
     "Handlers",
     "KeptFailures",
     "Ledgers",
+    "LeftInLoops",
     "Memory",
     "Mixing",
     "NamedMeshes",

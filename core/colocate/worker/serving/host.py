@@ -421,6 +421,8 @@ def _stack_now(lane: Lane) -> str:
         if (module := importing(failure.frames_of(lane.thread))) is not None:
             computing += f", importing {module}"
         told.insert(0, f"running {computing}\n{stack}" if stack else f"running {computing}; its lane has ended")
+    if not running and lane.tasks is not None:
+        told += [f"awaiting in a task\n{''.join(failure.role_code_in(frames))}" for frames in lane.tasks.left()]
     return "".join(told)
 
 

@@ -57,8 +57,14 @@ def is_future(value: object) -> bool:
 def _awaited(found: Awaitable[Any], with_tasks: bool) -> Any:
     import asyncio  # which is imported where there is something to await
 
+    from colocate.worker.serving.tasks import current_loop
+
     if not isinstance(found, asyncio.Future):
-        return awaited(_whole(found, with_tasks))
+        # In the lane's loop is what the role has left there; it isn't told apart from tasks that are waited for.
+        here = None if with_tasks else current_loop()
+        if here is None or here.is_running():
+            return awaited(_whole(found, with_tasks))
+        return here.run_until_complete(_whole(found, with_tasks))
     loop = found.get_loop()
     if found.done():
         return found.result()

@@ -1,4 +1,7 @@
-"""Async calls of a lane: tasks of a loop that the lane runs while it waits. Imported with the first of them."""
+"""Async calls of a lane: tasks of a loop that the lane runs while it waits. Imported with the first of them.
+
+What role code leaves there (tasks, callbacks, servers) goes on while the lane idles, and is cancelled at its end.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 
 from colocate.worker.torch_groups.settings import Steps, own_block
 
+_OWN = "colocate"  # names the lane's own tasks
+
 
 class Tasks:
     """Those that run. Only `wake` may be called off the lane's thread."""
@@ -20,14 +25,16 @@ class Tasks:
         self._has_news = has_news
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that Python makes one, as a script has it be told
-            loop = _current()
+            loop = current_loop()
         # What role code has made for its current loop works in async methods. One that runs is another thread's.
         self._loop = asyncio.new_event_loop() if loop is None or loop.is_running() else loop
         asyncio.set_event_loop(self._loop)
-        self._loop.set_task_factory(_task)
+        self._loop.set_task_factory(self._task)
         self._woken = asyncio.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._rests: list[asyncio.Future[None]] = []
+        self._waits = False  # the lane is about to, here
+        self._may_have_others = True  # tasks
 
     def __len__(self) -> int:
         return len(self._running)
@@ -37,7 +44,7 @@ class Tasks:
 
         Between calls.
         """
-        if len(asyncio.all_tasks(self._loop)) > len(self._running):
+        if self._has_other_tasks():
             return True
         # What the loop will call, as far as it is known: asyncio's own loops have no other way to tell.
         selector = getattr(self._loop, "_selector", None)
@@ -49,6 +56,21 @@ class Tasks:
                 return True  # the others are asyncio's, and end what tasks wait for
         return False
 
+    def go_on(self) -> bool:
+        """Whether role code has left something that goes on between calls, a server or a connection among it."""
+        loop: Any = self._loop
+        if loop.is_closed():
+            return False
+        selector, timers = getattr(loop, "_selector", None), getattr(loop, "_scheduled", ())
+        is_watching = selector is not None and len(selector.get_map()) > 1  # one is the loop's own
+        is_due = getattr(loop, "_ready", ()) or (timers and not all(timer.cancelled() for timer in timers))
+        return is_watching or bool(is_due) or self._has_other_tasks()
+
+    def _has_other_tasks(self) -> bool:
+        if self._may_have_others:
+            self._may_have_others = len(asyncio.all_tasks(self._loop)) > len(self._running)
+        return self._may_have_others
+
     def have_current(self) -> None:
         """See that there is a current loop: role code may have closed it, or left none, as `asyncio.run` does.
 
@@ -56,12 +78,12 @@ class Tasks:
         """
         if self._loop.is_closed() and not self._running:
             self.__init__(self._has_news)  # type: ignore[misc]
-        if _current() is None:
+        if current_loop() is None:
             asyncio.set_event_loop(self._loop)
 
     def begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it up to its first await: async calls start in order."""
-        task = self._running[number] = self._loop.create_task(coroutine)
+        task = self._running[number] = asyncio.Task(coroutine, loop=self._loop)
         task.add_done_callback(lambda _: self._running.pop(number))
         self._turn(asyncio.sleep(0))
 
@@ -74,8 +96,13 @@ class Tasks:
         found = {number: frames_of(task.get_coro()) for number, task in list(self._running.items())}
         return {number: frames for number, frames in found.items() if frames}
 
+    def left(self) -> list[list[FrameType]]:
+        """Where tasks wait that role code has left, as `awaiting`; while no call runs. From any thread."""
+        others = [task for task in asyncio.all_tasks(self._loop) if task.get_name() != _OWN]
+        return [frames for task in others if (frames := frames_of(task.get_coro()))]
+
     def wait(self) -> None:
-        """Run them until one is done or there are news."""
+        """Run them, and what role code has left, until one is done or there are news."""
         self._turn(self._until_news())
 
     def look(self) -> None:
@@ -100,17 +127,24 @@ class Tasks:
 
     def wake(self) -> None:
         """There are news."""
-        if self._running:
+        if self._running or self._waits:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the lane has just ended
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     def close(self) -> None:
-        """None will come any more."""
+        """None will come any more: what role code has left is cancelled."""
+        if self._loop.is_closed():
+            return
+        if left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._turn(_end(left))
+        self._turn(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def _turn(self, job: Coroutine[Any, Any, None]) -> None:
         """Run the loop until a job of the lane's own is done."""
-        task = self._loop.create_task(job)
+        task = asyncio.Task(job, loop=self._loop, name=_OWN)
         while not task.done():
             # SystemExit in a task that role code has made goes to whoever awaits that, and stops the loop as well; so
             # does what was to stop it then. Role code that cancels all tasks of the loop cancels this one, too: then
@@ -119,29 +153,35 @@ class Tasks:
                 self._loop.run_until_complete(task)
 
     async def _until_news(self) -> None:
-        if not self._running or self._has_news():
-            return
-        woken = asyncio.ensure_future(self._woken.wait())
+        self._waits = True  # before looking: whoever brings news after that wakes this
+        woken = asyncio.Task(self._woken.wait(), loop=self._loop, name=_OWN)
         try:
-            await asyncio.wait([*self._running.values(), woken], return_when=asyncio.FIRST_COMPLETED)
+            if not self._has_news():
+                await asyncio.wait([*self._running.values(), woken], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._waits = False
             woken.cancel()
         await asyncio.wait([woken])
         self._woken.clear()  # not before: tasks that ran ahead of this one may have had the lane look around
 
+    def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        """Make one of role code's."""
+        self._may_have_others = True
+        block = own_block.get()
+        return asyncio.Task(coroutine if block is None else Steps(coroutine, block()), loop=loop, **options)
 
-def _current() -> asyncio.AbstractEventLoop | None:
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    await asyncio.wait(tasks)
+
+
+def current_loop() -> asyncio.AbstractEventLoop | None:
     """The current loop of this thread, unless it is closed; on a main thread Python may make its first one now."""
     try:
         loop = asyncio.get_event_loop()
     except RuntimeError:
         return None
     return None if loop.is_closed() else loop
-
-
-def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    block = own_block.get()
-    return asyncio.Task(coroutine if block is None else Steps(coroutine, block()), loop=loop, **options)
 
 
 def frames_of(awaited: Any) -> list[FrameType]:

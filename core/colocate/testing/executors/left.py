@@ -1,0 +1,76 @@
+"""What role code leaves in its event loop (tasks, timers, servers) goes on between calls, and ends with the group."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate.errors import RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
+from colocate.testing.gate import Gate
+from colocate.testing.probes.left import Leaves, Server
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class LeftInLoops(ExecutorCase):
+    """An asyncio program goes on."""
+
+    @smoke
+    @pytest.mark.parametrize("background", [False, True])
+    def test_a_task_goes_on_between_calls(self, spawn: Spawn, background: bool) -> None:
+        """Whatever method has left it; also after a failed call, and while its lane is paused."""
+        group = spawn({"leaves": colocate.role(Leaves).on(background=background)})
+        leaves = group.role("leaves", Leaves)
+        for begins in (leaves.comes_to, leaves.begins):
+            with Gate() as gate:
+                begins(gate.address)
+                gate.wait_for(2)
+        with Gate() as gate:
+            leaves.comes_to(gate.address)
+            with pytest.raises(RoleError, match="a method"):
+                leaves.raises()
+            gate.wait_for(2)
+        if background:
+            with Gate() as gate:
+                leaves.begins(gate.address)
+                group.pause("leaves")
+                gate.wait_for(2)
+                group.resume("leaves")
+
+    @of_executor
+    def test_a_server_answers_between_calls(self, spawn: Spawn) -> None:
+        """It was made in the constructor, as was a timer; and `close` ends it in its own loop."""
+        with Gate() as gate:
+            server = spawn({"server": colocate.role(Server, gate.address)}, slots=1).role("server", Server)
+            gate.wait_for()
+            address = server.address()
+            for _ in range(2):
+                with socket.create_connection(address, PATIENCE_S) as client:
+                    client.sendall(b"hello\n")
+                    assert client.makefile().readline() == "HELLO\n"
+
+    def test_what_is_left_is_cancelled_at_the_end(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It may do what it does then."""
+        group = spawn({"leaves": colocate.role(Leaves)})
+        group.role("leaves", Leaves).writes_at_its_end(tmp_path / "end")
+        group.close()
+        assert {file.name for file in tmp_path.iterdir()} == {"end-0", "end-1"}
+
+    @of_executor
+    def test_a_task_that_fails_is_told(
+        self, spawn: Spawn, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As asyncio tells it, at once."""
+        group = spawn({"leaves": colocate.role(Leaves)}, slots=1)
+        group.role("leaves", Leaves).fails("a task went wrong")
+        said: list[str] = []
+
+        def is_said() -> bool:
+            said.extend((*capfd.readouterr(), caplog.text))  # threads log it here
+            return "a task went wrong" in "".join(said)
+
+        wait_until(is_said, "it is told")
+        assert "never retrieved" in "".join(said)
