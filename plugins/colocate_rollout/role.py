@@ -178,6 +178,12 @@ class EngineRole(Role):
         """Have the engine take it back."""
         self._engine.wake(tags)
 
+    def save(self, directory: str) -> None:
+        """Keep nothing: a checkpoint has how often `generate` was called, of which its draws depend."""
+
+    def restore(self, directory: str) -> None:
+        """Go on from nothing; weights come by a sync."""
+
     def managed(self) -> Mapping[str, int]:
         """What the engine frees by itself when it sleeps."""
         return {} if self.engine is None else self.engine.managed()

@@ -78,6 +78,11 @@ class Work:
     rests: bool = False  # at a pause point
     arrived: tuple[str, int, int] | None = None  # at which operation: group, instance, number
 
+    def drop(self) -> None:
+        """Hear that it will never begin."""
+        if self.on_drop is not None:
+            self.on_drop()
+
 
 class Stand(Work):
     """What a lane does about a call of another one."""

@@ -39,6 +39,8 @@ class CallState:
     shares: bool = attrs.field(default=False, init=False)  # whether they are of weights that ranks share
     # What its role has begun of operations of process groups is this and what the worker's groups count.
     before: int = attrs.field(default=0, init=False)
+    # Its method, and how many calls of that came before it, before the checkpoint, too, that the role goes on from
+    place: tuple[str, int] | None = attrs.field(default=None, init=False)
 
 
 @attrs.define(eq=False)
@@ -137,6 +139,7 @@ class Context:
     # The lanes of background roles, by role, as the worker's `Background` has them.
     _background: Mapping[str, Any] = attrs.field(factory=dict, alias="background")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
+    _calls: dict[str, int] = attrs.field(factory=dict, init=False)  # of each method, withdrawn ones too
     _asked: set[str] = attrs.field(factory=set, init=False)
     _borrowed: tuple[str, ...] = attrs.field(default=(), init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
@@ -245,8 +248,23 @@ class Context:
 
     @property
     def call_seed(self) -> int:
-        """A number derived from seed, group, role and call: the same on all ranks, another one in each call."""
-        return derive_seed(self._seed_of_rows, str(self.calls_before + self._call.seq), None, -1)
+        """A number derived from seed, group, role, method and how often that was called: another one in each call.
+
+        It is the same on all ranks, if all of them get each of these calls; and after a restart or a restore it is as
+        if there had been none. A row's is its call's, of which ranks may have had some only: by the group's order.
+        """
+        call = self._call
+        number = self.calls_before + call.seq
+        if call.place is not None:
+            method, number = call.place
+            return derive_seed(self._seed_of_rows, f"{method}\0{number}", None, -1)
+        return derive_seed(self._seed_of_rows, str(number), None, -1)
+
+    def count(self, call: CallState, method: str) -> None:
+        """Give a call its place among those of its method, unless it has one."""
+        if call.place is None:
+            number = self._calls.get(method, 0)
+            self._calls[method], call.place = number + 1, (method, number)
 
     @contextlib.contextmanager
     def borrow(self, name: str, cls: type[R] | None = None, *, awake: Sequence[str] | None = None) -> Iterator[R]:

@@ -44,7 +44,8 @@ class StandaloneCall:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         spec, planned = self._spec, self._planned(args, kwargs)
-        with self._running(CallState(0, valid_rows=planned.valid[0])):
+        with self._running(CallState(0, valid_rows=planned.valid[0])) as ctx:
+            ctx.count(ctx._call, spec.name)
             result = spec.call(self._instance, dict(planned.arguments[0]))
             result = awaited(result) if spec.is_async else result
         ranks = attrs.evolve(_ONE, rows=planned.valid, padded=planned.padded)
@@ -133,6 +134,7 @@ class StandaloneRows(StandaloneCall):
         spec, planned = self._spec, self._planned(args, kwargs)
         arguments = dict(planned.arguments[0])
         with self._running(CallState(0, valid_rows=planned.valid[0])) as ctx:
+            ctx.count(ctx._call, spec.name)
             if spec.rows is None:
                 items, yielded = spec.call(self._instance, arguments), Yielded(spec.name, planned.valid[0] or 0)
                 taken = awaited(_taken(items, yielded)) if spec.is_async else [yielded.take(item) for item in items]

@@ -17,6 +17,7 @@ import attrs
 
 from colocate._protocol.message import Message
 from colocate._protocol.taken import Taken
+from colocate._protocol.to_worker import Call
 from colocate._role.context import CallState
 from colocate._values.leaving import Watch
 from colocate.wire import SocketLane, Turns
@@ -47,6 +48,7 @@ class Work(CallState):
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
     spec: Any = None  # of its method; none for what constructs roles
     rows: int | None = attrs.field(default=None, init=False)
+    role: Any = attrs.field(default=None, init=False)  # the role's instance, as its worker has it
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
     operations: int = attrs.field(default=0, init=False)  # of process groups that came before it
     cuts: int = attrs.field(default=0, init=False)  # how often process groups had been cut before it
@@ -61,6 +63,13 @@ class Work(CallState):
     strands: int = attrs.field(default=1, init=False)  # how many things go on in it: itself, and its rows
     kept: int = attrs.field(default=0, init=False)  # how many of them are at a pause point
     inlet: Any = attrs.field(default=None, init=False)  # by which its rows come and go, if they do so one by one
+
+    def drop(self) -> None:
+        """Hear that it will never begin: it counts among the calls of its method all the same, as on other ranks."""
+        if self.role is not None and isinstance(self.message, Call):
+            self.role.ctx.count(self, self.message.method)
+        if self.on_drop is not None:
+            self.on_drop()
 
     def forget(self) -> None:
         """Let go of what is a user's, as it is over: its role remembers its last call, and so do tasks begun in it."""

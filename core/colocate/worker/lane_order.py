@@ -31,8 +31,10 @@ class Call(Protocol):
 
     seq: int
     concurrency: int
-    on_drop: Callable[[], None] | None
     stands: ClassVar[bool]
+
+    def drop(self) -> None:
+        """Hear that it will never begin."""
 
 
 C = TypeVar("C", bound=Call)
@@ -177,7 +179,7 @@ class LaneOrder(Generic[C]):
         self.running[call.seq] = call
         if self._scope.let_go(call.seq):  # its driver has let go, of which the queue will tell
             del self.running[call.seq]
-            _dropped(call)
+            call.drop()
             return False
         if self._scope.closed is None and self._may_begin(call, overlapping):
             if call.stands:
@@ -296,7 +298,7 @@ class LaneOrder(Generic[C]):
     def _drop(self, withdrawn: frozenset[int]) -> None:
         for call in [call for call in self._waiting if call.seq in withdrawn]:
             self._waiting.remove(call)
-            _dropped(call)
+            call.drop()
 
     def _may_begin(self, call: C, overlapping: int) -> bool:
         if self._is_limited and self._place(call) >= min(
@@ -319,8 +321,3 @@ class LaneOrder(Generic[C]):
     @property
     def _is_limited(self) -> bool:
         return bool(self._limits or self._held_up) or self._stopped_for == self._scope.base
-
-
-def _dropped(call: Call) -> None:
-    if call.on_drop is not None:
-        call.on_drop()

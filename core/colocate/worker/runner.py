@@ -124,6 +124,7 @@ class Runner:
         start = work.began = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
+        role.ctx.count(work, call.method)
         role.drawn = call.seq, None if role.ctx._generator is None else role.ctx._generator.get_state()
         if self._counts:
             work.operations, work.cuts = torch_books.count(), worker_context.groups.cuts

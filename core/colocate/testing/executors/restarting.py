@@ -26,6 +26,7 @@ from colocate.testing.probes.lasting import (
     Later,
     Passing,
     Resizable,
+    Seeded,
 )
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -36,6 +37,10 @@ def killed(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
     with pytest.raises(GroupRestarted) as caught:
         group.role("lasting", Lasting).kill(rank)
     return caught.value
+
+
+def nothing(ctx: colocate.Context) -> None:
+    """Another call of the group's."""
 
 
 class Restarting(ExecutorCase):
@@ -340,6 +345,40 @@ class Checkpoints(ExecutorCase):
             group.checkpoint(tmp_path / "one")
         assert "Exporting.restore is a @method with (step, directory)" in str(caught.value)
         assert not list(tmp_path.iterdir())
+
+    def test_calls_are_counted_on(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Seeds of calls are equal on all ranks, and go on from a checkpoint, whatever else is called meanwhile.
+
+        A call that fails before other ranks have begun it counts on all of them.
+        """
+        roles: dict[str, RoleSpec[Any]] = {"seeded": colocate.role(Seeded)}
+
+        def seeds(group: ColocatedGroup) -> list[int]:
+            told = [group.role("seeded", Seeded).seed() for _ in range(2)]
+            assert all(len({*each}) == 1 for each in told)
+            return [each[0] for each in told]
+
+        group = spawn(roles, name="counted")
+        before = seeds(group)
+        group.checkpoint(tmp_path / "one")
+        with Gate() as gate:
+            waiting = group.role("seeded", Seeded).wait.submit([None, gate.address])
+            gate.wait_for()
+            with pytest.raises(RoleError, match="before the others have begun"):
+                group.role("seeded", Seeded).seed(fails=0)
+            gate.open()
+            waiting.result(PATIENCE_S)
+        after = seeds(group)
+        assert len({*before, *after}) == 4
+        group.restore(tmp_path / "one")
+        group.role("seeded", Seeded).wait([None, None])
+        again = seeds(group)
+        assert len({*before, *again}) == 4
+        assert again[1] == after[0]  # which came behind the one that failed
+        group.close()
+        group = spawn(roles, name="counted", restore=tmp_path / "one")
+        group.run(nothing)
+        assert seeds(group) == again
 
     def test_of_another_number_of_ranks(self, spawn: Spawn, tmp_path: Path) -> None:
         """Refused, unless the role can go on from that: it says so, or its files do."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from colocate import Concat, Gather, OnRank, Role, Scatter, method
+from colocate import Concat, Gather, OnRank, PerRank, Role, Scatter, method
 from colocate.testing.gate import Address, pass_gate
 
 
@@ -238,6 +238,27 @@ class HalfSaved(Passing):
 
     def save(self, directory: str) -> None:
         """Nothing."""
+
+
+class Seeded(Role):
+    """Tells the seeds of its calls."""
+
+    @method
+    def seed(self, fails: int | None = None) -> int:
+        if self.ctx.rank == fails:
+            raise ValueError("it has failed before the others have begun")
+        return self.ctx.call_seed
+
+    @method(dispatch=PerRank("gate"))
+    def wait(self, gate: Address | None) -> None:
+        if gate is not None:
+            pass_gate(gate)
+
+    def save(self, directory: str) -> None:
+        """It has no other state."""
+
+    def restore(self, directory: str) -> None:
+        """It has no other state."""
 
 
 class Drawing(Role):

@@ -50,11 +50,10 @@ def save(
             own = _own_file(role, folder, "weights")
             own.parent.mkdir(exist_ok=True)
             own.write_text(f"{role.received.version} {role.received.torn or ''}", encoding="utf-8")
-        call = running_call.get()
-        if call is not None and any(spec.rows is not None for spec in role.methods.values()):
+        if (call := running_call.get()) is not None:
             own = _own_file(role, folder, "calls")
             own.parent.mkdir(exist_ok=True)
-            own.write_text(str(role.ctx.calls_before + call.seq), encoding="utf-8")
+            own.write_text(json.dumps([role.ctx.calls_before + call.seq, role.ctx._calls]), encoding="utf-8")
         generator = role.ctx._generator
         if generator is not None:
             own = _own_file(role, folder, "generator")
@@ -109,7 +108,9 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
             received.fail(why, whole=not torn)
             role.ctx.weights_version = received.version
         if (own := _own_file(role, folder, "calls")).exists():
-            role.ctx.calls_before = int(own.read_text(encoding="utf-8"))
+            told = json.loads(own.read_text(encoding="utf-8"))
+            role.ctx.calls_before, calls = told if isinstance(told, list) else (told, {})  # as versions of before do
+            role.ctx._calls = calls
         own = _own_file(role, folder, "generator")
         if own.exists():
             import torch

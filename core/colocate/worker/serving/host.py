@@ -241,6 +241,7 @@ class WorkerHost(WorkerContext):
             spec, label = hosted.routes[call.method]
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
+        work.role = hosted
         if self.background:
             self._place(work, call)
         work.lots = self.definitions.received.count
