@@ -32,6 +32,7 @@ from colocate._role.role import RoleInfo, check_role
 from colocate._signals.off_main import off_main
 from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
+from colocate._system.threads import Thread
 from colocate._worker_group.saved import Checkpoint, Tag
 from colocate._worker_group.spawn import Declared
 from colocate._worker_group.worker_group import Attachment, WorkerGroup
@@ -363,7 +364,7 @@ def lost(pool: Slots, by: str) -> None:
 
     def let_go(reservation: Reservation) -> None:
         try:
-            threading.Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced", daemon=True).start()
+            Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced").start()
         except RuntimeError:  # no thread is to be had: a moment later
             pool.connection.services.timers.after(_AGAIN_S, lambda: let_go(reservation))
 

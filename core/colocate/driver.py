@@ -35,6 +35,7 @@ from colocate._system.recent import length as length
 from colocate._system.recent import merged as merged
 from colocate._system.room import SpillFile as SpillFile
 from colocate._system.room import free_memory as free_memory
+from colocate._system.threads import Thread as Thread
 from colocate._worker_group.saved import found_in as found_in
 from colocate._worker_group.worker_group import Restarts as Restarts
 from colocate.worker.serving.functions import CHECKPOINT as CHECKPOINT

@@ -16,7 +16,6 @@ import platform
 import re
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +23,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from colocate import wire
-from colocate.driver import Deadline, Driver, JobThread, Recent, Requests, Seen, off_main, read, report_exception
+from colocate.driver import (
+    Deadline,
+    Driver,
+    JobThread,
+    Recent,
+    Requests,
+    Seen,
+    Thread,
+    off_main,
+    read,
+    report_exception,
+)
 from colocate.errors import ClosedError, ColocateError, EngineError
 from colocate.executor import Watchable, Window
 
@@ -189,7 +199,7 @@ class _Window:
         except OSError:
             self._socket.close()
             raise
-        self._thread = threading.Thread(target=self._serve, name=f"colocate-window-{job.name}", daemon=True)
+        self._thread = Thread(target=self._serve, name=f"colocate-window-{job.name}")
         self._thread.start()
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import os
 import platform
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ import attrs
 import colocate
 from colocate import gpus
 from colocate.errors import ConfigError
-from colocate.keeper import Keeper
+from colocate.keeper import Keeper, Thread
 from colocate.wire import Tls
 from colocate_dask.offers import Facts
 
@@ -112,7 +111,7 @@ async def _on_a_thread(keeper: Keeper) -> None:
             loop.call_soon_threadsafe(closed.set_result, None)
 
     try:
-        threading.Thread(target=close, name="colocate-keeper-close", daemon=True).start()
+        Thread(target=close, name="colocate-keeper-close").start()
     except RuntimeError:  # no thread is to be had: Dask's loop does stop, for as long as the workers take to end
         close()
     await closed

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from colocate import wire
 from colocate.errors import EngineError
+from colocate.keeper import Thread
 
 T = TypeVar("T")
 _ENDS_WITHIN_S = 10.0
@@ -35,7 +36,7 @@ class LoopThread:
         self._ending = False
         wire.track(self)
         started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, args=(started,), name=NAME, daemon=True)
+        self._thread = Thread(target=self._main, args=(started,), name=NAME)
         self._thread.start()
         self._loop, self._over = started.get()
 

@@ -19,6 +19,7 @@ import colocate
 from colocate.errors import ColocateError, EngineError, PlacementTimeout
 from colocate.executor import Node, Request, Running
 from colocate.gpus import indices
+from colocate.keeper import Thread
 from colocate.placement import words
 from colocate_ray import listing
 from colocate_ray.holder import Gpus, gpus_here
@@ -303,7 +304,7 @@ class Placing:
             for index in lost:
                 self._lost(number, index, words)
             if lost:
-                threading.Thread(target=self._look_after, args=(held,), name="colocate-ray-loss", daemon=True).start()
+                Thread(target=self._look_after, args=(held,), name="colocate-ray-loss").start()
 
     def _look_after(self, held: Held) -> None:
         """If it went with its node, withdraw the whole: Ray would reserve a slot elsewhere, for nobody."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate.keeper import Proxied
+from colocate.keeper import Proxied, Thread
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
 from colocate_ray.terms import Cluster
 
@@ -44,7 +43,7 @@ class Service(Proxied):
 
         if self._folder is not None:
             joining.start(cluster, self._folder)
-            threading.Thread(target=reap_orphans, name="reaper", daemon=True).start()
+            Thread(target=reap_orphans, name="reaper").start()
         else:
             joining.join(cluster)
             self._joined = True

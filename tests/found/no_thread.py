@@ -27,8 +27,8 @@ class Reduces(Role):
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
     @method
-    def lack(self):
-        self.lacking = without_threads()
+    def lack(self, dies):
+        self.lacking = without_threads(dies)
         self.lacking.__enter__()
 
     @method
@@ -60,16 +60,17 @@ if __name__ == "__main__":
                         got = attempt(role.go.options(timeout=20))
                         verdict("the next one works", got == [2.0, 2.0], got)
                     verdict("the group goes on", group.state == "ready", group.state)
-        with without_threads():
-            error = attempt(pool.spawn, {"r": colocate.role(Reduces)})
-        verdict("a spawn is told", "can't start new thread" in str(error), error)
-        with pool.spawn({"r": colocate.role(Reduces)}) as group:
-            role = group.role("r", Reduces)
-            role.lack()
-            error = attempt(group.memory)
-            verdict("a look is told", "can't start new thread" in str(error), error)
-            got = attempt(role.recover)
-            verdict("the worker goes on", got == [None, None], got)
-            got = attempt(group.memory)
-            verdict("it can be looked at", isinstance(got, colocate.GroupMemory) and len(got.slots) == 2, got)
+        for dies in (False, True):  # as it begins, for lack of memory
+            with without_threads(dies):
+                error = attempt(pool.spawn, {"r": colocate.role(Reduces)})
+            verdict("a spawn is told", "can't start new thread" in str(error), error)
+            with pool.spawn({"r": colocate.role(Reduces)}) as group:
+                role = group.role("r", Reduces)
+                role.lack(dies)
+                error = attempt(group.memory)
+                verdict("a look is told", "can't start new thread" in str(error), error)
+                got = attempt(role.recover)
+                verdict("the worker goes on", got == [None, None], got)
+                got = attempt(group.memory)
+                verdict("it can be looked at", isinstance(got, colocate.GroupMemory) and len(got.slots) == 2, got)
     end()

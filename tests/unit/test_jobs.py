@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from colocate._system.jobs import JobThread
+from colocate.testing.probes.starved import without_threads
 from colocate.testing.waiting import PATIENCE_S
+
+# With so little memory that some have a stack, and nothing to begin with.
+STARVED = """
+import resource, threading
+from colocate._system.jobs import JobThread
+
+threading.stack_size(1 << 20)
+warm = JobThread("warm", print)
+warm.run(int)
+with open("/proc/self/status") as status:
+    size = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmSize"))
+refused = 0
+for more in range(1 << 20, (1 << 20) + (1 << 17), 1 << 12):
+    jobs = JobThread("jobs", print)
+    resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.RLIM_INFINITY))
+    try:
+        jobs.start()
+    except RuntimeError:
+        refused += 1
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    jobs.run(int)
+    jobs.close()
+print(refused > 1, [each.name for each in threading.enumerate()])
+"""
 
 
 @pytest.fixture
@@ -53,3 +80,20 @@ def test_jobs_after_the_end(faults: list[BaseException]) -> None:
     assert unused.close()
     unused.soon(lambda: ran.append("unused"))
     assert ran[-1] == "unused"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_thread_that_cannot_begin(jobs: JobThread, dies: bool) -> None:
+    """Who wants a job done is told, nothing of the thread is left, and the next one finds a thread."""
+    ran: list[int] = []
+    with without_threads(dies), pytest.raises(RuntimeError, match="can't start new thread"):
+        jobs.soon(lambda: ran.append(0))
+    assert "test-jobs" not in {each.name for each in threading.enumerate()}
+    jobs.run(lambda: ran.append(1))
+    assert ran == [1]
+
+
+def test_threads_without_memory() -> None:
+    """Each begins, or is refused."""
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout == "True ['MainThread', 'warm']\n", done.stderr

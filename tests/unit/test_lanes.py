@@ -193,12 +193,13 @@ def test_an_event_loop_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -
     assert reported == [SystemExit]
 
 
-def test_without_a_thread() -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_without_a_thread(dies: bool) -> None:
     """What needs its thread first is told that none is to be had, and leaves nothing; the next is served."""
     event_loop = EventLoop("test")
     one, other = socket_pair("unix")
     with other:
-        with without_threads():
+        with without_threads(dies):
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 event_loop.attach(one, lambda head, body: None, lambda reason: None)
             with pytest.raises(RuntimeError, match="can't start new thread"):

@@ -26,6 +26,7 @@ from colocate._system.limits import (
     CHILD_TOLD_WITHIN_S,
 )
 from colocate._system.numbers import limit, seconds
+from colocate._system.threads import Thread
 from colocate.errors import ChildDied, ColocateError
 from colocate.wire import EventLoop
 
@@ -342,7 +343,7 @@ class Child:
                     self._loop.later(every, judge)
 
         # What is asked may be role code, which may hang as well.
-        threading.Thread(target=ask, name=f"child-{self.name}-health", daemon=True).start()
+        Thread(target=ask, name=f"child-{self.name}-health").start()
         self._loop.later(every, judge)
 
     def _settle(self, within: float, signs: bool = False) -> None:
@@ -492,7 +493,7 @@ class _Asked:
         self._called = getattr(ready, "__qualname__", repr(ready))
         self.last = f"ready={self._called} hasn't returned"
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(self._ask,), name=f"child-{child.name}-ready", daemon=True).start()
+        Thread(target=context.run, args=(self._ask,), name=f"child-{child.name}-ready").start()
 
     def _ask(self) -> None:
         try:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from colocate._role.gloo_devices import Device, on_a_device
+from colocate._system.threads import Thread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -195,7 +196,7 @@ def cut(names: Collection[str]) -> threading.Thread | None:
     if not _that_abort(names):
         return None
     # Not here: it waits for the device, on which a kernel may wait for a peer that is cut in the same moment.
-    thread = threading.Thread(target=abort, name="colocate-abort", daemon=True)
+    thread = Thread(target=abort, name="colocate-abort")
     thread.start()
     return thread
 

@@ -24,6 +24,7 @@ from typing import TypeVar
 import attrs
 
 from colocate._system.limits import THREAD_ENDS_WITHIN_S
+from colocate._system.threads import Thread
 
 _SWEEP = 1000
 _LOOKS_EVERY_S = 3600.0  # a wait may not be as long as a timer
@@ -57,7 +58,7 @@ class JobThread:
         self._swept = _SWEEP
         self._closing = self._ended = False
         self.note = self._jobs.put  # a job, as `soon`, by a function in C; once the thread has started, and not ended
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = Thread(target=self._main, name=name)
         self._unstarted = [self._thread]
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.limits import CONNECTING_S, PRINTED_WITHIN_S
+from colocate._system.threads import Thread
 
 _BUFFER_CHARS = 1 << 20  # what waits for a reader that is late; what comes beyond that is dropped
 _CHUNK = 4096  # what a pipe takes whole when it says that it takes something (PIPE_BUF)
@@ -114,7 +115,7 @@ def told_when_slow(what: str) -> Iterator[None]:
             with contextlib.suppress(Exception):  # nobody reads it, or it is a stream of the user's
                 _write(f"[colocate] {what}: {wait:.0f} s\n", over.is_set)
 
-    thread = threading.Thread(target=tell, name="colocate-start", daemon=True)
+    thread = Thread(target=tell, name="colocate-start")
     with contextlib.suppress(RuntimeError):  # no thread is to be had: then nothing is told
         thread.start()
     try:

@@ -6,7 +6,6 @@ Each gets a definition once, before a message names it.
 from __future__ import annotations
 
 import operator
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._signals.at_work import Section
 from colocate._system.jobs import error_text
+from colocate._system.threads import Thread
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError
 
@@ -170,7 +170,7 @@ class Published:
                 tell(found, None)
 
         try:
-            threading.Thread(target=answer, name="colocate-definitions", daemon=True).start()
+            Thread(target=answer, name="colocate-definitions").start()
         except RuntimeError as error:  # no thread is to be had: what needs it fails of that
             tell(None, f"the driver can't answer: {error_text(error)}")
 

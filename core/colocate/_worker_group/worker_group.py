@@ -32,6 +32,7 @@ from colocate._role.role import RoleInfo
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text, message_of, report_exception
 from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
+from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
 from colocate._worker_group.ledgers import Ledgers
 from colocate._worker_group.published import Published, Questions, Tell
@@ -200,7 +201,7 @@ class Restarts:
     def go(self, cause: ColocateError) -> None:
         """Rebuild the group, on a thread of its own."""
         name = f"colocate-restart-{self._group.name}"
-        thread = threading.Thread(target=self._main, args=(cause,), name=name, daemon=True)
+        thread = Thread(target=self._main, args=(cause,), name=name)
         try:
             thread.start()
         except RuntimeError as error:  # no thread is to be had

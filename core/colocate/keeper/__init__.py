@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from colocate._protocol.requests import Request, Requests
     from colocate._protocol.versions import difference
     from colocate._system.libc import die_with
+    from colocate._system.threads import Thread
     from colocate.executor import Lease
     from colocate.keeper import forks
     from colocate.keeper.adoption import (
@@ -43,6 +44,7 @@ _HOMES = {
     "colocate._protocol.requests": ("Request", "Requests"),
     "colocate._protocol.versions": ("difference",),
     "colocate._system.libc": ("die_with",),
+    "colocate._system.threads": ("Thread",),
     "colocate.executor": ("Lease",),
     "colocate.keeper.adoption": (
         "AdoptedSlot",
@@ -85,6 +87,7 @@ __all__ = [
     "Registration",
     "Request",
     "Requests",
+    "Thread",
     "WorkerProcess",
     "adopt_lead",
     "adopt_pool",

@@ -27,6 +27,7 @@ from colocate._protocol.commands import COMMANDS, NEWCOMER, TOKEN_BYTES
 from colocate._protocol.message import Message, read
 from colocate._protocol.requests import Requests
 from colocate._system.limits import DIALLED_WITHIN_S, LEAD_SLACK_S, LOOKED_AT_WITHIN_S
+from colocate._system.threads import Thread
 from colocate.errors import ClosedError
 from colocate.executor import Lease, Running
 from colocate.keeper import forks
@@ -300,7 +301,7 @@ class Keeper:
 
     def _let_go(self) -> None:
         try:
-            threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
+            Thread(target=self._leave, name="colocate-keeper-end").start()
         except RuntimeError:  # no thread is to be had, and its end has to come
             self.event_loop.later(_ENDS_AGAIN_S, self._let_go)
 

@@ -18,6 +18,7 @@ from colocate import wire
 from colocate._system.ends import hear_of_ends
 from colocate._system.jobs import JobThread, report_exception
 from colocate._system.room import OomKills
+from colocate._system.threads import Thread
 from colocate.keeper.forks import Fork, NoFork, fork, started
 from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
@@ -169,7 +170,7 @@ class WorkerProcess:
             then(seen(self.pid))
 
         try:
-            threading.Thread(target=run, name="colocate-look", daemon=True).start()
+            Thread(target=run, name="colocate-look").start()
         except RuntimeError:  # no thread is to be had
             then(None)
 

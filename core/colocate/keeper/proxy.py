@@ -26,6 +26,7 @@ from colocate._protocol.message import Message, read
 from colocate._protocol.proxying import OPEN, PING, Failure, ProxyDid, ProxyDo, ProxySaid
 from colocate._protocol.requests import Request, Requests
 from colocate._system.ends import hear_of_ends
+from colocate._system.threads import Thread
 from colocate.errors import ColocateError, EngineError
 from colocate.keeper import janitor
 from colocate.worker.birth.signals import FOR_DRIVERS, LEFT, pass_over
@@ -320,7 +321,7 @@ class Proxied:
         else:
             job = asked.token, asked.name, arguments
             try:
-                threading.Thread(target=self._do, args=job, name=asked.name, daemon=True).start()
+                Thread(target=self._do, args=job, name=asked.name).start()
             except RuntimeError as error:  # no thread is to be had
                 self._tell(ProxyDid(asked.token), Failure.of(error, self.engine))
 

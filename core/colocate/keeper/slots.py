@@ -24,6 +24,7 @@ from colocate._system.limits import (
     LAST_WORDS_S,
     LISTED_WITHIN_S,
 )
+from colocate._system.threads import Thread
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.process import AFTER_LANE_S
@@ -146,7 +147,7 @@ class Keepers:
                 with self._lock:
                     self._dialling.discard(thread)
 
-        thread = threading.Thread(target=run, name=f"colocate-{self._name}-dial", daemon=True)
+        thread = Thread(target=run, name=f"colocate-{self._name}-dial")
         with self._lock:
             if self._closed:
                 return False

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from colocate._system.jobs import error_text, report_exception
 from colocate._system.limits import HANDSHAKE_S
+from colocate._system.threads import Thread
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
 from colocate.wire.framing import SCRATCH_BYTES
@@ -253,7 +254,7 @@ class EventLoop:
     def _start(self) -> None:
         """With the lock held. Raises RuntimeError when no thread can be started; the next use tries it again."""
         if self._own_thread and self._thread is None:
-            thread = threading.Thread(target=self._serve, name=f"colocate-{self.name}", daemon=True)
+            thread = Thread(target=self._serve, name=f"colocate-{self.name}")
             thread.start()
             self._thread = thread
 

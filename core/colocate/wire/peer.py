@@ -15,6 +15,7 @@ from typing import TypeAlias
 from colocate._definitions.packed import Packed
 from colocate._system.jobs import error_text, report_exception
 from colocate._system.limits import PEER_CONNECTS_WITHIN_S
+from colocate._system.threads import Thread
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.event_loop import EventLoop, listen_widely
@@ -240,7 +241,7 @@ class PeerChannel:
     def _accept(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         connection = _Connection(sock, "")
-        thread = threading.Thread(target=self._serve, args=(connection,), name="colocate-peer-serve", daemon=True)
+        thread = Thread(target=self._serve, args=(connection,), name="colocate-peer-serve")
         with self._lock:
             if self._closed:
                 connection.close()

@@ -19,6 +19,7 @@ from colocate._protocol.message import Message
 from colocate._protocol.taken import Taken
 from colocate._protocol.to_worker import Call
 from colocate._role.context import CallState
+from colocate._system.threads import Thread
 from colocate._values.leaving import Watch
 from colocate.wire import SocketLane, Turns
 from colocate.worker import lane_order
@@ -144,7 +145,7 @@ class Lane:
         self._over = threading.Event()
         self.thread = threading.main_thread()
         if own_thread:
-            self.thread = threading.Thread(target=self.run, name=name, daemon=True)
+            self.thread = Thread(target=self.run, name=name)
             self.thread.start()
 
     def last(self) -> Work | None:

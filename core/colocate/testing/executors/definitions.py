@@ -21,10 +21,12 @@ import pytest
 import colocate
 from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import RoleError, SerializationError
-from colocate.testing.executors._base import ExecutorCase, of_executor, smoke
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
+from colocate.testing.probes.starved import without_threads
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _SCRIPT = """
@@ -221,6 +223,16 @@ class Definitions(ExecutorCase):
             assert switches.kinds() == [("CudnnModule", "_Ops", "_Classes", "_OpNamespace", "mm.default")]
             assert switches.of_a_child() == ["CudnnModule"]
 
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("dies", [False, True])
+    def test_a_driver_without_a_thread_for_answers(self, pair: ColocatedGroup, dies: bool) -> None:
+        """What needs the answer says so, and the driver goes on; also where a thread dies as it begins."""
+        name = f"colocate_nothing_{dies}"
+        with without_threads(dies), pytest.raises(RoleError, match=r"the driver can't answer: .*can't start new thread"):
+            pair.run(_imports, name)
+        with pytest.raises(RoleError, match=f"No module named '{name}'"):
+            pair.run(_imports, name)
+
     def test_a_name_that_is_bound_anew(self, runtime: Runtime, script: Any) -> None:
         """Code that was sent goes on with what it was, which one call warns of; new code has what it is."""
         with runtime.reserve(2) as pool:
@@ -294,6 +306,10 @@ class Without(Ordinary):
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
+
+
+def _imports(ctx: colocate.Context, name: str) -> None:
+    importlib.import_module(name)
 
 
 def _imported_later(name: str) -> ModuleType:

@@ -22,6 +22,7 @@ from colocate import wire
 from colocate._system.jobs import report_exception
 from colocate._system.libc import merge_at_once
 from colocate._system.recent import RecentSpans
+from colocate._system.threads import Thread
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.birth.template import renew
@@ -86,7 +87,7 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
             os._exit(1)
 
     Service(event_loop, begin, tls, door).open(sock, epoch)
-    threading.Thread(target=receive, name="colocate-worker", daemon=True).start()
+    Thread(target=receive, name="colocate-worker").start()
     lane = began.get().lane
     _raise_thread_counts()  # that of OpenMP is each thread's own
     guard(lane)

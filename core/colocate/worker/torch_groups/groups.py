@@ -24,6 +24,7 @@ from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate._system.nearest import did_you_mean
+from colocate._system.threads import Thread
 from colocate.errors import CapabilityError, ConfigError
 from colocate.gpus import backend_for, number_of
 from colocate.worker.serving.failure import LOOKING
@@ -224,7 +225,7 @@ class ProcessGroups:
         self._free_those_that_wait()
         if begins:
             # What a call does next isn't seen from here: it may begin to wait at any moment until it is back.
-            threading.Thread(target=self._watch, args=(over,), name="colocate-process-groups", daemon=True).start()
+            Thread(target=self._watch, args=(over,), name="colocate-process-groups").start()
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(LOOKS_AT_GROUPS_EVERY_S):

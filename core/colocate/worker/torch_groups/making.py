@@ -26,6 +26,7 @@ from colocate._role.torch_groups import Plan
 from colocate._role.torch_meetings import NotMade, all_make, can_not, withdraw
 from colocate._system.jobs import error_text, message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
+from colocate._system.threads import Thread
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.torch_groups.waits import destroy_later
 
@@ -162,7 +163,7 @@ class Making:
     def _on_a_thread(self, group: Together, over: Future[None], leaves: bool) -> None:
         what = self._withdraw if leaves else self._make
         try:
-            threading.Thread(target=what, args=(group, over), name="colocate-process-group", daemon=True).start()
+            Thread(target=what, args=(group, over), name="colocate-process-group").start()
         except RuntimeError as error:  # the process may have no more of them
             self._is_over(group, over, error)
 
@@ -348,7 +349,7 @@ class DefaultGroup:
         try:
             # Not on the lane, which may be in a call that has nothing to do with it, nor where messages are received.
             arguments = default, former
-            threading.Thread(target=self._make, args=arguments, name="colocate-default-group", daemon=True).start()
+            Thread(target=self._make, args=arguments, name="colocate-default-group").start()
         except RuntimeError:
             with self._lock:
                 self._now, self._former = None, former

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +23,7 @@ from colocate._protocol.consequence import Consequence
 from colocate._role import torch_works
 from colocate._system.deadline import Deadline
 from colocate._system.limits import COLLECTIVE_PATIENCE_S, WORKS_DONE_WITHIN_S
+from colocate._system.threads import Thread
 from colocate.worker.serving.handlers import waits_for_role_code
 
 _SLICE = datetime.timedelta(milliseconds=20)
@@ -105,7 +105,7 @@ def destroy_later(backends: list[Any], within_s: float = 0.0) -> None:
     threads = []
     while backends:
         grave = [backends.pop()]
-        threads.append(threading.Thread(target=grave.clear, name="colocate-bury", daemon=True))
+        threads.append(Thread(target=grave.clear, name="colocate-bury"))
         del grave
         threads[-1].start()
     deadline = Deadline(within_s)
