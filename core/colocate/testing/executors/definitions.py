@@ -228,7 +228,8 @@ class Definitions(ExecutorCase):
     def test_a_driver_without_a_thread_for_answers(self, pair: ColocatedGroup, dies: bool) -> None:
         """What needs the answer says so, and the driver goes on; also where a thread dies as it begins."""
         name = f"colocate_nothing_{dies}"
-        with without_threads(dies), pytest.raises(RoleError, match=r"the driver can't answer: .*can't start new thread"):
+        words = r"the driver can't answer: .*can't start new thread"
+        with without_threads(dies), pytest.raises(RoleError, match=words):
             pair.run(_imports, name)
         with pytest.raises(RoleError, match=f"No module named '{name}'"):
             pair.run(_imports, name)
