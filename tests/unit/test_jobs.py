@@ -24,7 +24,7 @@ warm.run(int)
 with open("/proc/self/status") as status:
     size = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmSize"))
 refused = 0
-for more in range(1 << 20, (1 << 20) + (1 << 17), 1 << 12):
+for more in range(1 << 20, (1 << 20) + (1 << 17), 1 << 13):
     jobs = JobThread("jobs", print)
     resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.RLIM_INFINITY))
     try:
