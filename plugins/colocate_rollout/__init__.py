@@ -6,6 +6,7 @@
 
 from colocate_rollout.child import ChildOptions as ChildOptions
 from colocate_rollout.contract import Engine as Engine
+from colocate_rollout.contract import Finish as Finish
 from colocate_rollout.contract import Prompt as Prompt
 from colocate_rollout.contract import Row as Row
 from colocate_rollout.contract import Sampling as Sampling

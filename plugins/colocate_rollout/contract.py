@@ -13,6 +13,7 @@ from colocate.plugins import find_engine
 from colocate.signatures import arguments_of, path_text
 
 Finish = Literal["stop", "length", "aborted"]
+"""Why a response has ended."""
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
 """Dispatches and collects of the user's own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, assert_type
+from typing import Any, TypeVar, assert_type
 
 import colocate
-from colocate import Broadcast, Collect, Concat, Dispatch, First, Gather, OnRank, Ranks, Reduce, Role, Scatter, method
+from colocate import Broadcast, Call, Collect, Concat, Dispatch, First, Gather, OnRank, Ranks, Reduce, Role, Scatter, method
+
+T = TypeVar("T", covariant=True)
 
 
 class RoundRobin(Dispatch):
@@ -15,6 +17,26 @@ class RoundRobin(Dispatch):
 class Longest(Collect):
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
         return max(results, key=len)
+
+
+class Widest(Collect[int]):
+    def join(self, results: Sequence[str], ranks: Ranks) -> int:
+        return max(map(len, results))
+
+
+class Best(Collect[T]):
+    def join(self, results: Sequence[T], ranks: Ranks) -> T:
+        return results[0]
+
+
+class Shape(First):
+    def __init__(self, places: int) -> None:
+        super().__init__()
+
+
+class Broken(Collect[int]):
+    def join(self, results: Sequence[Any], ranks: Ranks) -> str:  # E: it says an int
+        return ""
 
 
 class Wrong(Dispatch):
@@ -43,6 +65,26 @@ class Actor(Role):
     async def own_both(self, x: int) -> str:
         return ""
 
+    @method(collect=Widest())
+    def own_typed(self, x: int) -> str:
+        return ""
+
+    @method(dispatch=Scatter("x"), collect=Widest(), concurrency=2)
+    async def own_typed_async(self, x: list[int]) -> str:
+        return ""
+
+    @method(collect=Best[dict[str, int]]())
+    def own_generic(self, x: int) -> dict[str, int]:
+        return {}
+
+    @method(collect=Shape(1))
+    def own_like_first(self, x: int) -> bytes:
+        return b""
+
+    @method(dispatch=OnRank(0), collect=Widest())
+    def one_typed(self, x: int) -> str:
+        return ""
+
     @method(dispatch=OnRank(0), collect=Longest())
     def one(self, x: int) -> str:
         return ""
@@ -56,6 +98,15 @@ def calls(actor: Actor) -> None:
     assert_type(actor.own_both(1), Any)
     assert_type(actor.one(1), Any)
     actor.own_collect("a")  # E: a str is no int
+    assert_type(actor.own_typed(1), int)
+    assert_type(actor.own_typed.submit(1), Call[int])
+    assert_type(actor.own_typed.keep(x=1).fetch(), int)
+    assert_type(actor.own_typed.options(timeout=1)(1), int)
+    assert_type(actor.own_typed_async([1]), int)
+    assert_type(actor.own_generic(1), dict[str, int])
+    assert_type(actor.own_like_first(1), bytes)
+    assert_type(actor.one_typed(1), int)
+    actor.own_typed("a")  # E: a str is no int
 
 
 class Declared(Role):

@@ -24,7 +24,7 @@ from typing import (
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import StandaloneCall, StandaloneRows
-from colocate._values.collect import Collect, Concat, First, Gather, Reduce
+from colocate._values.collect import Collect, Concat, First, Gather, J_co, Reduce
 from colocate._values.collect import check as check_collect
 from colocate._values.dispatch import Broadcast, Dispatch, OnRank, Scatter
 from colocate.errors import ColocateError, DispatchError
@@ -223,13 +223,13 @@ class _Rows(Protocol):
     ) -> RowMethod[Concatenate[Sequence[X] | X, P], Any, T]: ...
 
 
-class _Custom(Protocol):
+class _Custom(Protocol[J_co]):
     """A decorator whose collected value is what a user's `Collect` makes of it."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, Any]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, J_co]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, Any]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, J_co]: ...
 
 
 class _Options(TypedDict, total=False):
@@ -264,7 +264,7 @@ def method(*, dispatch: Dispatch = ..., collect: Concat | First | Reduce, **opti
 @overload
 def method(*, dispatch: Dispatch = ..., collect: Gather | None = ..., **options: Unpack[_Options]) -> _List: ...
 @overload
-def method(*, dispatch: Dispatch = ..., collect: Collect, **options: Unpack[_Options]) -> _Custom: ...
+def method(*, dispatch: Dispatch = ..., collect: Collect[J_co], **options: Unpack[_Options]) -> _Custom[J_co]: ...
 def method(
     f: Callable[..., Any] | None = None,
     /,

@@ -7,7 +7,7 @@ import functools
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 import attrs
 
@@ -20,19 +20,32 @@ from colocate._values.leaves import check_alike, is_container, rebuild
 from colocate._values.mesh import Ranks
 from colocate.errors import ConfigError, DispatchError
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # that of Python 3.13, which has a default
+
+    J_co = TypeVar("J_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    J_co = TypeVar("J_co", covariant=True)
+
 _AXES = frozenset({"dp", "tp", "pp", "cp", "sp", "ep"})  # the usual ones
 _OPERATIONS = ("mean", "sum", "max", "min")
 _NUMBERS = frozenset({int, float, bool, complex})
 
 
-class Collect(abc.ABC):
-    """How results become one value. Subclass it, with `join` alone, for a way of your own."""
+class Collect(abc.ABC, Generic[J_co]):
+    """How results become one value. Subclass it, with `join` alone, for a way of your own.
+
+    A subclass of `Collect[float]` says what its `join` returns, which is then the type of a call. A mere `Collect` says
+    nothing.
+    """
 
     row_aligned: ClassVar[bool] = False
     """Whether row i of the joined value belongs to row i of the arguments, and padding is taken out of it."""
 
     @abc.abstractmethod
-    def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
+    def join(self, results: Sequence[Any], ranks: Ranks) -> J_co:
         """One value.
 
         Args:
@@ -47,10 +60,10 @@ class Collect(abc.ABC):
 
 
 @attrs.frozen
-class Gather(Collect):
+class Gather(Collect[list[Any]]):
     """A list with the result of each rank, whatever the mesh."""
 
-    def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
+    def join(self, results: Sequence[Any], ranks: Ranks) -> list[Any]:
         """The results as a list."""
         return list(results)
 
