@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import requests
@@ -54,18 +55,34 @@ class MLflow:
         self._raised = False
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin a run there.
+        """Begin a run there, or go on with the one that the run has there.
 
         Raises:
-            ConfigError: The server doesn't answer.
+            ConfigError: The server doesn't answer, or has no such run any more.
         """
         self._check_server()
-        known = self._client.get_experiment_by_name(self._experiment)
-        experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
-        self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
-        parameters = [Param(name, value) for name, value in run.environment.items()]
-        self._client.log_batch(self._run, params=parameters)
+        kept = run.directory / "mlflow-run"
+        if run.resumed is not None and kept.exists():
+            self._run = self._goes_on(kept)
+        else:
+            known = self._client.get_experiment_by_name(self._experiment)
+            experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
+            self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
+            kept.write_text(f"{self._run}\n", encoding="utf-8")
+            parameters = [Param(name, value) for name, value in run.environment.items()]
+            self._client.log_batch(self._run, params=parameters)  # which never change there
         self._client.log_dict(self._run, dict(run.config), "config.json")
+
+    def _goes_on(self, kept: Path) -> str:
+        """The run whose number a file has, running again."""
+        run = kept.read_text(encoding="utf-8").strip()
+        try:
+            self._client.update_run(run, status="RUNNING")
+        except MlflowException as error:
+            raise colocate.ConfigError(
+                f"MLflow can't go on with run {run} ({str(error).strip()}); to begin another one there, remove {kept}"
+            ) from error
+        return run
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Have it sent."""

@@ -52,8 +52,11 @@ class OpenTelemetry:
         self._run: Span | None = None
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin the run's span."""
-        self._run = self._tracer.start_span(run.name, attributes=run.environment)
+        """Begin the run's span; one that goes on after a step has another, with the same folder."""
+        attributes: dict[str, str | int] = {**run.environment, "colocate.directory": str(run.directory)}
+        if run.resumed is not None:
+            attributes["colocate.resumed"] = run.resumed
+        self._run = self._tracer.start_span(run.name, attributes=attributes)
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Set gauges. There is none for what is no finite number."""

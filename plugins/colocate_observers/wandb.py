@@ -30,16 +30,22 @@ class WeightsAndBiases:
         """
         self._options: dict[str, Any] = {"project": project, "entity": entity, "mode": mode, "tags": tags}
         self._run: wandb.Run | None = None
+        self._next: int | None = None  # the number of the next row, where the library can't know it
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin a run there; its files are in the run's folder.
+        """Begin a run there, or go on with the one that the run has there; its files are in the run's folder.
 
         Raises:
             ConfigError: There is no API key.
         """
-        options = {**self._options, "config": dict(run.config)}
+        options = {**self._options, "config": dict(run.config), "dir": str(run.directory)}
+        kept = run.directory / "wandb-run"  # its name there, and a dot for each row
+        name, rows = "", ""
+        if run.resumed is not None and kept.exists():
+            name, _, rows = kept.read_text(encoding="utf-8").partition("\n")
+            options |= {"id": name, "resume": "allow"}
         try:
-            self._run = wandb.init(name=run.name, dir=str(run.directory), reinit="create_new", **options)
+            self._run = wandb.init(name=run.name, reinit="create_new", **options)
         except UsageError as error:
             if "API key" not in str(error):
                 raise
@@ -47,13 +53,21 @@ class WeightsAndBiases:
             raise colocate.ConfigError(
                 f"{words}, or give this observer `with: {{mode: offline}}`, which needs none"
             ) from error
+        self._kept = kept.open("ab", buffering=0)
+        if self._run.id != name:
+            self._kept.truncate(0)
+            self._kept.write(f"{self._run.id}\n".encode())
+        # One that isn't sent begins to count anew, and what it would send later took the place of the rows before.
+        self._next = len(rows) if rows and self._run.offline else None
         self._run.define_metric("*", step_metric="step")  # what charts have on their x axis
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Send what was logged."""
         if self._run is not None:
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
-            self._run.log({**record.scalars, **seconds, "step": record.step})
+            self._run.log({**record.scalars, **seconds, "step": record.step}, step=self._next)
+            self._kept.write(b".")
+            self._next = None if self._next is None else self._next + 1
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
         """Send the report, and whether it went well; waits until all is sent."""
@@ -62,6 +76,7 @@ class WeightsAndBiases:
             if report.exists():
                 self._run.save(str(report), base_path=str(record.directory), policy="now")
             self._run.finish(exit_code=0 if error is None else 1)
+            self._kept.close()
 
 
 @colocate.hookimpl

@@ -92,15 +92,41 @@ def log_records(data: bytes, block: int = 1 << 15) -> Iterator[bytes]:
 def run_for_wandb(folder: Path) -> None:
     """Do it, and print what is in the store that it leaves: rows, and how it ended."""
     directory = run_some(folder, {"use": "wandb", "with": {"mode": "offline"}})
+    _print_wandb(directory)
+
+
+def go_on_for_wandb(folder: Path) -> None:
+    """A run of three steps, that goes on after the second of them, and once more; then print the same."""
+    from colocate_observers.wandb import WeightsAndBiases
+
+    for resumed, steps in ((None, (1, 2, 3)), (2, (3, 4)), (4, (5,))):
+        observer = WeightsAndBiases(mode="offline")
+        tell_of(observer, folder, resumed, steps)
+    _print_wandb(folder)
+
+
+def tell_of(observer: Any, folder: Path, resumed: int | None, steps: Sequence[int]) -> None:
+    """What an observer is told of a run, or of a part of it."""
+    observer.colocate_run_started(colocate.RunInfo("sums", folder, {}, resumed, {"python": f"3 after {resumed}"}))
+    for step in steps:
+        observer.colocate_run_logged(colocate.LogRecord(step, {"n": step}, {}, 100.0 + step))
+    with colocate.connect() as runtime, colocate.record(runtime, folder / "other") as run:
+        pass
+    assert run.record is not None
+    observer.colocate_run_finished(run.record, None)
+
+
+def _print_wandb(directory: Path) -> None:
     import wandb
     from wandb.proto import wandb_internal_pb2
 
     wandb.teardown()  # the library's process has written all of it
-    (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
+    files = sorted((directory / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    names = {file.stem.rpartition("-")[2] for file in files}
     rows: list[dict[str, str]] = []
     axes: list[tuple[str, str]] = []
     exits: list[int] = []
-    for data in log_records(file.read_bytes()):
+    for data in (data for file in files for data in log_records(file.read_bytes())):
         record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -109,15 +135,65 @@ def run_for_wandb(folder: Path) -> None:
             axes.append((record.metric.name or record.metric.glob_name, record.metric.step_metric))
         elif record.WhichOneof("record_type") == "exit":
             exits.append(record.exit.exit_code)
-    print(json.dumps([rows, axes, exits]))
+    print(json.dumps([rows, axes, exits, len(names)]))
+
+
+def by_wandb(folder: Path, function: str) -> Any:
+    """What is in its store then. In a process of its own: the library's threads go with theirs, and no sooner."""
+    script = f"from pathlib import Path; from {__name__} import {function}; {function}(Path.cwd())"
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=here, check=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_run_that_goes_on_in_wandb(tmp_path: Path) -> None:
+    """It is one run there; rows count on, so that what is sent later takes no other's place."""
+    rows, _, exits, runs = by_wandb(tmp_path, "go_on_for_wandb")
+    assert runs == 1
+    assert [(row["_step"], row["n"]) for row in rows] == [(str(i), n) for i, n in enumerate("123345")]
+    assert exits == [0, 0, 0]
+
+
+def test_a_run_that_goes_on_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one run there. Where that was removed, it is said, with what to do."""
+    from mlflow import MlflowClient
+
+    from colocate_observers.mlflow import MLflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    store = (tmp_path / "store").as_uri()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own
+        for resumed, steps in ((None, (1, 2, 3)), (2, (3, 4)), (4, (5,))):
+            tell_of(MLflow("sums", store), tmp_path, resumed, steps)
+        client = MlflowClient(store)
+        experiment = client.get_experiment_by_name("sums")
+        assert experiment is not None
+        (run,) = client.search_runs([experiment.experiment_id])
+        history = client.get_metric_history(run.info.run_id, "n")
+        assert [each.step for each in history] == [1, 2, 3, 3, 4, 5]
+        assert (run.info.status, run.data.params) == ("FINISHED", {"python": "3 after None"})
+        client.delete_run(run.info.run_id)
+        with pytest.raises(colocate.ConfigError, match=r"MLflow can't go on with run .*remove .*mlflow-run"):
+            tell_of(MLflow("sums", store), tmp_path, 5, ())
+
+
+def test_a_run_that_goes_on_in_tensorboard(tmp_path: Path) -> None:
+    """What was logged after the step that it goes on from is hidden."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from colocate_observers.tensorboard import TensorBoard
+
+    for resumed, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        tell_of(TensorBoard(), tmp_path, resumed, steps)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [each.step for each in found.Scalars("n")] == [1, 2, 3, 4]
 
 
 def test_wandb(tmp_path: Path) -> None:
-    """In a process of its own: the library's threads and folders go with theirs, and no sooner."""
-    script = f"from pathlib import Path; from {__name__} import run_for_wandb; run_for_wandb(Path.cwd())"
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=here, check=True, stdout=subprocess.PIPE)
-    rows, axes, exits = json.loads(done.stdout.splitlines()[-1])
+    """One that is written only."""
+    rows, axes, exits, _ = by_wandb(tmp_path, "run_for_wandb")
     assert [row["accuracy"] for row in rows] == ["0", "1", "2"]
     assert all("seconds/echo" in row for row in rows)
     assert axes == [["*", "step"]]
