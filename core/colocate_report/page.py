@@ -94,7 +94,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         began=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.started)),
         error=error or "",
         restarts=tuple(told_restarts(record)),
-        tiles=tuple(_tiles(record, series, roles)),
+        tiles=tuple(_tiles(record, series)),
         curves=curves(series),
         tables=tables(record.tables),
         log=record.log,
@@ -111,7 +111,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
     )
 
 
-def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]) -> list[Tile]:
+def _tiles(record: RunRecord, series: Sequence[Series]) -> list[Tile]:
     tiles = [
         Tile(each.label, each.last, number(each.values[0]) if len(each.values) > 1 else "")
         for each in headline(series)[:2]
@@ -119,10 +119,12 @@ def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]
     if record.metrics:
         tiles.append(Tile("Last step", number(max(row["step"] for row in record.metrics))))
     tiles.append(Tile("Wall time", duration(record.seconds)))
-    calls = sum(total.calls for total in record.totals)
-    if calls:
+    called = [total for total in record.totals if total.role]  # without functions, sleeps and checkpoints
+    if called:
         slots = len({(span.group, span.slot) for span in record.spans})
-        tiles.append(Tile(f"Calls to {plural(len(roles), 'role')} on {plural(slots, 'slot')}", number(calls)))
+        count = len({(total.group, total.role) for total in called})
+        calls = sum(total.calls for total in called)
+        tiles.append(Tile(f"Calls to {plural(count, 'role')} on {plural(slots, 'slot')}", number(calls)))
     seed = re.search(r"^seed: (\S+)$", record.config, re.MULTILINE)
     return [*tiles, Tile("Seed", seed[1])] if seed else tiles
 

@@ -137,6 +137,10 @@ class Run:
         """Say how many steps there will be, for the progress bar."""
         self._screen.total(steps)
 
+    def progress(self, done: int, total: int) -> None:
+        """Say how much is done, for the progress bar of a job that does more than its logged steps, as a warm-up."""
+        self._screen.progress(done, total)
+
     def show(self, title: str, rows: Iterable[Row]) -> None:
         """Keep a table for the end of the run and its report; the same title replaces.
 

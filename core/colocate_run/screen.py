@@ -136,6 +136,7 @@ class Screen:
     _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
     _running: list[tuple[str, float]] = attrs.field(factory=list, init=False)
     _total: int | None = attrs.field(default=None, init=False)
+    _counts_steps: bool = attrs.field(default=True, init=False)  # whether the bar does
     _log: RunLog | None = attrs.field(default=None, init=False)
     _stages: list[tuple[str, float]] = attrs.field(factory=list, init=False)
 
@@ -211,6 +212,14 @@ class Screen:
         self._total = steps
         self._bar.update(self._bar.task_ids[0], total=steps)
 
+    def progress(self, done: int, total: int) -> None:
+        """Say how much is done of all, which steps don't say then."""
+        task, self._counts_steps = self._bar.task_ids[0], False
+        if self._bar.tasks[0].total != total:  # what was done before says nothing about the speed
+            self._bar.reset(task, total=total, completed=done)
+        else:
+            self._bar.update(task, completed=done)
+
     def entered(self, phase: str) -> None:
         """A phase begins; inside another one it stands for both."""
         self._running.append((phase, time.monotonic()))
@@ -224,7 +233,8 @@ class Screen:
         scalars = scalars_of(row)
         self._last.update(scalars)
         self._seconds = row.get("seconds", {})
-        self._bar.update(self._bar.task_ids[0], completed=row["step"])
+        if self._counts_steps:
+            self._bar.update(self._bar.task_ids[0], completed=row["step"])
         if self.quiet and self._log is None:  # nobody reads it
             return
         step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")

@@ -120,6 +120,7 @@ class Training:
         """
         run, progress = self._run, self.progress
         run.total(self._steps)
+        self._tell_progress()
         if run.resumed is None:
             self.part("align", self.team.align)
         elif self._workers.wait_ready() is None:  # who runs this job hasn't restored it, or finds nothing of it there
@@ -150,6 +151,7 @@ class Training:
             if progress.step == steps or _is_due(progress.step, self._eval_every):
                 metrics |= self._evaluate()
             run.log(progress.step, **metrics, **self._recovery.told())
+            self._tell_progress()
             if progress.step < steps and _is_due(progress.step, self._checkpoint_every):
                 self._checkpoint()
 
@@ -159,6 +161,10 @@ class Training:
         lr_scale = _warm_up_scale(number, ramp, steps)
         self.part("warm_up", lambda: self.team.actor.warm_up(shown, lr_scale, number=number))
         self.progress.warmed += 1
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        self._run.progress(self.progress.warmed + self.progress.step, self._warm_up[0] + self._steps)
 
     def _evaluate(self) -> dict[str, float]:
         return self.part("evaluate", lambda: self.team.evaluate(self._held_out, self.longest))
@@ -170,6 +176,7 @@ class Training:
         assert self._run.resumed is not None
         self.progress.read(self._run.resumed / _PROGRESS)
         self.problems.position = self.progress.position
+        self._tell_progress()
 
     def _restore(self) -> None:
         assert self._run.resumed is not None

@@ -167,3 +167,17 @@ def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
     assert [(use.role, use.transferred) for use in calls.contention() if use.transferred] == [("wide", 14)]
     assert calls.spans()[2] == Span("policy", 2, "narrow", "go", 2.0, 3.0)
     assert [span.slot for span in calls.spans()] == [0, 1, 2, 0, 1]
+
+
+def test_a_bar_that_counts_more_than_steps() -> None:
+    """A job that does more than its logged steps says how much is done; also one that goes on."""
+    console, out = terminal()
+    screen = Screen(console)
+    with screen.running("demo", Path("/elsewhere/demo"), 2):
+        screen.total(10)
+        screen.progress(502, 510)
+        assert (screen._bar.tasks[0].completed, screen._bar.tasks[0].total) == (502, 510)
+        screen.logged({"step": 3})
+        assert screen._bar.tasks[0].completed == 502
+        screen.progress(503, 510)
+    assert "503/510" in out.getvalue()

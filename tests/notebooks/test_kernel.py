@@ -152,8 +152,10 @@ def test_cells_are_called_by_their_numbers(started: Kernel) -> None:
     shown = started.shows("writer.fail()")
     assert f"The call was made at Cell In[{first + 3}]:1\n" in shown
     assert f'  File "Cell In[{first}]", line 19, in fail\n    raise ValueError("on purpose")\n' in shown
+    (failed,) = started.run("writer.fail()").outputs
+    assert "    writer.fail()\n  ... 2 frames of colocate\ncolocate.errors.RoleError: " in "\n".join(failed.traceback)
     shown = started.shows("group.close(); writer.pid()")
-    assert f"group 'demo' was closed by group.close() at Cell In[{first + 4}]:1" in shown
+    assert f"group 'demo' was closed by group.close() at Cell In[{first + 5}]:1" in shown
 
 
 def test_what_is_evaluated_is_shown_as_html(started: Kernel) -> None:

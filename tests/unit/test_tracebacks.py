@@ -4,6 +4,8 @@ import contextlib
 import importlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,3 +128,49 @@ def test_frames_of_an_executor_are_a_number_once_it_is_used(monkeypatch: pytest.
     tracebacks.fold_frames_of(("json", "colocate_of_nobody"))
     assert "json/decoder.py" not in told(caught.value)
     assert "frames of colocate" in told(caught.value)
+
+
+SCRIPT = """
+import sys
+import colocate
+
+class Failing(colocate.Role):
+    @colocate.method
+    def fail(self):
+        raise ValueError("on purpose")
+
+def called(role):
+    getattr(role, sys.argv[1])()
+
+if sys.argv[1] == "early":
+    1 / 0
+with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+    role = pool.spawn({"failing": colocate.role(Failing)}).role("failing", Failing)
+    if sys.argv[1] == "own":
+        1 / 0
+    called(role)
+"""
+
+
+@pytest.mark.parametrize("what", ["fail", "fale", "early", "own"])
+def test_what_ends_a_script(tmp_path: Path, what: str) -> None:
+    """Its own frames are shown, and how many of colocate's; one hint of a name; an error of its own as ever."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py", what], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert ("frame" in done.stderr) == (what in ("fail", "fale"))
+    assert "_views" not in done.stderr
+    assert ", in called\n" in done.stderr or what in ("early", "own")
+    if what == "fale":
+        assert done.stderr.count("did you mean") == 1
+        assert "Did you mean" not in done.stderr
+    if what in ("early", "own"):
+        assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_who_tells_errors_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that somebody has set stays."""
+    told: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", hook := lambda *error: told.append(error))
+    with colocate.connect():
+        assert sys.excepthook is hook

@@ -14,7 +14,7 @@ from colocate._plugins.plugins import find_executor
 from colocate._signals.at_work import waited_for
 from colocate._signals.off_main import off_main
 from colocate._system.nearest import nearest
-from colocate._system.tracebacks import without_own_frames
+from colocate._system.tracebacks import fold_uncaught, without_own_frames
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.birth.imports import refuse_while_importing
 
@@ -64,6 +64,7 @@ def connect(
         ConfigError: It has no such option, or the option can't be that.
     """
     refuse_while_importing(f"connect({executor!r})")
+    fold_uncaught()
     cls = find_executor(executor)
     off_main(lambda: cls.foresee(options))
     from colocate._api.runtime import begin

@@ -255,4 +255,5 @@ def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
 def no_such_method(role: str, name: str, methods: Mapping[str, MethodSpec]) -> AttributeError:
     """Return the error for a method that a role doesn't have, with those it has."""
     hint = did_you_mean(name, methods) or "; only methods decorated with @method can be called on a view"
-    return AttributeError(f"role {role!r} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")
+    # With an `obj` of ours Python adds no hint of its own.
+    return AttributeError(f"role {role!r} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}", obj=role)

@@ -7,7 +7,9 @@ import importlib.util
 import itertools
 import operator
 import os
+import re
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +18,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from colocate._system.jobs import error_text
-from colocate._system.lines import is_own_code
+from colocate._system.lines import is_own_code, with_cells
 from colocate.errors import ColocateError, RoleError, RoleStartError
 
 _executors: set[str] = set()  # where the code of executors lies that are in use
@@ -61,6 +63,37 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
         frames = "".join(folded(traceback.extract_tb(trace), whole).format())
         head = f"Traceback (most recent call last):\n{frames}" if frames else ""
         return f"{head}{error_text(error)}\n(what belongs to it can't be told: {error_text(fault)})\n"
+
+
+def fold_uncaught() -> None:
+    """Have an error that ends a script, or a cell of IPython, told as by `told`, unless somebody else tells it."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _tell_uncaught
+    running = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if running is None else running()
+    if shell is not None and not shell.custom_exceptions:
+        shell.set_custom_exc((Exception,), _tell_of_cell)
+
+
+def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = told(error, trace)
+    if _FOLDED.search(text):
+        sys.stderr.write(text)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _tell_of_cell(
+    shell: Any, kind: type[BaseException], error: Any, trace: TracebackType, tb_offset: int | None = None
+) -> None:
+    text = with_cells(told(error, trace.tb_next))  # without the frame that runs cells
+    if _FOLDED.search(text):
+        with contextlib.suppress(AttributeError):  # one that has no room for it
+            error._render_traceback_ = text.rstrip().splitlines  # what IPython asks for
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+_FOLDED = re.compile(r"^  \.\.\. \d+ frames? of colocate$", re.MULTILINE)
 
 
 def frames_of_users(error: BaseException) -> str:
