@@ -16,6 +16,7 @@ from colocate._definitions.bundles import ReceivedDefinitions, Table
 from colocate._protocol.message import Message
 from colocate._protocol.questions import HeardAll
 from colocate._protocol.to_worker import Define
+from colocate.errors import SerializationError
 from colocate.worker.serving.definitions import Definitions
 
 
@@ -95,3 +96,13 @@ def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) ->
     assert said == [Define, HeardAll]
     definitions.tell(wire.pack(type("Made", (), {})()), wait=True)
     assert said == [Define, HeardAll] * 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="such statements are Python 3.12's")
+@pytest.mark.parametrize("text", ["type Tree[T] = T | list[Tree[T]]", "class Tree[T: Tree]: pass"])
+def test_what_is_made_of_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """It is refused where it is sent: no worker could make it."""
+    script = Script(monkeypatch, text)
+    definitions = Definitions(lambda question: None, lambda message, body: None, in_process=False)
+    with pytest.raises(SerializationError, match=r"Tree\S* is made of leads to itself"):
+        definitions.tell(wire.pack(script.Tree))
