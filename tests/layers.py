@@ -97,7 +97,13 @@ AROUND = {
         "grpo job",
         "grpo_plugin plugin",
     ],
-    "plugins/colocate_rollout": ["contract plugin process", "models", "child transformers vllm", "role", "testing"],
+    "plugins/colocate_rollout": [
+        "contract lent plugin process",
+        "models",
+        "child transformers vllm",
+        "role",
+        "testing",
+    ],
     "plugins/colocate_verl": [
         "data private",
         "roles",

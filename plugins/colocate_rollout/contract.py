@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -17,7 +18,7 @@ Finish = Literal["stop", "length", "aborted"]
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    return tuple(map(int, value))
+    return tuple(map(operator.index, value))
 
 
 def _number(least: float, most: float, whole: bool = False) -> Callable[[Any, attrs.Attribute[Any], Any], None]:

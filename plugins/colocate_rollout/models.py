@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import ssl
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -152,12 +153,15 @@ def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
         module = model_in(role, name)
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         # FSDP2 makes a class of its own of the module's, and so may whoever has written the role.
-        kind = next(each for each in type(module).__mro__ if each.__module__.startswith("transformers."))
+        bases = type(_without_adapters(module)).__mro__
+        kind = next(each for each in bases if each.__module__.startswith("transformers."))
         return {**module.config.to_dict(), "architectures": [kind.__name__]}, dtype
 
 
 def model_in(role: object, name: str) -> PreTrainedModel:
     """Return the only causal language model among a role's attributes, also where DDP or the like is around it.
+
+    One that has adapters of PEFT's comes with them, as PEFT's model.
 
     Raises:
         ConfigError: There is none, or there are several.
@@ -168,12 +172,12 @@ def model_in(role: object, name: str) -> PreTrainedModel:
     found: dict[int, PreTrainedModel] = {}
     for value in vars(role).values():
         inner: Any = value
-        while inner is not None and not isinstance(inner, kind):
+        while inner is not None and not isinstance(_without_adapters(inner), kind):
             # As DistributedDataParallel, torch.compile and classes of one's own have what they are around.
             known = vars(inner) if hasattr(inner, "__dict__") else {}
             modules = known.get("_modules", {}) if isinstance(inner, nn.Module) else known
             inner = modules.get("module", modules.get("_orig_mod"))
-        if inner is not None and inner.can_generate():
+        if inner is not None and _without_adapters(inner).can_generate():
             found[id(inner)] = inner
     if len(found) != 1:
         raise ConfigError(
@@ -181,6 +185,15 @@ def model_in(role: object, name: str) -> PreTrainedModel:
             "transformers in its attributes, and an engine that shares its model needs one"
         )
     return next(iter(found.values()))
+
+
+def _without_adapters(value: Any) -> Any:
+    """Return the model that a model of PEFT's is around; anything else as it is."""
+    peft: Any = sys.modules.get("peft")  # nobody has such a model who hasn't imported that
+    if peft is None or not isinstance(value, peft.PeftModel | peft.PeftMixedModel):
+        return value
+    inner = value.base_model  # with prompts it is the model itself
+    return inner.model if hasattr(inner, "merge_and_unload") else inner
 
 
 def stop_ids(config: Any) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -25,7 +25,12 @@ class _Numbered(Scatter):
 
     def split(self, arguments: Mapping[str, Any], ranks: Any) -> Sequence[Mapping[str, Any]]:
         """See `Scatter`."""
-        if isinstance(prompts := arguments["prompts"], list | tuple):
+        if (prompts := arguments["prompts"]) is None or isinstance(prompts, str | bytes | Mapping):
+            raise DispatchError(
+                f"generate(prompts=...) is {_named(prompts)}, and no list of prompts, each a list of token ids",
+                parameter="prompts",
+            )
+        if isinstance(prompts, list | tuple):
             arguments = {**arguments, "prompts": _numbered(prompts)}
         return super().split(arguments, ranks)
 
@@ -109,8 +114,8 @@ class EngineRole(Role):
         Yields:
             The index of a prompt and its samples, when all of these have ended.
         """
-        if samples < 1:
-            raise ConfigError(f"generate(samples={samples}): at least one")
+        if not isinstance(samples, int) or samples < 1:
+            raise ConfigError(f"generate(samples={samples!r}): a whole number, at least 1")
         wanted = self._wanted(sampling)
         base = self._base(wanted)
         before = 0 if len(prompts) and isinstance(prompts[0], Prompt) else self.ctx.mesh.rank("dp") << 32
@@ -142,8 +147,10 @@ class EngineRole(Role):
 
     def _wanted(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
         """How rows of a call are drawn."""
-        if not isinstance(sampling, Mapping):
+        if sampling is None or isinstance(sampling, Sampling):
             return sampling or self.sampling
+        if not isinstance(sampling, Mapping):
+            raise ConfigError(f"sampling={sampling!r}: a Sampling, or a mapping with some of what it has")
         known = [field.name for field in attrs.fields(Sampling)]
         if unknown := [name for name in sampling if name not in known]:
             raise ConfigError(f"sampling= has {unknown[0]!r}; there are {', '.join(known)}")
@@ -166,9 +173,15 @@ class EngineRole(Role):
         return self.engine
 
     @method(awake=("weights",))
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Have the engine take another role's weights."""
-        self._engine.update(weights, version)
+    def load_weights(self, weights: Weights | Iterable[tuple[str, Any]], version: int) -> None:
+        """Have the engine take another role's weights.
+
+        Args:
+            weights: What a sync brings; outside of any worker also pairs of a name and a tensor, as a module's
+                `state_dict().items()` or `colocate.torch.named_weights` has them.
+            version: What rows tell of it.
+        """
+        self._engine.update(weights if isinstance(weights, Weights) else Weights.of(weights), version)
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Have the engine free memory."""
@@ -204,6 +217,10 @@ class EngineRole(Role):
             self.engine.close()
 
 
+def _named(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
 def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
     """Return prompts with their numbers, unless they have them."""
     found = []
@@ -212,7 +229,7 @@ def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
             found.append(each if isinstance(each, Prompt) else Prompt(index, each))
         except (TypeError, ValueError) as error:
             raise DispatchError(
-                f"generate(prompts=...): prompt {index} is {type(each).__name__}, and no list of token ids ({error})",
+                f"generate(prompts=...): prompt {index} is {_named(each)}, and no list of token ids ({error})",
                 parameter="prompts",
             ) from None
     return found

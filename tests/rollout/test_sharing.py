@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import colocate
@@ -93,6 +94,80 @@ def test_a_module_of_several_ranks(parallel: str) -> None:
                     assert row.log_probs == pytest.approx(wanted, abs=1e-5)
                     assert row.versions == ((version, 12),)
         assert trainer.state() == [(0, True)] * 2
+
+
+class Restored(Trainer):
+    """A trainer with settings of its own, which looks whether they stay."""
+
+    def __init__(self, after_forward: bool | None) -> None:
+        super().__init__(LLAMA)
+        options = {} if after_forward is None else {"reshard_after_forward": after_forward}
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.generation_config.temperature = 0.5
+        self.model.model.embed_tokens.requires_grad_(False)
+        for layer in (*self.model.model.layers, self.model):
+            torch.distributed.fsdp.fully_shard(layer, mesh=self.ctx.device_mesh(), **options)
+        self.model.train()
+        self.model.model.layers[0].eval()  # a part that is frozen
+        self.fails = False
+        self.model.model.norm.register_forward_hook(self._fail)
+
+    def _fail(self, module: Any, args: Any, output: Any) -> None:
+        if self.fails and not module.training:
+            raise ArithmeticError("amid a forward pass")
+
+    @method
+    def fail(self, fails: bool) -> None:
+        self.fails = fails
+
+    @method
+    def settings(self) -> list[Any]:
+        """What an engine might change."""
+        each = self.model
+        return [
+            [
+                (name, part.training, len(part._forward_hooks), len(part._forward_pre_hooks))
+                for name, part in each.named_modules()
+            ],
+            [(name, part.requires_grad, part.grad is None) for name, part in each.named_parameters()],
+            each.config.to_dict(),
+            each.generation_config.to_dict(),
+            each.is_gradient_checkpointing,
+            torch.is_grad_enabled(),
+            [type(part).__name__ for part in each.parameters()],
+        ]
+
+    @method
+    def communicates(self) -> dict[str, int]:
+        """What a step of training sends."""
+        with CommDebugMode() as found:  # type: ignore[no-untyped-call]
+            self.model(torch.tensor([[5, 6, 7]]), use_cache=False).logits.square().mean().backward()
+        self.model.zero_grad()
+        return {str(kind): count for kind, count in found.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize("after_forward", [None, True, False])
+def test_a_model_is_as_before(after_forward: bool | None) -> None:
+    """However its trainer shards it, and however generating ends, also as the first who computes by it."""
+    roles = {f"trainer{number}": colocate.role(Restored, after_forward) for number in range(2)}
+    roles["shares"] = colocate.role("rollout.engine", engine="transformers", role="trainer0", max_rows=4)
+    with colocate.spawn(roles, slots=2, processes=True) as group:
+        trainer, alone = group.role("trainer0", Restored), group.role("trainer1", Restored)
+        settings, shares = trainer.settings(), group.role("shares")
+        assert shares.generate(PROMPTS, sampling=ENDLESS)
+        assert trainer.settings() == settings
+        assert trainer.communicates() == alone.communicates()  # the first step of each, and the later ones
+        wanted = alone.communicates()
+        for fails in (False, True):
+            trainer.fail(fails)
+            if fails:
+                with pytest.raises(RoleError, match="amid a forward pass"):
+                    shares.generate(PROMPTS, sampling=ENDLESS)
+            else:
+                assert shares.generate(PROMPTS, sampling=ENDLESS)
+            settled = trainer.settings()
+            assert settled == settings
+            assert trainer.communicates() == wanted
 
 
 def test_ranks_that_would_be_missing() -> None:

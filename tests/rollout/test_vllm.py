@@ -129,9 +129,17 @@ class TestVllm(ModelSuite):
             ({"model": "/nowhere"}, "'/nowhere': there is no such folder on node"),
             ({"model": {**LLAMA, "model_type": "lama"}}, "has no model_type 'lama'; did you mean 'llama'"),
             ({"kv_cache_memory_bytes": "1KiB"}, "vLLM refuses the model or an option"),
+            ({"model": {**LLAMA, "head_dim": 16}}, "heads have the size 16 .* kernels for the sizes 32, 64, .* only"),
         ):
             with pytest.raises(ConfigError, match=said):
                 EngineRole("vllm", **{**self.options, **options})
+
+    @pytest.mark.usefixtures("without")
+    def test_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is a warning."""
+        monkeypatch.setattr(VllmEngine, "known", ("0.1", "0.2"))
+        with pytest.warns(UserWarning, match=r"tried with vLLM 0\.1 and 0\.2, and .* is installed"):
+            EngineRole("vllm", **self.options).close()
 
 
 class TestInAChild(ModelSuite):

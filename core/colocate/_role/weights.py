@@ -58,6 +58,23 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         self.mismatch: ConfigError | None = None
         self._given = given
 
+    @classmethod
+    def of(cls, given: Iterable[tuple[str, torch.Tensor]], source: str = "the caller") -> Weights:
+        """Return weights for a `load_weights` that is called by hand, as in a test.
+
+        Args:
+            given: Pairs of a name and a tensor. They are gone through at once, unless `specs` of it says what they are.
+            source: Whose they are, as errors say it.
+
+        Raises:
+            ConfigError: They are no such pairs, a name comes twice, or there are none.
+        """
+        specs = getattr(given, "specs", None)
+        if specs is None:
+            given = [*given]
+            specs = described(given, source)
+        return cls(source, iter(given), specs, shared=False)
+
     def __next__(self) -> tuple[str, torch.Tensor]:
         found = next(self._given)
         self.loaded += 1
