@@ -115,16 +115,16 @@ def half_synced() -> None:
 
 def doubled_rows() -> None:
     """A stream gives each row twice."""
-    from colocate._views.rows import _Stream
+    from colocate._views.stream import Stream
 
-    step = _Stream.__next__
+    step = Stream.__next__
 
     def twice(self: Any) -> Any:
         if (found := self.__dict__.pop("again", None)) is None:
             found = self.__dict__["again"] = step(self)
         return found
 
-    _replace(_Stream, "__next__", twice)
+    _replace(Stream, "__next__", twice)
 
 
 def unmissed_child() -> None:
@@ -143,13 +143,9 @@ def unpaused_role() -> None:
 
 def lost_rows() -> None:
     """Rows that a restart has ended don't begin anew, and nobody misses them."""
-    from colocate._views.rows import _Stream
+    from colocate._views.stream import Stream
 
-    def ends(self: Any) -> bool:
-        self._end()
-        return False
-
-    _replace(_Stream, "_begins_anew", ends)
+    _replace(Stream, "_see_to_end", lambda self, call: self._arrivals.end())
 
 
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:

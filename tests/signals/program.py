@@ -8,6 +8,7 @@ many places there were; ends with an error, and the stacks of all threads, at th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import gc
@@ -33,6 +34,7 @@ from colocate._system.lines import is_own_code
 HANGS_AFTER_S = 30.0
 ENDS_WITHIN_S = 10.0
 CLOSES_WITHIN_S = 8.0
+ROWS = 12  # of a stream: more than may have begun and aren't read
 
 
 class Adder(Role):
@@ -42,6 +44,11 @@ class Adder(Role):
     def add(self, number: int, other: int) -> int:
         """The sum."""
         return number + other
+
+    @method(rows="number", concurrency=2)
+    async def twice(self, number: int) -> int:
+        """For rows."""
+        return 2 * number
 
     def save(self, directory: str) -> None:
         """There is little to save."""
@@ -61,6 +68,7 @@ class Stage:
         self.runtime = self.connect()
         self.bystander = self.spawn(self.runtime, "bystander")
         self.group: ColocatedGroup | None = None
+        self.kept: object = None  # what would otherwise go amid the operation: what a `__del__` raises is lost
 
     def connect(self) -> Runtime:
         """Another runtime."""
@@ -130,8 +138,48 @@ def leave(stage: Stage) -> None:
         assert view(group).add(1, 2) == 3
 
 
+def read(nexts: Callable[[], Any]) -> list[Any]:
+    """All that there is, with asking again after an interruption; nothing is lost by that."""
+    found, raised = list[Any](), None
+    while True:
+        try:
+            found.append(nexts())
+        except (StopIteration, StopAsyncIteration):
+            break
+        except (KeyboardInterrupt, Ended) as error:
+            raised = error
+    assert sorted(index for index, _ in found) == [*range(ROWS)]
+    if raised is not None:
+        raise raised
+    return found
+
+
+def stream(stage: Stage) -> None:
+    rows = stage.kept = view(stage.group).twice.stream(list(range(ROWS)))
+    read(lambda: next(rows))
+
+
+def stream_async(stage: Stage) -> None:
+    rows = stage.kept = view(stage.group).twice.stream(list(range(ROWS)))
+
+    async def one() -> Any:
+        return await anext(rows)
+
+    read(lambda: asyncio.run(one()))
+
+
+def completed(stage: Stage) -> None:
+    calls = {view(stage.group).add.submit(number, 0): number for number in range(ROWS)}
+    ended = colocate.as_completed(calls)
+    read(lambda: (calls[next(ended)], None))
+
+
 OPERATIONS: dict[str, Callable[[Stage], None]] = {
-    each.__name__: each for each in (connect_and_reserve, spawn, call, submit, keep, pipeline, checkpoint, close, leave)
+    each.__name__: each
+    for each in (
+        *(connect_and_reserve, spawn, call, submit, keep, pipeline, checkpoint, close, leave),
+        *(stream, stream_async, completed),
+    )
 }
 _WITHOUT_GROUP = (connect_and_reserve, spawn, leave)
 
@@ -188,11 +236,14 @@ def _close(stage: Stage) -> None:
 
 @contextlib.contextmanager
 def _unless_closed(group: ColocatedGroup) -> Iterator[None]:
-    """A group that is just being closed refuses, or one whose pipeline is open; the bystander never does."""
+    """One refuses that is just being closed, whose pipeline is open, or its stream half read; the bystander never."""
     try:
         yield
     except (colocate.ClosedError, colocate.PipelineError):
         assert group.name != "bystander"
+    except colocate.ColocateError as error:
+        if group.name == "bystander" or "comes after the stream" not in str(error):
+            raise
 
 
 HANDLERS: dict[str, Callable[[Stage], None]] = {

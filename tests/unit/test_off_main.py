@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from colocate._signals.off_main import off_main
+from colocate._signals.off_main import COURIER, hand_over, off_main
+from colocate.testing.waiting import wait_until
 
 PATIENCE_S = 10.0
 
@@ -38,6 +39,33 @@ def test_interruption_waits_for_what_undoes_the_work() -> None:
     with pytest.raises(KeyboardInterrupt):
         off_main(work, undo, PATIENCE_S)
     assert undone.is_set()
+
+
+def test_those_that_work_at_once_end() -> None:
+    """A few wait for the next work; none that has started a process which runs yet ends, as that would end with it."""
+    before, goes_on = _couriers(), threading.Event()
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def work() -> None:
+        goes_on.wait(PATIENCE_S)
+
+    def start() -> None:
+        processes.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        names.append(threading.current_thread().name)
+        goes_on.wait(PATIENCE_S)
+
+    names: list[str] = []
+    done = [hand_over(each) for each in (start, *[work] * 30)]
+    wait_until(lambda: names and len(_couriers()) > 30, "all work at once")
+    goes_on.set()
+    assert all(each.wait(PATIENCE_S) for each in done if each is not None)
+    wait_until(lambda: len(_couriers() - before) <= 3, "the others have ended")
+    assert names[0] in _couriers()
+    processes[0].communicate()
+
+
+def _couriers() -> set[str]:
+    return {each.name for each in threading.enumerate() if each.name.startswith(COURIER)}
 
 
 def test_interpreter_exit() -> None:

@@ -26,7 +26,6 @@ EXECUTORS = layers.CORE.parents[1] / "executors"
 KNOWN = {
     "_protocol.requests": "answers",
     "_devices.copies": "a device, for copies that it was given",
-    "_role.call": "calls, by whoever has made them",
     "_role.child": "the end of a child, and what it is ready by",
     "_role.child_weights": "the other end of a child's connection: both are role code",
     "_signals.off_main": "what is done off the main thread, and the flag that is waited for",
@@ -37,7 +36,7 @@ KNOWN = {
     "_api.audit": "the next look",
     "_api.buffer": "who fills it, or who empties it",
     "_calls.services": "the dispatcher, for the last records",
-    "_views.rows": "rows, by who reads a stream",
+    "_signals.arrivals": "rows and calls that have ended, by who reads them",
     "placement": "slots that somebody gives back",
     "wire.event_loop": "the end of an event loop's thread",
     "wire.lane": "what is sent, to have gone out",

@@ -25,6 +25,7 @@ from colocate._calls.failures import (
     holders_error,
     hung_error,
     later_error,
+    left_error,
     never_sent,
     renew_error,
     timeout_error,
@@ -497,6 +498,25 @@ class CallOrder:
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:
                 self._settle_suspicion(hold)  # a later call is no cause of it
             self._tell_root(hold, call, error)
+
+    def is_to_end(self, call: RowsCall) -> None:
+        """Nobody waits for its rows any more, and what its ranks await was cancelled: they have the time of a hold."""
+        self._timers.after(self.link.grace, partial(self._look_for_end, weakref.ref(call)))
+
+    def _look_for_end(self, ref: weakref.ref[RowsCall]) -> None:
+        if (call := ref()) is not None and not call.done():
+            self.stacks.ask(call.missing(), partial(self._fail_if_left, call))
+
+    def _fail_if_left(self, call: RowsCall, stacks: Stacks) -> None:
+        with self.lock:
+            if call.done():
+                return
+            # Others wait for an earlier call, or a hold, and will find that nobody waits.
+            stuck = [slot for slot in call.missing() if call.seq in self.stacks.ran.get(slot, ())]
+            if stuck and call.lane not in self._holds:
+                self.link.fail(left_error(self.link, call, stuck[0], stacks.of(stuck[0])))
+            else:
+                self.is_to_end(call)
 
     def still_running(self) -> set[int]:
         """The slots of ranks that haven't ended a call which they ran when they last told their stack."""

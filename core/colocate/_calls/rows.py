@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from colocate._calls.failures import failure_error
 from colocate._calls.link import Link
@@ -20,10 +21,11 @@ from colocate._definitions.packed import packed_bytes
 from colocate._protocol import from_worker, to_worker
 from colocate._role.rows import OnError
 from colocate._signals.at_work import Section
-from colocate._signals.off_main import hand_over
 from colocate._system.jobs import error_text
 from colocate._system.numbers import plural
 from colocate.errors import CallCancelled, ClosedError, ColocateError, SerializationError
+
+_slot_of = operator.itemgetter(0)
 
 
 class Flow:
@@ -137,6 +139,16 @@ class Flow:
             own.clear()
 
 
+class Order(Protocol):
+    """What it needs of the order of its group's calls."""
+
+    lock: Section
+
+    def is_to_end(self, call: RowsCall) -> None:
+        """Nobody waits for its rows any more, and what its ranks await was cancelled."""
+        ...
+
+
 class RowsCall(PendingCall, abc.ABC):
     """A call whose rows end one by one.
 
@@ -144,9 +156,11 @@ class RowsCall(PendingCall, abc.ABC):
         on_error: What an error of one row does.
         count: How many there are.
         ends: What has come of each that has ended, by its index: the slot, and its value, packed, or an error.
-        heard: Called with the index of each, on a thread of the framework, with the order's lock held.
+        heard: Called with it and the index of each, on a thread of the framework, with the order's lock held.
         is_read: Whether its rows are read as they end; otherwise all together are its value.
     """
+
+    _is_cancelled = True  # what its ranks await, where nobody waits for its rows any more
 
     def __init__(
         self,
@@ -155,21 +169,22 @@ class RowsCall(PendingCall, abc.ABC):
         method: str,
         targets: Sequence[int],
         ranks: Sequence[int],
-        lock: Section,
+        order: Order,
         on_error: OnError,
         rows: int,
     ) -> None:
-        """Args: lock: That of its group's calls. on_error: As in options."""
+        """Args: order: That of its group's calls. on_error: As in options."""
         super().__init__(label, role, method, targets, ranks)
         self.on_error = on_error
         self.count = rows
         self.ends: dict[int, tuple[int, Any, ColocateError | None]] = {}
-        self.heard: Callable[[int], object] = lambda row: None
+        self.heard: Callable[[RowsCall, int], object] = lambda call, row: None
         self.is_read = False
-        self._lock = lock
+        self._order, self._lock = order, order.lock
         self._read: deque[int] = deque()  # the slots of rows that have been
         self._is_withdrawn = False  # perhaps before it was sent
         self._is_over = False  # whether its ranks have been told that no rows will come
+        self._is_telling = False  # whether the timers' thread is about to tell them which rows were read
 
     # -- with the order's lock held
 
@@ -192,13 +207,15 @@ class RowsCall(PendingCall, abc.ABC):
         self.ends[row] = slot, body, error
         self.moved = time.time()
         self.received += packed_bytes(body)
-        self.heard(row)
+        self.heard(self, row)
 
     def _end_rows(self, withdrawn: bool) -> None:
         """Tell its ranks that no rows will come."""
         if withdrawn or not self._is_over:
             self._is_over = True
             self.group.send(self.targets, to_worker.NoMoreRows(self.seq, withdrawn))
+            if withdrawn and self._is_cancelled:
+                self._order.is_to_end(self)
 
     @property
     def group(self) -> Link:
@@ -214,24 +231,29 @@ class RowsCall(PendingCall, abc.ABC):
             if self.seq >= 0 and not self.done():
                 self._end_rows(withdrawn=True)
 
-    def take(self, row: int) -> Any:
-        """Return the value of a row that has ended, which was read now. This takes no lock on the main thread.
+    def note_read(self, row: int) -> None:
+        """A row was read, of which it takes note once. This takes no lock, as the main thread mayn't."""
+        with contextlib.suppress(KeyError):
+            self._read.extend(map(_slot_of, map(self.ends.pop, (row,))))  # in one step; see `_signals.at_once`
+        self.tell_read()
 
-        Raises:
-            ColocateError: It can't be rebuilt here.
-        """
+    def tell_read(self) -> None:
+        """Have its ranks told of rows that were read: of all those together that are by then."""
+        if self._is_telling or not self._wants_read():
+            return
+        self._is_telling = True
         try:
-            return self.value_of(row)
-        finally:
-            self._read.append(self.ends.pop(row)[0])
-            if self._wants_read():
-                hand_over(self._note_read)
+            self.group.services.timers.soon(self._note_read)
+        except BaseException:  # of a signal's handler, say: it is told when the next one is read, or waited for
+            self._is_telling = False
+            raise
 
     @abc.abstractmethod
     def _wants_read(self) -> bool:
         """Whether its ranks are to be told of rows that were read."""
 
     def _note_read(self) -> None:
+        self._is_telling = False  # first: what is read from now on is told by another one
         with self._lock:
             if not self.done():
                 self._take_read()
@@ -339,9 +361,17 @@ class GivenRows(RowsCall):
 class YieldedRows(RowsCall):
     """One of a batched method, whose ranks yield the rows that they have got."""
 
-    def __init__(self, *args: Any, places: Mapping[int, Sequence[int]], is_ahead: bool) -> None:
-        """Args: places: The indices of the rows of each slot whose rows count. is_ahead: Whether these are read."""
+    def __init__(self, *args: Any, places: Mapping[int, Sequence[int]], is_ahead: bool, is_cancelled: bool) -> None:
+        """Make it.
+
+        Args:
+            args: As of any.
+            places: The indices of the rows of each slot whose rows count.
+            is_ahead: Whether these are read.
+            is_cancelled: Whether what is awaited for them is cancelled where nobody waits for them any more.
+        """
         super().__init__(*args)
+        self._is_cancelled = is_cancelled
         self._rows_of = places
         self._is_ahead = is_ahead
 

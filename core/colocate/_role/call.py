@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import _thread
 import abc
-import contextlib
 import copy
-import queue
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 import attrs
 
+from colocate._signals.arrivals import Arrivals
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import SLICE_S, Flag, on_main
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import limit
+from colocate._system.tracebacks import is_of_handler
 from colocate._values.leaves import map_leaves
 from colocate._values.nesting import no_end, refuse_hidden
 from colocate.errors import ColocateError
@@ -167,6 +169,8 @@ class Underway(Flag):
         try:
             outcome = self._joined(raw), None, None
         except Exception as error:
+            if is_of_handler(error):  # who asks next has the value
+                raise
             outcome = None, error, error.__traceback__
         self._outcomes.append(outcome)
         self._raw = None
@@ -286,24 +290,12 @@ class Call(OnDriver, Generic[C_co]):
         self._underway._then(lambda _: callback(self), own=False)
 
     def __await__(self) -> Generator[Any, None, C_co]:
-        import asyncio  # takes a tenth of a driver's start, and most await nothing
-
         underway = self._underway
         underway.handle = None
         underway._check_wait(awaits=True)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def notify(_: Underway) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
-                loop.call_soon_threadsafe(wake)
-
-        underway._then(notify)
-        yield from future
+        ended: Arrivals[Underway] = Arrivals()
+        underway._then(lambda _: ended.end())
+        yield from ended.wait_async().__await__()
         try:
             return self.result()
         finally:
@@ -351,7 +343,7 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
     Raises:
         TimeoutError: Some aren't done in time; the calls go on.
     """
-    return _as_completed(_only_calls(calls, "as_completed()"), limit(timeout, "as_completed(timeout)"))
+    return _Completed(_only_calls(calls, "as_completed()"), limit(timeout, "as_completed(timeout)"))
 
 
 def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
@@ -364,22 +356,36 @@ def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
     return everything
 
 
-def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[Call[C]]:
-    pending = set(calls)
-    finished: queue.SimpleQueue[Call[C]] = queue.SimpleQueue()
-    for call in pending:
-        call._underway._check_wait()
-        call._underway._then(lambda _, call=call: finished.put(call))  # type: ignore[misc]
-    deadline = Deadline(timeout)
-    while pending:
+class _Completed(Iterator[Call[C]]):
+    """See `as_completed`. It goes on after an interruption, as a generator wouldn't."""
+
+    def __init__(self, calls: Iterable[Call[C]], timeout: float | None) -> None:
+        self._pending = set(calls)
+        self._arrivals: Arrivals[Call[C]] = Arrivals()
+        self._timeout, self._deadline = timeout, Deadline(timeout)
+        for call in self._pending:
+            call._underway._check_wait()
+            call._underway._then(partial(_arrived, self._arrivals, call))
+
+    def __next__(self) -> Call[C]:
+        mine: deque[Call[C]] = deque()
         try:
-            call = finished.get(timeout=deadline.at_most(SLICE_S))
-        except queue.Empty:
-            if deadline.is_over:
-                raise TimeoutError(f"{len(pending)} calls aren't done after {timeout} s; they go on") from None
-            continue
-        pending.discard(call)
-        yield call
+            while not self._arrivals.take(mine):
+                if not self._pending:
+                    raise StopIteration
+                if self._deadline.is_over:
+                    count = len(self._pending)
+                    raise TimeoutError(f"{count} calls aren't done after {self._timeout} s; they go on")
+                self._arrivals.wait(self._deadline.at_most(SLICE_S))
+            self._pending.discard(mine[0])
+            return mine[0]
+        except BaseException:
+            self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
+            raise
+
+
+def _arrived(arrivals: Arrivals[Call[C]], call: Call[C], underway: Underway) -> None:
+    arrivals.put(call)
 
 
 @attrs.frozen

@@ -25,8 +25,8 @@ OnError: TypeAlias = Literal["raise", "return"]
 class RowStream(OnDriver, abc.ABC, Generic[T_co]):
     """The rows of a call as they end: `(index, value)`, where the index is that of the row in what the call was given.
 
-    An iterator, an async iterator, and a context manager that closes it. One thread, or task, reads it at a time. One
-    that is dropped is closed.
+    An iterator, an async iterator, and a context manager that closes it. Several threads, or tasks, may read it: each
+    row goes to one of them, and all that wait are told of the end. One that is dropped is closed.
     """
 
     _instead = "Give the values that were read from it instead"

@@ -118,7 +118,8 @@ class _Couriers:
     """The threads that work for the main thread.
 
     A job is never queued behind another one, which may take long: who takes a job sees to it that another courier is
-    waiting. Couriers stay: the kernel may tie processes to the thread that has started them.
+    waiting. So there are as many as jobs that are done at once, and a few that wait; others end, unless they have
+    started processes, which the kernel may tie to the thread that has.
     """
 
     def __init__(self) -> None:
@@ -175,9 +176,23 @@ class _Couriers:
             job.run(self._unfinished)
             del job
             with self._lock:
+                if self._idle >= _WAIT and not _has_started_processes():
+                    self._all -= 1
+                    break
                 self._idle += 1
+        threading.current_thread()._delete()  # type: ignore[attr-defined]  # `threading` lists it for ever otherwise
 
 
+def _has_started_processes() -> bool:
+    """Whether this thread has some that run, as far as the kernel tells."""
+    try:
+        with open(f"/proc/self/task/{_thread.get_native_id()}/children", "rb") as children:
+            return bool(children.read(1))
+    except OSError:
+        return True
+
+
+_WAIT = 2  # as many couriers wait at most: one that ends with each job would be one that starts with each
 COURIER = "colocate-courier-"
 _here = threading.local()
 _main: int | None = threading.main_thread().ident

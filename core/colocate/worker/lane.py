@@ -142,6 +142,7 @@ class Lane:
         self._order: LaneOrder[Work] = LaneOrder(scope)
         self.running = self._order.running
         self.tasks: Tasks | None = None  # of async methods, once there was one
+        self._places = 0
         self._over = threading.Event()
         self.thread = threading.main_thread()
         if own_thread:
@@ -463,6 +464,13 @@ class Lane:
 
     # -- async methods
 
+    def have_places(self, count: int) -> None:
+        """So many calls, or rows, of one async method run at once here, at most."""
+        if count > self._places:
+            self._places = count
+            if self.tasks is not None:
+                self.tasks.have_threads(count)
+
     def have_loop(self) -> None:
         """See that role code that is about to run has a current event loop; without asyncio nobody asks for one."""
         if "asyncio" in sys.modules:
@@ -472,7 +480,7 @@ class Lane:
         if self.tasks is None:
             from colocate.worker.serving.tasks import Tasks
 
-            self.tasks = Tasks(self._has_news)
+            self.tasks = Tasks(self._has_news, self._places)
         self.tasks.have_current()
         return self.tasks
 

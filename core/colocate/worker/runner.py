@@ -97,7 +97,10 @@ class Runner:
             except BaseException as error:
                 self._failed(0, None, build.name, error)
                 return False
-            worker_context.instances[build.name] = worker_context.roles[build.name].instance
+            role = worker_context.roles[build.name]
+            worker_context.instances[build.name] = role.instance
+            places = [spec.concurrency for spec in role.methods.values() if spec.is_async]
+            worker_context.lane_for(build.name).have_places(max(places, default=0))
         if message.restored is not None:
             for role in list(worker_context.roles.values()):
                 try:

@@ -36,6 +36,7 @@ from colocate.testing.executors.ownership import Borrows, Ownership
 from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement, Ports
 from colocate.testing.executors.process_groups import CutProcessGroups, ProcessGroups
+from colocate.testing.executors.reading import Reading
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Checkpoints, Restarting
@@ -84,6 +85,7 @@ class ExecutorSuite(
     Definitions,
     Order,
     Streams,
+    Reading,
     Cancelling,
     Failures,
     Serialization,
@@ -181,6 +183,7 @@ __all__ = [
     "Printing",
     "ProcessGroups",
     "RandomNumbers",
+    "Reading",
     "Renewals",
     "Residents",
     "Restarting",

@@ -33,15 +33,15 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Log
-from colocate.testing.probes.streams import PLACES, Playing, StartsAgain, Yielding, number
+from colocate.testing.probes.streams import MANY, PLACES, Playing, StartsAgain, Yielding, number
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 OUT = 2 * PLACES * 2
 """How many rows of two ranks are begun and not read, at most."""
 
 
-class Streams(ExecutorCase):
-    """`@method(rows=...)`, methods that yield, `view.m.stream`."""
+class RowsCase(ExecutorCase):
+    """Base of the areas of rows."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -69,6 +69,10 @@ class Streams(ExecutorCase):
         view = streaming.role("playing", Playing)
         view.logged()
         return view
+
+
+class Streams(RowsCase):
+    """`@method(rows=...)`, methods that yield, `view.m.stream`."""
 
     @of_executor
     def test_all_ways_to_call(self, playing: Playing) -> None:
@@ -379,6 +383,15 @@ class Streams(ExecutorCase):
                 row % 3 == 0 for row in range(100)
             ]
         assert playing.logged() == [[], []]
+
+    def test_rows_that_block_have_a_thread_each(self, spawn: Spawn) -> None:
+        """By `asyncio.to_thread` as many run at once as there are places."""
+        playing = spawn({"playing": colocate.role(Playing)}, slots=1).role("playing", Playing)
+        with Gate() as gate:
+            call = playing.block.submit(list(range(MANY)), gate.address)
+            gate.wait_for(MANY)
+            gate.open()
+            assert call.result(PATIENCE_S) == [*range(MANY)]
 
     def test_what_a_row_has_begun_ends_with_it(self, playing: Playing) -> None:
         """Before its value is there, the last first, whatever becomes of it."""

@@ -7,16 +7,17 @@ import contextlib
 import inspect
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from colocate import Context, First, Role, RoleError, Scatter, method
 from colocate._role.context import RowState, running_call
-from colocate.testing.gate import Address, pass_gate, pass_gate_async
+from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 
-PLACES = 2
+PLACES, MANY = 2, 40
 
 
 def _refuse() -> object:
@@ -25,6 +26,12 @@ def _refuse() -> object:
 
 async def _fail() -> None:
     raise KeyError("no such tool")
+
+
+async def _pass_in_any_case(gate: Address) -> None:
+    while not is_open(gate):
+        with contextlib.suppress(asyncio.CancelledError):
+            await pass_gate_async(gate)
 
 
 def _is_row_to_begin(task: asyncio.Task[Any]) -> bool:
@@ -37,6 +44,23 @@ class Unreadable:
 
     def __reduce__(self) -> Any:
         return _refuse, ()
+
+
+class Ringing:
+    """Raises a signal while it is rebuilt on the main thread, where that is asked for: `rings` has its number."""
+
+    rings: ClassVar[list[signal.Signals]] = []
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def __getstate__(self) -> int:
+        return self.row
+
+    def __setstate__(self, row: int) -> None:
+        if self.rings and threading.current_thread() is threading.main_thread():
+            signal.raise_signal(self.rings.pop())
+        self.row = row
 
 
 class Playing(Role):
@@ -109,6 +133,28 @@ class Playing(Role):
         if row % 3 == 0:
             raise ValueError(row)
         await asyncio.sleep(0)
+        return row
+
+    @method(rows="row", concurrency=PLACES)
+    async def ring(self, row: int) -> Ringing:
+        """What may raise a signal on the driver."""
+        return Ringing(row)
+
+    @method(rows="row", concurrency=PLACES)
+    async def swallow(self, row: str, gate: Address) -> str:
+        """Waits at a gate, whatever is cancelled; one row fails instead, when the other has come there."""
+        if row == "fail":
+            while ("waits", 0) not in self.log:
+                await asyncio.sleep(0)
+            raise KeyError(row)
+        self.log.append(("waits", self.ctx.row))
+        await _pass_in_any_case(gate)
+        return row
+
+    @method(rows="row", concurrency=MANY)
+    async def block(self, row: int, gate: Address) -> int:
+        """Waits at a gate, on another thread."""
+        await asyncio.to_thread(pass_gate, gate)
         return row
 
     @method(rows="row", concurrency=PLACES)
@@ -235,6 +281,13 @@ class Yielding(Role):
                 finally:
                     self.closed = "told" if self.ctx.cancelled else "cancelled"
             yield index, batch[index]
+
+    @method(dispatch=Scatter("batch"))
+    async def swallow(self, batch: list[str], gate: Address) -> AsyncIterator[tuple[int, str]]:
+        """As that of `Playing`."""
+        await _pass_in_any_case(gate)
+        for index, value in enumerate(batch):
+            yield index, value
 
     @method(dispatch=Scatter("batch"))
     def wrong(self, batch: list[int], items: list[Any]) -> Iterator[tuple[int, Any]]:

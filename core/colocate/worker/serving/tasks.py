@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from types import CoroutineType, FrameType, GeneratorType
 from typing import Any
 
 from colocate.worker.torch_groups.settings import Steps, own_block
 
 _OWN = "colocate"  # names the lane's own tasks
+_ASYNCIOS_LEAST = 5  # threads of a loop that nobody has told how many
 
 
 class Tasks:
     """Those that run. Only `wake` may be called off the lane's thread."""
 
-    def __init__(self, has_news: Callable[[], bool]) -> None:
-        """Begin without one."""
-        self._has_news = has_news
+    def __init__(self, has_news: Callable[[], bool], places: int) -> None:
+        """Begin without one. Args: has_news: Whether the lane is to look around. places: See `have_threads`."""
+        self._has_news, self._places = has_news, places
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that Python makes one, as a script has it be told
             loop = current_loop()
@@ -35,6 +38,8 @@ class Tasks:
         self._rests: list[asyncio.Future[None]] = []
         self._waits = False  # the lane is about to, here
         self._may_have_others = True  # tasks
+        self._threads: ThreadPoolExecutor | None = None
+        self.have_threads(places)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -77,9 +82,16 @@ class Tasks:
         Where role code has made another one current, that stays. Between calls of which none is of these.
         """
         if self._loop.is_closed() and not self._running:
-            self.__init__(self._has_news)  # type: ignore[misc]
+            self.__init__(self._has_news, self._places)  # type: ignore[misc]
         if current_loop() is None:
             asyncio.set_event_loop(self._loop)
+
+    def have_threads(self, places: int) -> None:
+        """See that what so many calls or rows do by `asyncio.to_thread` runs at once, if role code hasn't."""
+        self._places = places
+        if places > _ASYNCIOS_LEAST and getattr(self._loop, "_default_executor", None) is self._threads:
+            self._threads = ThreadPoolExecutor(max(places, min(32, (os.cpu_count() or 1) + 4)), "asyncio")
+            self._loop.set_default_executor(self._threads)
 
     def begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it up to its first await: async calls start in order."""

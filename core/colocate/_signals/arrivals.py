@@ -1,0 +1,93 @@
+"""`Arrivals`: what comes for threads and tasks that wait for it, of which no interruption loses anything.
+
+A signal's handler may raise between any two lines of who takes one, also of the main thread's. So it is taken into a
+list in one step (`at_once.py`), and whoever is interrupted puts the contents of that list back, as the first thing in
+an `except` clause: `come.extendleft(mine)`, before which Python runs no handler.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from colocate._signals.off_main import SLICE_S
+
+if TYPE_CHECKING:
+    import asyncio
+
+T = TypeVar("T")
+_ONCE: tuple[tuple[Any, ...]] = ((),)
+
+
+class Arrivals(Generic[T]):
+    """Each goes to one of those that wait, all of whom hear of the end.
+
+    Attributes:
+        come: Those that nobody has taken, in order.
+        is_over: Whether no others will come.
+    """
+
+    def __init__(self) -> None:
+        self.come: deque[T] = deque()
+        self.is_over = False
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    def put(self, item: T) -> None:
+        """Have one taken. On any thread; it doesn't block."""
+        self.come.append(item)
+        self.wake()
+
+    def end(self) -> None:
+        """No others will come."""
+        self.is_over = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Have all that wait look again: something has come, or was put back."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiting.popleft()()
+
+    def take(self, into: deque[T]) -> bool:
+        """Move the next one into a list, in one step; False where there is none."""
+        try:
+            into.extend(starmap(self.come.popleft, _ONCE))
+        except IndexError:
+            return False
+        return True
+
+    def wait(self, at_most_s: float = SLICE_S) -> None:
+        """Wait until there is something to see, or for a while: a signal may have come just before."""
+        lock = _thread.allocate_lock()
+        lock.acquire()
+        self._waiting.append(lock.release)
+        try:
+            if not (self.come or self.is_over):
+                lock.acquire(timeout=at_most_s)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(lock.release)
+
+    async def wait_async(self) -> None:
+        """Wait until there is something to see."""
+        import asyncio
+
+        event = asyncio.Event()
+        wake = partial(_set, asyncio.get_running_loop(), event)
+        self._waiting.append(wake)
+        try:
+            if not (self.come or self.is_over):
+                await event.wait()
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(wake)
+
+
+def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,300 @@
+"""`Stream`: what the rows of a call are read from on the driver, by any number of threads and tasks.
+
+A signal's handler may raise between any two lines of who reads: the row that it has taken is put back, and found by who
+reads next. What follows the end of a call is done on another thread, once.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+from colocate._calls.pending import PendingCall, half_read
+from colocate._calls.rows import RowsCall, left_out
+from colocate._role.rows import RowStream
+from colocate._signals.arrivals import Arrivals
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main, who_waits
+from colocate._system.numbers import plural
+from colocate._system.tracebacks import is_of_handler
+from colocate._views.asked import Asked
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate.errors import ClosedError, ColocateError, GroupRestarted
+
+_log = logging.getLogger("colocate")
+_Ended: TypeAlias = tuple[RowsCall, int | None, tuple[int, Any] | None]
+"""A row of a call that has ended, and what who reads it gets, once that was made; or a call of which no others come."""
+
+
+class _Reader:
+    """Who has read a stream last; while nobody has, the thread that has opened it, where that blocks."""
+
+    def __init__(self) -> None:
+        self._thread = weakref.ref(threading.current_thread())  # idents are used again
+        self._task: weakref.ref[Any] | None = None
+
+    def note(self) -> None:
+        """It is who asks."""
+        self._thread, self._task = weakref.ref(threading.current_thread()), _task()
+
+    def is_here(self, awaits: bool) -> bool:
+        """See `pending.Reader`."""
+        if self._thread() is not who_waits():
+            return False
+        return not awaits or (self._task is not None and self._task == _task())
+
+
+def _task() -> weakref.ref[Any] | None:
+    asyncio = sys.modules.get("asyncio")
+    try:
+        task = None if asyncio is None else asyncio.current_task()
+    except (RuntimeError, AttributeError):  # no loop runs here; or another thread just imports it
+        return None
+    return None if task is None else weakref.ref(task)
+
+
+class Stream(RowStream[Any]):
+    """The rows of a call on the driver."""
+
+    def __init__(self, asked: Asked, is_ahead: bool) -> None:
+        self._is_closed = self._is_told = False
+        self._asked = asked
+        self._is_ahead = is_ahead
+        self._arrivals: Arrivals[_Ended] = Arrivals()
+        self._reader = _Reader()
+        self._done: set[int] = set()
+        self._why: BaseException | None = None  # why no others will come, where that is an error
+        self._call: RowsCall
+        self._calls: list[RowsCall] = []  # it, and those of before a restart
+        self._unended: list[RowsCall] = []  # it, until somebody has seen to its end
+        try:
+            asked.begin(range(asked.count), is_ahead, self._hear)
+        except BaseException:
+            self._arrivals.end()
+            if (call := getattr(self, "_call", None)) is not None:  # one has been made, and perhaps sent
+                half_read.pop(call, None)
+                asked.worker_group.services.timers.soon(call.withdraw)
+            raise
+        if len(self._done) == asked.count:
+            half_read.pop(self._call, None)
+
+    def _hear(self, call: RowsCall) -> None:
+        """A call is about to be sent: from now on its rows come here."""
+        self._call = call
+        self._calls.append(call)
+        self._unended.append(call)
+        call.is_read, call.heard = True, partial(_heard, self._arrivals)
+        call._then(call.heard)
+        if self._is_ahead:
+            half_read[call] = self._reader
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._done)} of {plural(self._asked.count, 'row')} read"
+        return f"<stream of {self._asked.label}, {state}>"
+
+    def __next__(self) -> tuple[int, Any]:
+        self._reader.note()
+        mine: deque[_Ended] = deque()
+        end: BaseException | None = None
+        waits = False
+        try:
+            while (end := self._end(StopIteration, waits)) is None:
+                if not self._arrivals.take(mine):
+                    self._before_waiting(awaits=False)
+                    waits = True
+                    self._arrivals.wait()
+                elif (found := self._taken(mine)) is not None:
+                    return found
+                elif mine:
+                    off_main(partial(self._see_to_end, mine[0][0]), in_any_case=True)
+                    mine.clear()
+            raise end
+        except BaseException as error:
+            self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
+            self._is_told, end = self._is_told or error is end, None  # which has this frame
+            self._arrivals.wake()
+            raise
+
+    async def __anext__(self) -> tuple[int, Any]:
+        self._reader.note()
+        mine: deque[_Ended] = deque()
+        end: BaseException | None = None
+        waits = False
+        try:
+            while (end := self._end(StopAsyncIteration, waits)) is None:
+                if not self._arrivals.take(mine):
+                    self._before_waiting(awaits=True)
+                    waits = True
+                    await self._arrivals.wait_async()
+                elif (found := self._taken(mine)) is not None:
+                    return found
+                elif mine:
+                    import asyncio
+
+                    await asyncio.to_thread(self._see_to_end, mine[0][0])
+                    mine.clear()
+            raise end
+        except BaseException as error:
+            self._arrivals.come.extendleft(mine)  # likewise
+            self._is_told, end = self._is_told or error is end, None
+            self._arrivals.wake()
+            raise
+
+    def close(self) -> None:
+        """See `RowStream.close`."""
+        if self._is_closed or self._arrivals.is_over:
+            return
+        self._is_closed = True  # first: who makes another call meanwhile looks at it afterwards
+        self._let_go(self._call)
+        self._arrivals.end()  # others may wait
+
+    def _let_go(self, call: RowsCall) -> None:
+        """Nobody reads its rows any more."""
+        worker_group = self._asked.worker_group
+        half_read.pop(call, None)
+        if worker_group.forked:
+            return
+        if not call.done():
+            worker_group.services.timers.soon(call.withdraw)
+        call._then(partial(_tell_failure, worker_group))
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, RuntimeError):  # it was never sent; the interpreter ends
+            self.close()
+
+    # -- what comes next
+
+    def _end(self, kind: type[BaseException], waits: bool) -> BaseException | None:
+        """What who reads is told when no row will come: why, if that is an error that nobody was told, or they wait."""
+        self._call._check_fork()
+        if self._is_closed:
+            return ClosedError(f"the stream of {self._asked.label} was closed, and is read")
+        if not self._arrivals.is_over or self._arrivals.come:
+            return None
+        if self._why is None or (self._is_told and not waits):
+            return kind()
+        return copy.copy(self._why) if isinstance(self._why, ColocateError) else self._why
+
+    def _before_waiting(self, awaits: bool) -> None:
+        self._call.tell_read()  # who was to tell may have been interrupted
+        if not awaits:
+            refuse_to_wait(self._asked.label)
+        if half_read:
+            self._call.refuse_behind_stream(awaits)
+
+    def _taken(self, mine: deque[_Ended]) -> tuple[int, Any] | None:
+        """The row that was taken; None where that is no row, or its error is raised when the call has ended."""
+        call, row, found = mine[0]
+        if row is None:
+            return None
+        if found is None:
+            if not self._is_usable(call, row):
+                mine.clear()
+                return None
+            try:
+                mine[0] = call, row, (found := (row, call.value_of(row)))
+            except ColocateError as error:
+                if is_of_handler(error):
+                    raise
+                self._why = error  # it can't be rebuilt: the others end
+                self._let_go(call)
+                self._arrivals.come.clear()
+                self._arrivals.end()
+                mine.clear()
+                return None
+        self._done.add(row)
+        call.note_read(row)
+        if len(self._done) == self._asked.count:
+            half_read.pop(call, None)
+        return found
+
+    def _is_usable(self, call: RowsCall, row: int) -> bool:
+        end = call.ends.get(row)
+        return end is not None and (end[2] is None or self._asked.options.on_error == "return")
+
+    # -- the end of a call; not on the main thread
+
+    def _see_to_end(self, call: RowsCall) -> None:
+        """Find out what becomes of the rows that haven't ended: they begin once more, or it is told why not."""
+        if self._is_closed or not self._claims(call):
+            return
+        half_read.pop(call, None)
+        asked, error, missing = self._asked, call._failure() or call.failure, self._missing()
+        if error is None and missing:
+            error = left_out(call, len(missing))
+        again = [row for row in missing if asked.tries.get(row)] if isinstance(error, GroupRestarted) else []
+        if again and (again == missing or asked.options.on_error == "return"):
+            self._give_up([row for row in missing if row not in again], call, error)
+            self._begin_anew(again, call)
+        else:
+            self._conclude(missing, call, error)
+
+    def _claims(self, call: RowsCall) -> bool:
+        """Whether it is the caller who sees to a call's end: nobody else does, or has."""
+        try:
+            self._unended.remove(call)
+        except ValueError:
+            return False
+        return True
+
+    def _missing(self) -> list[int]:
+        """The rows that haven't ended; in this order, as others read meanwhile."""
+        return [
+            row
+            for row in range(self._asked.count)
+            if not (any(self._is_usable(call, row) for call in self._calls) or row in self._done)
+        ]
+
+    def _give_up(self, rows: Sequence[int], call: RowsCall, error: BaseException | None) -> None:
+        """An error stands in the places of rows."""
+        if isinstance(error, ColocateError):
+            for row in rows:
+                call.ends[row] = call.targets[0], None, error
+                _heard(self._arrivals, call, row)
+
+    def _conclude(self, missing: Sequence[int], call: RowsCall, error: BaseException | None) -> None:
+        """No others come."""
+        if self._asked.options.on_error == "return" and isinstance(error, ColocateError):
+            self._give_up(missing, call, error)
+        else:
+            self._why = self._why or error
+        self._arrivals.end()
+
+    def _begin_anew(self, rows: Sequence[int], call: RowsCall) -> None:
+        """The group was restarted: its workers are given the rows that had not ended.
+
+        Why not is told to who reads next: who waits for this may have given up.
+        """
+        try:
+            self._asked.worker_group.restarts.wait(None, notes=False)
+            if self._is_closed:
+                return
+            self._asked.begin(rows, self._is_ahead, self._hear, is_again=True)
+        except BaseException as error:
+            if self._call is call or self._claims(self._call):
+                self._conclude(rows, self._call, error)
+            return
+        if self._is_closed:  # meanwhile, perhaps before there was this call
+            self._let_go(self._call)
+
+
+def _heard(arrivals: Arrivals[_Ended], call: Any, row: int | None = None) -> None:
+    arrivals.put((call, row, None))
+
+
+def _tell_failure(worker_group: WorkerGroup, call: PendingCall) -> None:
+    """The call of a stream that was closed is over: nobody else is told that it has failed."""
+    error = call._error or call.failure
+    if error is None or error is worker_group.failure or (isinstance(error, ColocateError) and error._told):
+        return
+    if not isinstance(error, (ClosedError, GroupRestarted)):
+        text = f"{call.label} of group {worker_group.name!r}, whose stream was closed, has failed: {error}"
+        worker_group.services.printer.soon(lambda: _log.error(text))
