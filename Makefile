@@ -39,7 +39,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 .venv/docs/.installed: EXTRA := docs
 .venv/demo/.installed .venv/docs/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRA)]'
+	@echo "$(@D) gets colocate with what its extra '$(EXTRA)' needs, this once;$(if $(filter ppo,$(EXTRA)), most of that is torch:) pip shows what it downloads"
+	$(@D)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRA)]'
 	touch $@
 
 demo: $(DEMO)/.installed  ## train the PPO example: warm-up, then PPO, about a minute on two cores

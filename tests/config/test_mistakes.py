@@ -544,3 +544,18 @@ def test_what_roles_and_jobs_check_themselves(write: Write) -> None:
         "line 11: groups.policy.roles.fourth.use: what checks its options raised ArithmeticError: no idea",
         "line 12: job.with.steps: more than policy (5)",
     ]
+
+
+def test_a_module_that_is_not_installed(write: Write, tmp_path: Path) -> None:
+    """It is one mistake, however many roles and jobs need it; modules that are misspelt are one each."""
+    (tmp_path / "needing.py").write_text("import nothing_like_torch\n")
+    roles = {name: {"use": f"needing:{name}"} for name in "abc"}
+    config: dict[str, Any] = {
+        "pools": {"main": {"slots": 1}},
+        "groups": {"g": {"pool": "main", "roles": roles}},
+        "job": "needing:train",
+    }
+    write("")
+    assert "No module named 'nothing_like_torch'" in only(config)
+    config["groups"]["g"]["roles"] = {name: {"use": f"neding:{name}"} for name in "abc"}
+    assert len(mistakes(config)) == 4

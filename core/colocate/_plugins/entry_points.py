@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
@@ -241,10 +242,12 @@ def _cure(entry: EntryPoint, error: BaseException) -> str | None:
         return None
     if entry.name in extras_of(entry.dist):
         return distribution_line(owner, entry.name)
-    for project, extra in _requirements(entry.dist):
-        if project == _normalized(missing):
-            return distribution_line(owner, extra)
-    return None
+    required = list(_requirements(entry.dist))
+    extras = [extra for project, extra in required if project == _normalized(missing)]
+    if not extras:
+        return None
+    sizes = Counter(extra for _, extra in required)
+    return distribution_line(owner, min(extras, key=lambda extra: sizes[extra]))  # the one that brings least
 
 
 def needed_by_extra(owner: str, extra: str) -> Mapping[str, str | None]:

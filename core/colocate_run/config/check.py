@@ -82,6 +82,16 @@ def _names(config: Config, document: Document) -> None:
             document.wrong(place, problem)
 
 
+def _missing(error: PluginError, place: Place, document: Document) -> None:
+    """Note what can't be had; where a module that isn't installed is why, it is one mistake however many need it."""
+    cause = error.__cause__
+    if isinstance(cause, ModuleNotFoundError) and cause.name and f"module {cause.name} " not in error.message:
+        if cause.name in document.lacking:
+            return
+        document.lacking.add(cause.name)
+    document.wrong(place, error.message)
+
+
 def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:
     why = trust.objection(use)
     if why is not None:
@@ -96,7 +106,7 @@ def _executor(config: Config, trust: Trust, document: Document) -> type[Executor
     try:
         executor = find_executor(config.executor.use)
     except PluginError as error:
-        document.wrong(("executor", "use"), error.message)
+        _missing(error, ("executor", "use"), document)
         return None
     arguments, given = _connect_arguments(executor), config.executor.with_
     _with(arguments, given, ("executor",), document)
@@ -140,7 +150,7 @@ def _job(config: Config, classes: Mapping[tuple[str, str], type], trust: Trust, 
     try:
         function = find_job(config.job.use).load()
     except PluginError as error:
-        document.wrong(("job", "use"), error.message)
+        _missing(error, ("job", "use"), document)
     else:
         arguments = arguments_of(function, f"job {config.job.use}", skip=1)
         for name, value in config.job.with_.items():
@@ -164,7 +174,7 @@ def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Do
     try:
         factory = find_observer(observer.use).load()
     except PluginError as error:
-        document.wrong((*place, "use"), error.message)
+        _missing(error, (*place, "use"), document)
         return
     _with(arguments_of(factory, observer.use), observer.with_, place, document)
     for name in observer.with_:
@@ -326,7 +336,7 @@ def _role(
     try:
         cls = find_role(role.use).load()
     except PluginError as error:
-        document.wrong((*place, "use"), error.message)
+        _missing(error, (*place, "use"), document)
         return None
     arguments = arguments_of(cls, role.use)
     _harmless(trust, cls, role.with_, place, document)

@@ -43,6 +43,7 @@ class Document:
     # arguments that a command-line option gives and the config doesn't name
     unfounded: set[Place] = attrs.field(factory=set)
     withheld: dict[Place, str] = attrs.field(factory=dict)  # values with secrets of the environment, as written
+    lacking: set[str] = attrs.field(factory=set)  # modules that aren't installed
     mistakes: list[Mistake] = attrs.field(factory=list)  # what is wrong
     warnings: list[Mistake] = attrs.field(factory=list)  # what is right, and hardly meant
 
