@@ -166,10 +166,12 @@ class Tasks:
 
     async def _until_news(self) -> None:
         self._waits = True  # before looking: whoever brings news after that wakes this
+        if self._has_news():
+            self._waits = False
+            return
         woken = asyncio.Task(self._woken.wait(), loop=self._loop, name=_OWN)
         try:
-            if not self._has_news():
-                await asyncio.wait([*self._running.values(), woken], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*self._running.values(), woken], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._waits = False
             woken.cancel()
