@@ -43,6 +43,10 @@ class Link(Owned, abc.ABC):
         """Withdraw a call from all ranks, if none has begun it."""
 
     @abc.abstractmethod
+    def failed(self, call: PendingCall, error: BaseException) -> None:
+        """Have it told that a call has failed, unless somebody asks."""
+
+    @abc.abstractmethod
     def is_paused(self, role: str) -> bool:
         """Whether a background role is paused."""
 
