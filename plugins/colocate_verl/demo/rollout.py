@@ -82,7 +82,6 @@ class Answers:
         self.digits = torch.tensor(self.tokenizer.convert_tokens_to_ids(list("0123456789")))
         self.weights = Path(config.actor_rollout_ref.rollout.custom["weights"])
         self.reward = get_custom_reward_fn(config)
-        self.generator = torch.Generator().manual_seed(0)
 
     @classmethod
     def create(cls, config: Any, **_: Any) -> Answers:
@@ -90,8 +89,12 @@ class Answers:
         return cls(config)
 
     @torch.no_grad()
-    def answer(self, messages: Any, about: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Sample an answer to each of some messages; prompts are padded on the left, answers are of one length."""
+    def answer(self, step: int, messages: Any, about: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Sample an answer to each of some messages; prompts are padded on the left, answers are of one length.
+
+        The step seeds the draws: a run that is resumed draws what it would have drawn.
+        """
+        generator = torch.Generator().manual_seed(step)
         self.model.load_state_dict(torch.load(self.weights))
         texts = [
             self.tokenizer.apply_chat_template(list(row), tokenize=False, add_generation_prompt=True)
@@ -103,7 +106,7 @@ class Answers:
         for _ in range(RESPONSE):
             places = (mask.cumsum(1) - 1).clamp(min=0)
             logits = self.model(input_ids=tokens, attention_mask=mask, position_ids=places).logits[:, -1]
-            new = torch.multinomial(logits.softmax(-1), 1, generator=self.generator)
+            new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
         responses = tokens[:, width:]
         reward = torch.zeros(responses.shape)
@@ -142,7 +145,8 @@ class Answers:
         return self._of_v0(batch) if isinstance(batch, DataProto) else self._of_v1(batch)
 
     def _of_v0(self, batch: DataProto) -> DataProto:
-        answers = self.answer(batch.non_tensor_batch["raw_prompt"], self._about(batch.non_tensor_batch))
+        rows, step = batch.non_tensor_batch, batch.meta_info["global_steps"]
+        answers = self.answer(step, rows["raw_prompt"], self._about(rows))
         nothing = np.array([{} for _ in range(len(batch))], dtype=object)
         others = {"multi_modal_inputs": nothing, "__num_turns__": np.full(len(batch), 2, dtype=np.int32)}
         return DataProto(TensorDict(answers, batch_size=len(batch)), others, {"timing": {}, "reward_extra_keys": []})
@@ -152,7 +156,7 @@ class Answers:
 
         uids, step = list(batch["uid"]), tu.get(batch, "global_steps")
         about = [known for known in self._about(batch) for _ in range(self.times)]
-        answers = self.answer([row for row in batch["raw_prompt"] for _ in range(self.times)], about)
+        answers = self.answer(step, [row for row in batch["raw_prompt"] for _ in range(self.times)], about)
         of_each = {"num_turns": 2, "multi_modal_inputs": {}}
         versions = {"global_steps": step, "min_global_steps": step - 1, "max_global_steps": step - 1}
         rows, keys, tags = [], [], []
