@@ -125,7 +125,8 @@ def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield before, "model."
         elif isinstance(each, peft.PeftModel | peft.PeftMixedModel):
             if not isinstance(each.base_model, tuners.BaseTuner):
-                kind = " and ".join(sorted({str(config.peft_type.value) for config in each.peft_config.values()}))
+                configs = cast("Any", each.peft_config).values()
+                kind = " and ".join(sorted({str(config.peft_type.value) for config in configs}))
                 raise ConfigError(
                     f"adapters of {path or 'the model'}: {kind} is nothing that weights can have{_ADVICE}"
                 )

@@ -250,7 +250,7 @@ class Seeded(Role):
         return self.ctx.call_seed
 
     @method(dispatch=PerRank("gate"))
-    def wait(self, gate: Address | None) -> None:
+    def wait(self, gate: Any) -> None:
         if gate is not None:
             pass_gate(gate)
 
