@@ -16,7 +16,7 @@ from colocate.worker.serving.tasks import Tasks
 @pytest.fixture
 def tasks() -> Iterator[Tasks]:
     asyncio.set_event_loop(asyncio.new_event_loop())
-    found = Tasks(lambda: False)
+    found = Tasks(lambda: False, 0)
     yield found
     found.close()
     asyncio.set_event_loop(None)
@@ -76,3 +76,18 @@ def test_it_is_waited_for_without_looking_again_and_again(tasks: Tasks) -> None:
     waits.join()
     assert timeouts[count - 1] is None
     assert not left.done()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("steps", range(6))
+def test_the_end_of_a_call_ends_the_wait(tasks: Tasks, steps: int) -> None:
+    """However soon it comes, also before the loop has come to wait: another call may begin then."""
+
+    async def call() -> None:
+        for _ in range(steps):
+            await asyncio.sleep(0)
+
+    tasks.begin(1, call())
+    if len(tasks):
+        tasks.wait()
+    assert not len(tasks)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import CoroutineType, FrameType, GeneratorType
 from typing import Any
@@ -115,7 +115,8 @@ class Tasks:
 
     def wait(self) -> None:
         """Run them, and what role code has left, until one is done or there are news."""
-        self._turn(self._until_news())
+        # Those of now: one may end before the loop comes to wait, and its end lets the next call begin.
+        self._turn(self._until_news([*self._running.values()]))
 
     def look(self) -> None:
         """Have the lane look around, as soon as all have come to await something."""
@@ -164,14 +165,14 @@ class Tasks:
             with contextlib.suppress(SystemExit, KeyboardInterrupt, RuntimeError, asyncio.CancelledError):
                 self._loop.run_until_complete(task)
 
-    async def _until_news(self) -> None:
+    async def _until_news(self, running: Sequence[asyncio.Task[None]]) -> None:
         self._waits = True  # before looking: whoever brings news after that wakes this
         if self._has_news():
             self._waits = False
             return
         woken = asyncio.Task(self._woken.wait(), loop=self._loop, name=_OWN)
         try:
-            await asyncio.wait([*self._running.values(), woken], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*running, woken], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._waits = False
             woken.cancel()
