@@ -345,8 +345,8 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "any-checkpoint",
             "A group comes back from its own checkpoint, and not from one that has taken its place.",
             f"{_WORKER}/serving/checkpoint.py",
-            '(place / RECORD).read_text(encoding="utf-8"))) == identity',
-            '(place / RECORD).read_text(encoding="utf-8"))) != ""',
+            "return identity_of(_record(place)) == identity",
+            'return identity_of(_record(place)) != ""',
             "tests/found/test_found.py::test_found[restore_mixed.py-processes]",
         ),
         Mutant(

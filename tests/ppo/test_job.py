@@ -54,6 +54,9 @@ class Recorder:
     def total(self, steps: int) -> None:
         assert steps >= 0
 
+    def progress(self, done: int, total: int) -> None:
+        assert 0 <= done <= total
+
     def show(self, title: str, rows: Iterable[dict[str, str]]) -> None:
         self.tables[title] = list(rows)
 

@@ -385,7 +385,7 @@ def test_wrong_calls(group: colocate.ColocatedGroup) -> None:
     view = group.role("shares")
     with pytest.raises(DispatchError, match=r"prompt 1 is str, and no list of token ids"):
         view.generate([[1], "two"])
-    with pytest.raises(RoleError, match=r"generate\(samples=0\): at least one"):
+    with pytest.raises(RoleError, match=r"generate\(samples=0\): a whole number, at least 1"):
         view.generate(PROMPTS, 0)
     with pytest.raises(ConfigError, match=r"Sampling\(top_p=2\): a number from 0 to 1"):
         Sampling(top_p=2)

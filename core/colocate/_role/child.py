@@ -279,8 +279,8 @@ class Child:
             ChildDied: It has ended, or wasn't ready in time; then it was ended.
         """
         until = time.monotonic() + within
-        last = ""
         asked = _Asked(self, ready) if callable(ready) else None
+        last = "it wasn't asked yet" if asked is None else asked.last
         while ready is not None and not self._expected:
             if not self.alive:
                 raise self._error()

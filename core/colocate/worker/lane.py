@@ -74,7 +74,7 @@ class Work(CallState):
 
     def forget(self) -> None:
         """Let go of what is a user's, as it is over: its role remembers its last call, and so do tasks begun in it."""
-        self.watches, self.raised = {}, None
+        self.watches, self.raised, self.role = {}, None, None
 
 
 class Stand(Work):

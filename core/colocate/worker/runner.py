@@ -101,6 +101,7 @@ class Runner:
             worker_context.instances[build.name] = role.instance
             places = [spec.concurrency for spec in role.methods.values() if spec.is_async]
             worker_context.lane_for(build.name).have_places(max(places, default=0))
+            role.shares_numbers = worker_context.in_process and len(builds) > 1
         if message.restored is not None:
             for role in list(worker_context.roles.values()):
                 try:

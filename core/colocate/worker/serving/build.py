@@ -160,8 +160,6 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         setting, settings, own = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
     role = RoleInstance(build.name, instance, methods, ctx, setting, settings, build.keeps_addresses, own=own)
-    if worker_context.in_process:
-        role.beside = worker_context.roles
     if build.weights is not None:
         role.received = Received(build.weights[0])
         role.received.fail(build.weights[1])

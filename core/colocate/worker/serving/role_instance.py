@@ -37,8 +37,8 @@ class RoleInstance:
     keeps_addresses: bool = False  # whether what its constructor has made on a GPU keeps its addresses when it sleeps
     received: Received | None = None  # the weights that it has from another role; None where it has its own
     own: Own | None = None  # its default generators and switches; None where these are the driver's, or of another lane
-    # where its process is the driver's, the roles of its slot, until somebody was told that it seeds for all of them
-    beside: Mapping[Any, RoleInstance] | None = None
+    # whether its process is the driver's, and others have roles of it, until somebody was told that it seeds for all
+    shares_numbers: bool = attrs.field(default=False, init=False)
     # how many operations of process groups it has begun in the calls that have ended
     operations: int = attrs.field(default=0, init=False)
     # its methods by name, each with what errors and stacks call it
@@ -133,7 +133,7 @@ class RoleInstance:
         """Run code of the role's, with torch set as it is for the role."""
         setting = self.setting
         setting.have(self.settings or self._of_all())
-        if self.beside:
+        if self.shares_numbers:
             code = partial(self._unseeded, code)
         try:
             return code(*args)
@@ -147,8 +147,8 @@ class RoleInstance:
         try:
             return code(*args)
         finally:
-            if torch is not None and torch.initial_seed() != seed and len(self.beside or ()) > 1:
-                self.beside = None
+            if torch is not None and torch.initial_seed() != seed:
+                self.shares_numbers = False
                 _log.warning(
                     "role %r of group %r has seeded torch's default generator, which all roles and the driver share on "
                     "threads: each time they go on with the same numbers. With connect(processes=True), on Ray and on "
