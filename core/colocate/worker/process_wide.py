@@ -114,7 +114,9 @@ class ProcessWide:
         """Have a role's generators go on with what was saved."""
         own.seed = saved["seed"]
         for each in self._generators:
-            own.states[each.name] = each.from_plain(saved[each.name]) if each.name in saved else None
+            own.states.pop(each.name, None)
+            if each.name in saved:
+                own.states[each.name] = each.from_plain(saved[each.name])
             if own is self.now and each.is_there():
                 _put(each, own)
 
