@@ -51,9 +51,10 @@ class Trainer(Role):
 
 with connect() as runtime, runtime.reserve(slots=2) as pool:
     for how in ("returned", "attribute", "hidden", "process"):
-        folder = Path(tempfile.mkdtemp(), "one")
         # A process of torch's needs the default group.
-        with pool.spawn({"trainer": colocate.role(Trainer, how).on(default_group=how == "process")}) as group:
+        roles = {"trainer": colocate.role(Trainer, how).on(default_group=how == "process")}
+        with tempfile.TemporaryDirectory() as made, pool.spawn(roles) as group:
+            folder = Path(made, "one")
             trainer = group.role("trainer", Trainer)
             trainer.step()
             found = attempt(group.checkpoint, folder)
