@@ -27,8 +27,8 @@ NEIGHBOURS = {"before": colocate.role(Numbers), "after": colocate.role(Numbers, 
 
 
 def apart(drawn: list[list[float]]) -> bool:
-    """Whether no generator has given a number twice."""
-    return all(len({each[column] for each in drawn}) == len(drawn) for column in range(LIBRARIES))
+    """Whether no number was given twice, by one generator or by two."""
+    return len({number for each in drawn for number in each}) == LIBRARIES * len(drawn)
 
 
 class RandomNumbers(TensorCase):

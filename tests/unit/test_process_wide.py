@@ -1,0 +1,44 @@
+"""Generators of a role whose libraries are imported amid its code, and those that a checkpoint doesn't have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+SCRIPT = """
+import json, random, sys
+from colocate.worker.process_wide import ProcessWide, own_of
+wide, own, other = ProcessWide("cpu"), own_of(0, "group", "role", 0, 0), own_of(0, "group", "other", 0, 0)
+wide.have(own)
+saved = wide.saved(own)  # by a run that had no other library yet
+assert not {"numpy.random", "torch"} & sys.modules.keys()
+if sys.argv[1] == "restored":
+    random.random()
+    wide.restore(own, json.loads(json.dumps(saved)))
+drawn = [random.random()]
+import torch
+wide.came()
+drawn.append(float(torch.rand(())))
+import numpy.random
+wide.came()  # torch's goes on
+drawn += [float(torch.rand(())), float(numpy.random.rand())]
+wide.have(other)
+torch.manual_seed(0)
+wide.have(own)
+print(json.dumps([*drawn, random.random(), float(torch.rand(())), float(numpy.random.rand())]))
+"""
+
+
+def drawn(how: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_libraries_that_come_amid_role_code() -> None:
+    """Their generators begin with the role's seed, once: a second run draws the same, also one that was restored."""
+    first = drawn("begun")
+    assert len({*first}) == len(first) == 7
+    assert drawn("begun") == drawn("restored") == first
