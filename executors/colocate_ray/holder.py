@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ import ray
 import colocate
 from colocate.executor import Request
 from colocate.gpus import SHOWING
-from colocate.keeper import Keeper, die_with, difference
+from colocate.keeper import Keeper, die_with, difference, readable
 from colocate.wire import LOOPBACK
 from colocate_ray.nodes import natural
 from colocate_ray.terms import Cluster, tls_of_environment
@@ -135,7 +134,7 @@ def end_process(pid: int, created: float | None) -> None:
             process.wait()
             deadline = time.monotonic() + _BELOW_ENDS_WITHIN_S
             for descriptor in filter(None, below):
-                select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+                readable(descriptor, max(0.0, deadline - time.monotonic()))
     except psutil.NoSuchProcess:
         return
 

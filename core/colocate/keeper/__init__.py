@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from colocate._protocol.requests import Request, Requests
     from colocate._protocol.versions import difference
     from colocate._system.libc import die_with
+    from colocate._system.readable import readable
     from colocate._system.threads import Thread
     from colocate.executor import Lease
     from colocate.keeper import forks
@@ -44,6 +45,7 @@ _HOMES = {
     "colocate._protocol.requests": ("Request", "Requests"),
     "colocate._protocol.versions": ("difference",),
     "colocate._system.libc": ("die_with",),
+    "colocate._system.readable": ("readable",),
     "colocate._system.threads": ("Thread",),
     "colocate.executor": ("Lease",),
     "colocate.keeper.adoption": (
@@ -102,6 +104,7 @@ __all__ = [
     "look_inside",
     "message",
     "read",
+    "readable",
 ]
 
 

@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from colocate._system.ends import hear_of_ends, wait_for
 from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.limits import FORKS_WITHIN_S, TEMPLATE_IDLE_S
+from colocate._system.readable import readable
 from colocate.gpus import SHOWING
 from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted, different
 
@@ -204,7 +204,7 @@ class _Template:
                     os.close(folder)
             finally:
                 os.close(theirs)
-            if not select.select([answer], [], [], FORKS_WITHIN_S)[0]:
+            if not readable(answer, FORKS_WITHIN_S):
                 self.end()
                 raise NoFork(f"the template hasn't answered for {FORKS_WITHIN_S:g} s, and was ended")
             pid, _, why = os.read(answer, 4096).decode(errors="replace").partition(" ")
@@ -226,7 +226,7 @@ class _Template:
     @property
     def ended(self) -> bool:
         """Whether it has ended: nothing is ever said by it, so whatever can be read is its end."""
-        return self.sock.fileno() < 0 or bool(select.select([self.sock], [], [], 0)[0])
+        return self.sock.fileno() < 0 or readable(self.sock.fileno(), 0)
 
     def end(self) -> None:
         """End it, if it hasn't, and wait for that. What it has forked goes on."""

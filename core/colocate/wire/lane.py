@@ -17,6 +17,7 @@ from colocate._definitions.packed import Packed
 from colocate._signals import at_once
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
+from colocate._system.readable import readable
 from colocate.wire.framing import Frame, Head, Posted, Reader, Sending, encode
 from colocate.wire.tls import secured
 
@@ -166,9 +167,7 @@ class SocketLane:
         """
         if self._finished:
             return
-        arrived = select.poll()  # Not select: it can't take descriptors from 1024 on.
-        arrived.register(self._sock, select.POLLIN)
-        while not self._finished and arrived.poll(0):
+        while not self._finished and readable(self._sock.fileno(), 0):
             self._on_events(select.EPOLLIN)
         self._finish(reason)
 

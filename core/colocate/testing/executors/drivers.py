@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
+from colocate._system.readable import readable
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.gate import Gate
@@ -59,8 +59,8 @@ class Driver:
         said = self.process.stdout.fileno()
         deadline = time.monotonic() + PATIENCE_S
         while b"\n" not in self._heard:
-            ready, _, _ = select.select([said], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"the script has said nothing for {PATIENCE_S:g} s"
+            left_s = max(0.0, deadline - time.monotonic())
+            assert readable(said, left_s), f"the script has said nothing for {PATIENCE_S:g} s"
             more = os.read(said, 2**16)
             assert more, "the script has ended, or closed its output, and had more to say"
             self._heard += more
@@ -200,6 +200,27 @@ class Drivers(Scripted):
                 say([group.role("main").value(3), group[Child].value(3), group[Beside].value(0)])
             """)
         assert driver.hear() == [[33, 33], [-33, -33], [42, 42]]
+        assert driver.end() == (0, "")
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_many_open_files(self, scripts: Scripts) -> None:
+        """A driver with more than a thousand of them gets workers, and ends them: `select` couldn't take their numbers.
+
+        Forks of a template, and those that aren't, for a variable that Python reads at its start.
+        """
+        driver = scripts.start("""
+            import resource
+
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
+            held = [open(os.devnull) for _ in range(1100)]
+            with CONNECT as runtime:
+                for env in (None, {"PYTHONHASHSEED": "7"}):
+                    with runtime.reserve(2, cpus=0, env=env) as pool:
+                        say(pool.spawn(ROLES).role("echo").noop())
+            """)
+        assert (driver.hear(), driver.hear()) == ([None, None], [None, None])
         assert driver.end() == (0, "")
 
     def test_nobody_closed(self, scripts: Scripts) -> None:

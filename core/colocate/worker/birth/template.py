@@ -93,11 +93,14 @@ class Template:
     def run(self) -> None:
         """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""
         gc.disable()
+        news = select.poll()  # not select: it can't take descriptors from 1024 on
+        for each in (self._sock.fileno(), self._reads):
+            news.register(each, select.POLLIN)
         told: list[str] = []
         descriptors: list[int] = []
         while True:
             gc.freeze()  # what is here is never garbage, and a collector that looked at it would write into it
-            ready = select.select([self._sock.fileno(), self._reads], [], [], _QUIET_S if told else None)[0]
+            ready = dict(news.poll(_QUIET_S * 1000 if told else None))
             if self._reads in ready:
                 told += os.read(self._reads, select.PIPE_BUF).decode().split()
                 continue
