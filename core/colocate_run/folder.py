@@ -8,7 +8,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class RunFolder:
     """runs/<name>, or <name>-2, <name>-3 … when that exists."""
 
     path: Path  # where it is (absolute)
+    check: Callable[[], object] = attrs.field(default=lambda: None, kw_only=True)  # raises if it is another driver's
     _metrics: GrowingFile | None = attrs.field(default=None, init=False)
 
     @classmethod
@@ -48,18 +49,22 @@ class RunFolder:
         return next(path for name in names if not (path := self.path / name).exists())
 
     @classmethod
-    def latest(cls, name: str, root: Path) -> RunFolder:
-        """The newest folder of this name that has a complete checkpoint."""
+    def of_name(cls, name: str, root: Path) -> list[RunFolder]:
+        """The folders of this name, newest first."""
         pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
         named = [(pattern.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
         numbered = sorted(((int(found[1] or 1), path) for found, path in named if found), reverse=True)
-        for _, path in numbered:
-            folder = cls(path.absolute())
-            # A folder demo-2 may also be the first of a config that is called so.
-            if folder.checkpoints() and folder.is_of(name):
-                return folder
+        folders = [cls(path.absolute()) for _, path in numbered]
+        return [each for each in folders if each.is_of(name)]  # demo-2 may also be the first of a config called so
+
+    @classmethod
+    def latest(cls, name: str, root: Path) -> RunFolder:
+        """The newest folder of this name that has a complete checkpoint."""
+        if found := next((each for each in cls.of_name(name, root) if each.checkpoints()), None):
+            return found
         raise ConfigError(
-            f"nothing to resume: no complete checkpoint of {name!r} in {root.absolute()}; run it without --resume"
+            f"nothing to resume: no complete checkpoint of {name!r} in {root.absolute()}; run it without --resume, or "
+            "with --resume=auto, which begins where there is none"
         )
 
     def config(self) -> str:
@@ -123,6 +128,7 @@ class RunFolder:
         """A folder to write into, which becomes the checkpoint of a step when the block ends well."""
         with atomic_folder(self.of(step)) as part:
             yield part
+            self.check()
         for _, path in self.checkpoints()[:-keep]:
             shutil.rmtree(path)
 

@@ -20,6 +20,7 @@ from colocate_run.screen import Stage
 if TYPE_CHECKING:
     from colocate import ColocatedGroup, Pool, Runtime
     from colocate_report.record import RunRecord
+    from colocate_run.recording import Resume
 
 
 @attrs.frozen(eq=False)
@@ -38,15 +39,15 @@ class Launched:
     groups: Mapping[str, ColocatedGroup]
     start_up: float = 0.0
 
-    def run(self, *, resume: bool = False, quiet: bool = False) -> RunRecord:
+    def run(self, *, resume: Resume = False, quiet: bool = False) -> RunRecord:
         """Run the config's job to its end.
 
         Args:
-            resume: Go on from the last complete checkpoint of a run of this name.
+            resume: Go on from the last complete checkpoint of a run of this name; "auto": if there is one.
             quiet: Whether nothing is shown; the run's folder gets everything either way.
 
         Raises:
-            ConfigError: There is no job, or nothing to resume.
+            ConfigError: There is no job, or nothing to resume, or another driver writes into that run's folder.
         """
         from colocate_run.log import RunLog
         from colocate_run.recording import begin, execute

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 
@@ -28,6 +28,7 @@ from colocate_run.config.schema import Config
 from colocate_run.config.secrets import config_text, without_secrets
 from colocate_run.environment import environment, origin
 from colocate_run.folder import RunFolder
+from colocate_run.lock import LOCK, FolderLock, locked
 from colocate_run.log import RunLog, tail_of
 from colocate_run.observing import RunObservers
 from colocate_run.run import Run, StopSignals
@@ -35,6 +36,9 @@ from colocate_run.screen import Screen
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup
+
+Resume: TypeAlias = Literal[False, True, "auto"]
+"""Whether a run goes on from the last complete checkpoint of its name; "auto": if there is one."""
 
 
 @attrs.define(eq=False)
@@ -69,17 +73,19 @@ class Begun:
         return not self.is_here or (self.job is not None and isinstance(error, KeyboardInterrupt))
 
 
-def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> AbstractContextManager[Begun]:
+@contextlib.contextmanager
+def begin(config: Config, log: RunLog, *, resume: Resume, screen: Screen) -> Iterator[Begun]:
     """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there."""
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
     function = find_job(config.job.use).load()
     options = arguments_of(function, config.job.use, skip=1).built(config.job.with_)
-    folder, step, metrics = _folder(config.name, resume)
-    folder.write("config.yaml", config.dump())
-    plain = without_secrets(config.plain())
-    begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, lambda run: function(run, **options))
-    return _in_its_folder(begun, log, config.observe)
+    with _folder(config.name, resume, screen) as (folder, step, metrics):
+        folder.write("config.yaml", config.dump())
+        plain, job = without_secrets(config.plain()), lambda run: function(run, **options)
+        begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, job)
+        with _in_its_folder(begun, log, config.observe):
+            yield begun
 
 
 def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float) -> RunRecord:
@@ -298,13 +304,34 @@ def _never_started(begun: Begun, started: float) -> RunRecord:
     )
 
 
-def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
+@contextlib.contextmanager
+def _folder(name: str, resume: Resume, screen: Screen) -> Iterator[tuple[RunFolder, int | None, list[Row]]]:
+    """A block in which a run has its folder for itself; with the step that it goes on from, and what it had logged."""
     root = Path("runs")
-    if not resume:
-        return RunFolder.create(name, root), None, []
-    folder = RunFolder.latest(name, root)
-    step, _ = folder.checkpoints()[-1]
-    return folder, step, [*folder.rewind(step)]
+    with contextlib.ExitStack() as stack:
+        found = _to_resume(name, root, resume, screen) if resume else None
+        folder = found or RunFolder.create(name, root)
+        folder.check = stack.enter_context(locked(folder.path, screen.say)).check
+        step = folder.checkpoints()[-1][0] if found else None
+        yield folder, step, [] if step is None else folder.rewind(step)
+
+
+def _to_resume(name: str, root: Path, resume: Resume, screen: Screen) -> RunFolder | None:
+    """Return the folder to go on in; None for "auto" where there is none."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if task is not None and not re.search(rf"(?<!\d){re.escape(task)}(?!\d)", name):
+        raise ConfigError(
+            f"this is task {task} of an array of jobs, in which all runs are called {name!r}: it might go on with "
+            "another one's; give each its own, name: %s-${SLURM_ARRAY_TASK_ID}" % name
+        )
+    if resume == "auto":
+        folders = RunFolder.of_name(name, root)
+        if not any(each.checkpoints() for each in folders):
+            for each in folders:  # one of them may be about to write its first
+                if (each.path / LOCK).exists():
+                    FolderLock.take(each.path, screen.say).release()
+            return None
+    return RunFolder.latest(name, root)
 
 
 def _report(record: RunRecord, error: str | None = None) -> Path:

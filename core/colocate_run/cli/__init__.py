@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 app = typer.Typer(
     name="colocate",
@@ -80,19 +82,41 @@ def root(
     """Several roles fused into one process per GPU, on Ray, on Dask or on your own machine."""
 
 
-@app.command()
+class Resume(StrEnum):
+    """How a run is resumed."""
+
+    last = "last"
+    auto = "auto"
+
+
+class _Run(TyperCommand):
+    """Takes `--resume` and `--resume=auto`; click's own optional values would take the file for one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--resume=last" if each == "--resume" else each for each in args])
+
+
+@app.command(cls=_Run)
 def run(
     file: File,
     executor: Executor = None,
     changes: Changes = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    resume: Annotated[
+        Resume | None,
+        typer.Option(
+            "--resume",
+            metavar="[=auto]",
+            help="Go on from the last complete checkpoint; with =auto, begin where there is none.",
+        ),
+    ] = None,
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
     """Run the job of a config."""
     from colocate_run.cli.run import run_job
 
-    raise typer.Exit(run_job(file, executor, changes or [], resume=resume, json=json, allow_import=not no_import))
+    how: Literal[False, True, "auto"] = False if resume is None else True if resume is Resume.last else "auto"
+    raise typer.Exit(run_job(file, executor, changes or [], resume=how, json=json, allow_import=not no_import))
 
 
 @app.command()

@@ -16,14 +16,14 @@ from colocate_report.record import RunRecord
 from colocate_run.cli.output import error_data, guarded, load, print_json
 from colocate_run.launch import opened
 from colocate_run.log import RunLog
-from colocate_run.recording import begin, execute
+from colocate_run.recording import Resume, begin, execute
 from colocate_run.screen import Screen, Unread
 
 _LOST = "everything is closed, what came after the last checkpoint is lost"
 
 
 def run_job(
-    file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool, allow_import: bool = True
+    file: Path, executor: str | None, changes: Iterable[str], *, resume: Resume, json: bool, allow_import: bool = True
 ) -> int:
     """Run a config's job."""
     try:
@@ -44,7 +44,7 @@ def run_job(
 
 @guarded
 def _run(
-    file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool, allow_import: bool
+    file: Path, executor: str | None, changes: Iterable[str], *, resume: Resume, json: bool, allow_import: bool
 ) -> int:
     screen, log = Screen(quiet=json), RunLog()
     # What a job prints must not get between a script and the JSON it waits for.

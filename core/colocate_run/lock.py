@@ -1,0 +1,208 @@
+"""One driver per run's folder: a lock of the kernel's, and a beat for machines among which it doesn't hold."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+
+from colocate.driver import Thread
+from colocate.errors import ClosedError, ConfigError
+
+LOCK = "lock.json"
+"""Its name in the folder."""
+
+BEAT_S = 5.0
+"""How often a driver shows that it lives."""
+
+WATCHED_S = 3 * BEAT_S
+"""A driver of another machine that hasn't shown it for so long is gone."""
+
+NAMED_WITHIN_S = 1.0
+"""Who has got the lock has written its name soon."""
+
+_log = logging.getLogger("colocate")
+
+
+@attrs.define(eq=False)
+class FolderLock:
+    """A driver's lock of a run's folder: `lock.json` in there, with the driver's name and a beat, for as long as it lives."""
+
+    _path: Path
+    _file: int
+    _owner: dict[str, Any]
+    _process: int = attrs.field(factory=os.getpid, init=False)
+    _over: threading.Event = attrs.field(factory=threading.Event, init=False)
+
+    @classmethod
+    def take(cls, folder: Path, say: Callable[[str], None] = lambda text: None) -> FolderLock:
+        """Be the one driver that writes into a folder.
+
+        Args:
+            folder: The run's.
+            say: Is told why this takes a while.
+
+        Raises:
+            ConfigError: Another driver writes into it; the message has its machine, process and job.
+        """
+        path = folder / LOCK
+        while True:
+            _watch(folder, path, say)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                # By the process, not by the file as it was opened: children that were forked don't keep it.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                os.close(file)
+                raise _refused(folder, _named(path)) from None
+            except OSError:  # a file system without locks: the beat has to do
+                pass
+            if _is_there(path, file):
+                break
+            os.close(file)  # whoever had it has removed it meanwhile
+        owner = {
+            "host": platform.node(),
+            "boot": _boot(),
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+        }
+        if (job := os.environ.get("SLURM_JOB_ID")) is not None:
+            owner["job"] = job
+        lock = cls(path, file, owner)
+        os.ftruncate(file, 0)
+        lock._beat(0)
+        Thread(target=lock._beats, name="colocate-lock").start()
+        return lock
+
+    def check(self) -> None:
+        """Raise unless the folder is this driver's still: it was silent for so long that another one has taken it.
+
+        Raises:
+            ClosedError: It isn't.
+        """
+        with contextlib.suppress(OSError):
+            found = _parsed(os.pread(self._file, 4096, 0))
+            if _is_there(self._path, self._file) and {**found, "beat": 0} == {**self._owner, "beat": 0}:
+                return
+        by = _name(_read(self._path))
+        raise ClosedError(f"{self._path.parent} isn't this driver's any more: {by} has taken it", closed_by=by)
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self._process != os.getpid():
+            return
+        self._over.set()
+        with contextlib.suppress(OSError):
+            if _is_there(self._path, self._file):
+                self._path.unlink()
+        os.close(self._file)
+
+    def _beats(self) -> None:
+        beat, failed = 0, False
+        while not self._over.wait(BEAT_S):
+            beat += 1
+            try:
+                self.check()
+                self._beat(beat)
+            except (OSError, ClosedError) as error:
+                if not failed:
+                    _log.warning("the lock of a run's folder: %s", error)
+                failed = True
+
+    def _beat(self, number: int) -> None:
+        # Always as many bytes: who reads meanwhile finds one or the other.
+        os.pwrite(self._file, json.dumps({**self._owner, "beat": f"{number:012d}"}).encode(), 0)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
+    """A block in which this is the one driver that writes into a folder. See `FolderLock.take`."""
+    lock = FolderLock.take(folder, say)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _watch(folder: Path, path: Path, say: Callable[[str], None]) -> None:
+    """Wait until it is sure that no driver of another machine writes: the kernel's lock may hold on each one alone."""
+    found = _read(path)
+    if not found:
+        return
+    if found.get("boot") == _boot():
+        if _lives(found):  # to which the kernel would give its lock again, where that is this process
+            raise _refused(folder, found)
+        return
+    say(f"{_name(found)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
+    until = time.monotonic() + WATCHED_S
+    while time.monotonic() < until:
+        time.sleep(BEAT_S / 20)
+        now = _read(path)
+        if not now:
+            return
+        if now != found:
+            raise _refused(folder, now)
+
+
+def _named(path: Path) -> dict[str, Any]:
+    """Return what a lock says of its driver, which may be about to write it."""
+    until = time.monotonic() + NAMED_WITHIN_S
+    while not (found := _read(path)) and time.monotonic() < until:
+        time.sleep(NAMED_WITHIN_S / 100)
+    return found
+
+
+def _lives(owner: dict[str, Any]) -> bool:
+    with contextlib.suppress(psutil.Error, KeyError, TypeError):
+        return psutil.Process(owner["pid"]).create_time() == owner["started"]
+    return False
+
+
+def _refused(folder: Path, owner: dict[str, Any]) -> ConfigError:
+    return ConfigError(
+        f"{folder} is being written by {_name(owner)}; wait for its end, or give this run a name of its own "
+        "(in an array of jobs, name: demo-${SLURM_ARRAY_TASK_ID})"
+    )
+
+
+def _name(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another driver"
+    job = f" (job {owner['job']})" if "job" in owner else ""
+    return f"the driver with pid {owner.get('pid')} on {owner.get('host')}{job}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a lock says of its driver; nothing where there is none."""
+    with contextlib.suppress(OSError):
+        return _parsed(path.read_bytes())
+    return {}
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _is_there(path: Path, file: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file))
+    return False
+
+
+def _boot() -> str:
+    """Return what this machine calls the time since it was started, in which a lock of its kernel holds."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

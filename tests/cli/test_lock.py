@@ -1,0 +1,206 @@
+"""One driver per run's folder, `--resume=auto`, and arrays of jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import CommandLine
+
+from colocate.errors import ClosedError, ConfigError
+from colocate.testing.waiting import wait_until
+from colocate_run import lock
+from colocate_run.folder import RunFolder
+from colocate_run.lock import LOCK, FolderLock, locked
+
+CONFIG = """
+    groups: {}
+    job: {use: "counting:job"}
+"""
+# Each step waits for a file; one that is forked in the job outlives it.
+COUNTING = """
+    import os
+    import time
+    from pathlib import Path
+
+    def job(run, forks=False):
+        begun = 0 if run.resumed is None else int((run.resumed / "step").read_text())
+        if forks and os.fork() == 0:
+            while os.getppid() == run_pid:
+                time.sleep(0.01)
+            Path("orphan").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+            os._exit(0)
+        with run.checkpoint(begun + 1) as directory:
+            (directory / "step").write_text(str(begun + 1))
+        run.log(begun + 1, begun=begun)
+        (run.directory / "waits").touch()
+        while not Path("go").exists():
+            time.sleep(0.01)
+
+    run_pid = os.getpid()
+"""
+
+
+@pytest.fixture
+def counting(colocate: CommandLine) -> CommandLine:
+    colocate.write("counting.py", COUNTING)
+    colocate.write("demo.yaml", CONFIG)
+    return colocate
+
+
+def waits(colocate: CommandLine, name: str = "demo") -> None:
+    wait_until((colocate.folder / "runs" / name / "waits").exists, "the job has begun")
+
+
+def begun(colocate: CommandLine, name: str = "demo") -> list[int]:
+    lines = (colocate.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["begun"] for line in lines]
+
+
+class TestOneDriver:
+    @pytest.mark.parametrize("how", ["--resume", "--resume=auto"])
+    def test_others_are_refused_by_name(self, counting: CommandLine, how: str) -> None:
+        """Whoever has the folder goes on; nothing of it is touched."""
+        (counting.folder / "go").touch()
+        assert counting("run", "demo.yaml").returncode == 0
+        for each in ("go", "runs/demo/waits"):
+            (counting.folder / each).unlink()
+        drivers = [counting.start("run", "demo.yaml", how, SLURM_JOB_ID="42") for _ in range(3)]
+        wait_until(lambda: sum(each.poll() is not None for each in drivers) == 2, "two have ended")
+        waits(counting)
+        (winner,) = (each for each in drivers if each.poll() is None)
+        (counting.folder / "go").touch()
+        for each in drivers:
+            _, told = each.communicate()
+            if each is winner:
+                assert each.returncode == 0, told
+            else:
+                assert each.returncode == 1
+                assert re.search(
+                    rf"runs/demo is being written by the driver with pid {winner.pid} on \S+ \(job 42\)", told
+                )
+        assert begun(counting) == [0, 1]
+        assert not (counting.folder / "runs" / "demo" / LOCK).exists()
+        assert [path.name for path in (counting.folder / "runs").iterdir()] == ["demo"]
+
+    def test_a_first_run_has_its_folder_too(self, counting: CommandLine) -> None:
+        """Before and after its first checkpoint; by auto nobody begins beside it."""
+        first = counting.start("run", "demo.yaml")
+        waits(counting)
+        for how in ("--resume", "--resume=auto"):
+            done = counting("run", "demo.yaml", how)
+            assert done.returncode == 1
+            assert f"is being written by the driver with pid {first.pid}" in done.stderr
+        for path in (counting.folder / "runs" / "demo" / "checkpoints").iterdir():
+            path.rename(counting.folder / path.name)
+        done = counting("run", "demo.yaml", "--resume=auto")
+        assert done.returncode == 1
+        assert f"is being written by the driver with pid {first.pid}" in done.stderr
+        (counting.folder / "go").touch()
+        first.communicate()
+        assert [path.name for path in (counting.folder / "runs").iterdir()] == ["demo"]
+
+    def test_who_was_killed_has_it_no_more(self, counting: CommandLine) -> None:
+        """Also where a child of the driver's lives on."""
+        first = counting.start("run", "demo.yaml", "--set", "+job.with.forks=true")
+        waits(counting)
+        first.kill()
+        first.wait()
+        wait_until((counting.folder / "orphan").exists, "the child is alone")
+        second = counting.start("run", "demo.yaml", "--resume")
+        wait_until(lambda: begun(counting) == [0, 1] or second.poll() is not None, "it goes on")
+        assert json.loads((counting.folder / "runs" / "demo" / LOCK).read_bytes())["pid"] == second.pid
+        (counting.folder / "go").touch()
+        assert second.wait() == 0
+        for each in (first, second):
+            each.communicate()
+
+
+class TestOtherMachines:
+    """On whose file system the kernel's locks may not hold: their beat tells."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        monkeypatch.setattr(lock, "BEAT_S", 0.02)
+        monkeypatch.setattr(lock, "WATCHED_S", 0.5)
+        self.write(tmp_path, 0)
+        yield tmp_path
+
+    def write(self, folder: Path, beat: int) -> None:
+        owner = {"host": "n7", "boot": "another", "pid": 1, "started": 0.0, "job": "42", "beat": f"{beat:012d}"}
+        (folder / LOCK).write_text(json.dumps(owner))
+
+    def test_one_that_beats_is_refused_by_name(self, folder: Path) -> None:
+        said: list[str] = []
+        beater = threading.Thread(target=lambda: (wait_until(lambda: said, "it watches"), self.write(folder, 1)))
+        beater.start()
+        with pytest.raises(ConfigError, match=r"being written by the driver with pid 1 on n7 \(job 42\)"):
+            FolderLock.take(folder, said.append)
+        beater.join()
+
+    def test_one_that_is_silent_loses_it(self, folder: Path) -> None:
+        """It is told at its next checkpoint, which doesn't count."""
+        FolderLock.take(folder).release()
+        with locked(folder, lambda text: None) as mine:
+            run = RunFolder(folder, check=mine.check)
+            with run.checkpoint(1):
+                pass
+            wait_until(lambda: b"3" in (folder / LOCK).read_bytes().rpartition(b"beat")[2], "it beats")
+            self.write(folder, 5)
+            with (
+                pytest.raises(ClosedError, match=r"the driver with pid 1 on n7 \(job 42\) has taken it"),
+                run.checkpoint(2),
+            ):
+                pass
+            assert [step for step, _ in run.checkpoints()] == [1]
+
+    @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"boot": 1}', b"\xff", b"[" * 10**5])
+    def test_a_lock_that_says_nothing(self, folder: Path, text: bytes) -> None:
+        """One that was cut short as its driver died."""
+        (folder / LOCK).write_bytes(text)
+        with locked(folder, lambda text: None):
+            with pytest.raises(ConfigError, match=f"pid {os.getpid()} "):
+                FolderLock.take(folder)
+        assert not (folder / LOCK).exists()
+
+
+class TestAuto:
+    def test_it_begins_where_there_is_nothing(self, counting: CommandLine) -> None:
+        """Then it goes on; plain `--resume` needs a checkpoint, wherever it stands among the arguments."""
+        (counting.folder / "go").touch()
+        done = counting("run", "--resume", "demo.yaml")
+        assert done.returncode == 1
+        assert "nothing to resume" in done.stderr
+        assert "--resume=auto" in done.stderr
+        for _ in range(2):
+            done = counting("run", "--resume=auto", "demo.yaml")
+            assert done.returncode == 0, done.stderr
+        assert begun(counting) == [0, 1]
+
+    def test_an_array_of_jobs(self, counting: CommandLine) -> None:
+        """Tasks of one name might go on with each other's runs; with names of their own each has its own."""
+        (counting.folder / "go").touch()
+        done = counting("run", "demo.yaml", "--resume=auto", SLURM_ARRAY_TASK_ID="3")
+        assert done.returncode == 1
+        assert "task 3 of an array" in done.stderr
+        assert "name: demo-${SLURM_ARRAY_TASK_ID}" in done.stderr
+        name = "name: ${NAME}-${SLURM_ARRAY_TASK_ID}"
+        counting.write("demo.yaml", name + "\ngroups: {}\njob: {use: 'counting:job'}\n")
+        for _ in range(2):
+            tasks = [
+                counting.start("run", "demo.yaml", "--resume=auto", NAME="d", SLURM_ARRAY_TASK_ID=str(task))
+                for task in range(4)
+            ]
+            for each in tasks:
+                assert each.wait() == 0, each.communicate()[1]
+                each.communicate()
+        assert sorted(path.name for path in (counting.folder / "runs").iterdir()) == ["d-0", "d-1", "d-2", "d-3"]
+        for task in range(4):
+            assert begun(counting, f"d-{task}") == [0, 1]
