@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +16,11 @@ from colocate._calls.pending import PendingCall
 from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ColocateError, GroupRestarted, PlacementError
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError
 from colocate.executor import Request, Reservation
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup
 
 
 def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are reserved anew, which is tried again; nobody spawns on them meanwhile."""
+    """They are reserved anew, once they can be, which isn't a try; nobody spawns on them meanwhile."""
     executor = runtime._node.services.executor
     reserve, asked, may = executor.reserve, threading.Event(), threading.Event()
     attempts: list[Request] = []
@@ -96,12 +97,12 @@ def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) 
         attempts.append(request)
         asked.set()
         assert may.wait(PATIENCE_S)
-        if len(attempts) == 1:
+        if len(attempts) < 4:
             raise PlacementError("there is no place")
         return reserve(request)
 
     with runtime.reserve(2) as pool:
-        group = pool[:1].spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+        group = pool[:1].spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
         monkeypatch.setattr(executor, "lost", lambda place: not attempts)  # what is reserved anew is there
         monkeypatch.setattr(executor, "reserve", refused_at_first)
         fail(group)
@@ -109,9 +110,40 @@ def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) 
         try:
             with pytest.raises(ColocateError, match="has lost slots with their node"):
                 pool[1:].spawn({"rows": colocate.role(Rows)})
+            may.set()
+            wait_until(lambda: len(attempts) > 1, "it is looked for again")
+            with pytest.raises(TimeoutError, match=r"restarting, and waits for slots .*: there is no place"):
+                group.wait_ready(0)
         finally:
             may.set()
         group.wait_ready(PATIENCE_S)
-        assert len(attempts) == 2
+        assert len(attempts) == 4
         assert group.role("lasting", Lasting).add() == [1]
         assert len(pool[1:].spawn({"rows": colocate.role(Rows)}).role("rows", Rows).seen([1])) == 1
+
+
+def test_slots_that_never_come(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group fails for good, when `regrow_timeout` is over, and says what was missing; closing waits for nothing."""
+    executor = runtime._node.services.executor
+
+    def refused(request: Request) -> Reservation:
+        raise PlacementError("there is no place")
+
+    with runtime.reserve(1, regrow_timeout=0.2) as pool, runtime.reserve(1, regrow_timeout=math.inf) as other:
+        group, waits = (
+            each.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1) for each in (pool, other)
+        )
+        monkeypatch.setattr(executor, "lost", lambda place: True)
+        monkeypatch.setattr(executor, "reserve", refused)
+        fail(group)
+        with pytest.raises(ColocateError) as caught:
+            group.wait_ready(PATIENCE_S)
+        assert "there is no place" in caught.value.__notes__[0]
+        fail(waits)
+        with pytest.raises(GroupRestarted):
+            waits.role("lasting", Lasting).add()
+        wait_until(lambda: waits._node.restarts._missing is not None, "it waits for slots")
+        waits.close()
+        with pytest.raises(ClosedError):
+            waits.wait_ready()
+        group.close()

@@ -23,13 +23,13 @@ from colocate._role.role import RoleSpec
 from colocate._signals.at_work import Section, refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
-from colocate._system.limits import REPLACED_EVERY_S
+from colocate._system.limits import LOOKS_FOR_SLOTS_EVERY_S, REGROWN_WITHIN_S, REPLACED_EVERY_S
 from colocate._system.numbers import amount_problem, limit, name_problem, shown, variable_problem
 from colocate._system.tracebacks import without_own_frames
 from colocate._worker_group.spawn import Declared, declare
 from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
 from colocate._worker_group.workforce import Worker
-from colocate.errors import ColocateError, ConfigError, Mistake, PlacementError, PlacementTimeout
+from colocate.errors import ColocateError, ConfigError, Mistake, PlacementError
 from colocate.executor import OwnProcess, Place, Request, Reservation
 
 
@@ -43,16 +43,25 @@ class Slots(Home):
         reservation: What the executor has given; None before, and while lost slots are reserved anew.
         places: Where its slots lie.
         taken: The worker groups on each that isn't free; replaced by another mapping when one goes.
+        regrow_timeout: Seconds to wait for slots in the place of lost ones.
         epoch: How many drivers have commanded it.
         attachment: How this driver has it, if it was detached once.
         lock: Held while any of these changes.
     """
 
-    def __init__(self, connection: Connection, name: str, request: Request, budget: Budget) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        request: Request,
+        budget: Budget,
+        regrow_timeout: float = REGROWN_WITHIN_S,
+    ) -> None:
         super().__init__("pool", name, connection)
         self.connection = connection
         self.request = request
         self.budget = budget
+        self.regrow_timeout = regrow_timeout
         self.reservation: Reservation | None = None
         self.epoch = 1
         self.attachment: Attachment | None = None
@@ -60,6 +69,7 @@ class Slots(Home):
         self.taken: dict[int, tuple[WorkerGroup, ...]] = {}
         self.lock = Section()
         self._renewing = threading.Lock()  # held while lost slots are reserved anew, for all groups on them
+        self._regrows_until: Deadline | None = None  # when slots are lost, and others are waited for
         self.telling = threading.Lock()
         self.join()
 
@@ -118,48 +128,58 @@ class Slots(Home):
     def places_for(self, worker_group: WorkerGroup) -> list[Place]:
         """Return where a group's slots lie. If the cluster has lost some, all of the pool's are reserved anew.
 
-        Of groups that have lost the same slots the first does that, and the others find them.
+        Of groups that have lost the same slots the first does that, and the others find them. What doesn't fit, or can
+        never fit into the machines that are left, is waited for: others may come.
         """
-        with self._renewing:
-            self._renew(worker_group)
-        return [self.places[index] for index in worker_group.indices]
+        while True:
+            with self._renewing:
+                missing = self._renew(worker_group)
+                if missing is None:
+                    self._regrows_until = None
+                    worker_group.restarts.found()
+                    return [self.places[index] for index in worker_group.indices]
+                if self._regrows_until is None:
+                    self._regrows_until = Deadline(self.regrow_timeout)
+                    worker_group.restarts.waits_for(missing, self.regrow_timeout)
+                if self._regrows_until.is_over:
+                    missing.add_note(f"that was tried for {self.regrow_timeout:g} s (regrow_timeout)")
+                    raise missing
+                pause_s = self._regrows_until.at_most(LOOKS_FOR_SLOTS_EVERY_S)
+            worker_group.restarts.stopped_within(pause_s)
+            worker_group.refuse_closed()
 
-    def _renew(self, worker_group: WorkerGroup) -> None:
-        """Reserve all slots anew, if the cluster has lost some of a group's."""
+    def _renew(self, worker_group: WorkerGroup) -> PlacementError | None:
+        """Reserve all slots anew, if the cluster has lost some of a group's; return why they can't be had now."""
         executor = self.connection.services.executor
         given_back = self.reservation is None  # by an attempt before this one
         lost = [index for index in worker_group.indices if given_back or executor.lost(self.places[index])]
-        if lost:
-            for each in self.worker_groups:
-                if each is not worker_group and not set(lost).isdisjoint(each.indices):
-                    each.workforce.wait_lost()
-            with self.lock:
-                self.check()
-                gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
-                if self.attachment is not None:
-                    raise PlacementError(
-                        f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
-                        "such a pool isn't reserved anew"
-                    )
-                others = {each.name for each in self.worker_groups if each is not worker_group and each.live()}
-                if others:
-                    raise PlacementError(
-                        f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
-                        f"{', '.join(sorted(others))} lives on others of its slots"
-                    )
-                reservation, self.reservation = self.reservation, None
-            if reservation is not None:
-                executor.release(reservation)
-            deadline = Deadline(self.request.timeout)
-            while self.reservation is None:
-                self.check()  # whoever closes it doesn't wait for all of that time
-                within = deadline.at_most(REPLACED_EVERY_S)
-                try:
-                    self.hold(executor.reserve(attrs.evolve(self.request, timeout=within)))
-                except PlacementTimeout as error:
-                    if within < REPLACED_EVERY_S:
-                        error.add_note(f"that was tried for {self.request.timeout:g} s, since slot {gone} was lost")
-                        raise
+        if not lost:
+            return None
+        for each in self.worker_groups:
+            if each is not worker_group and not set(lost).isdisjoint(each.indices):
+                each.workforce.wait_lost()
+        with self.lock:
+            self.check()
+            gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
+            if self.attachment is not None:
+                raise PlacementError(
+                    f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
+                    "such a pool isn't reserved anew"
+                )
+            others = {each.name for each in self.worker_groups if each is not worker_group and each.live()}
+            if others:
+                raise PlacementError(
+                    f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
+                    f"{', '.join(sorted(others))} lives on others of its slots"
+                )
+            reservation, self.reservation = self.reservation, None
+        if reservation is not None:
+            executor.release(reservation)
+        try:
+            self.hold(executor.reserve(attrs.evolve(self.request, timeout=REPLACED_EVERY_S)))
+        except PlacementError as error:
+            return error
+        return None
 
     def unreserved(self, what: str = "") -> ColocateError:
         """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""

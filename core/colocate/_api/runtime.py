@@ -20,6 +20,7 @@ from colocate._role.budget import NO_BUDGET, Budget
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._signatures import options_of, path_text
+from colocate._system.limits import REGROWN_WITHIN_S
 from colocate._system.lines import at, caller
 from colocate._system.numbers import (
     amount_problem,
@@ -161,6 +162,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         detachable: bool = False,
         name: str | None = None,
         groups: int = 1,
+        regrow_timeout: float = REGROWN_WITHIN_S,
     ) -> Pool:
         """Reserve slots together, all or none.
 
@@ -180,6 +182,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             detachable: Whether the pool may be given to the cluster later.
             name: Name of the pool.
             groups: How many groups may share each slot at a time: each has a worker there, on the same devices.
+            regrow_timeout: Seconds that a restart (`on_failure="restart"`) waits for slots in the place of lost ones,
+                also for what can't fit before a machine has come; `math.inf` waits for ever.
 
         Raises:
             PlacementError: It can never fit; has a table of the nodes.
@@ -190,6 +194,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         connection.check()
         _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups)
         timeout = seconds(timeout, "reserve(timeout)")
+        regrow_timeout = seconds(regrow_timeout, "reserve(regrow_timeout)")
         if env:
             connection.require(OwnProcess, "set the environment of a worker (env=)")
         if detachable:
@@ -209,7 +214,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
-            slots = making.made(Slots(connection, chosen, request, budget))
+            slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout))
             try:
                 connection.check()  # again: who has closed it meanwhile didn't see the pool
                 with told_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):

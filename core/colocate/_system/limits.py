@@ -62,7 +62,9 @@ TOLD_AGAIN_AFTER_S = 5.0  # a call that goes on after its child's end is told on
 
 BACKOFF_S = 0.5  # before the second try; it doubles
 LONGEST_BACKOFF_S = 30.0  # before any try
+REGROWN_WITHIN_S = 600.0  # slots come in place of lost ones, unless the user says otherwise: as machines do in clouds
 REPLACED_EVERY_S = 2.0  # at a time, for slots in place of lost ones: who closes the pool meanwhile waits for that
+LOOKS_FOR_SLOTS_EVERY_S = 0.5  # whether there are some in place of lost ones, where the cluster lacks the machines
 
 # -- connections
 

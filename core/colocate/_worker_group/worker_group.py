@@ -32,6 +32,7 @@ from colocate._role.role import RoleInfo
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text, message_of, report_exception
 from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
+from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
 from colocate._worker_group.ledgers import Ledgers
@@ -40,7 +41,7 @@ from colocate._worker_group.saved import Checkpoint, Tag
 from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, WorkerDied
 from colocate.executor import Place, Request
 
 _log = logging.getLogger("colocate")
@@ -112,6 +113,7 @@ class Restarts:
         self.writing = threading.Lock()
         self._group = group
         self._used = 0
+        self._missing: PlacementError | None = None  # why slots in place of lost ones can't be had yet
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -139,7 +141,8 @@ class Restarts:
         deadline = Deadline(timeout)
         while True:
             if not group.life.wait_settled(deadline.left):
-                raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}")
+                why = "" if self._missing is None else f", and waits for slots in place of lost ones: {self._missing}"
+                raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}{why}")
             with group.order.lock:
                 if not group.life.is_settled:  # it has failed again just now
                     continue
@@ -219,6 +222,20 @@ class Restarts:
             self._thread.join(RESTART_ENDS_WITHIN_S)
 
     # -- on its thread
+
+    def waits_for(self, missing: PlacementError, timeout: float) -> None:
+        """Tell that slots in place of lost ones can't be had now, and are waited for."""
+        self._missing = missing
+        within = "" if timeout >= FOREVER_S else f" for {timeout:g} s at most (regrow_timeout)"
+        self._log(f"group {self._group.name!r} waits for slots in place of lost ones{within}: {message_of(missing)}")
+
+    def found(self) -> None:
+        """Note that none are missing."""
+        self._missing = None
+
+    def stopped_within(self, seconds: float) -> bool:
+        """Wait so long, unless the group is closed meanwhile; whether it is."""
+        return self._stopping.wait(seconds)
 
     def _main(self, cause: ColocateError) -> None:
         group = self._group

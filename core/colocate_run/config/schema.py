@@ -47,6 +47,7 @@ class PoolConfig:
         env: Environment variables, set in the worker before torch or a role is imported. With one that is read before
             that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
         groups: How many groups may share it; each has workers of its own on the same slots.
+        regrow_timeout: Seconds that a restart waits for slots in the place of lost ones.
     """
 
     slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
@@ -58,6 +59,7 @@ class PoolConfig:
     timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
     groups: int = 1
+    regrow_timeout: _Seconds = 600
 
 
 @attrs.frozen
