@@ -23,12 +23,17 @@ from colocate.wire import Posting as Posting
 
 @attrs.frozen
 class Node:
-    """A machine that an executor can place workers on. `cpus` None: not counted."""
+    """A machine that an executor can place workers on. `cpus` None: not counted.
+
+    `labels` and `resources` are those of an executor that is `Labelled`.
+    """
 
     name: str
     cpus: float | None = None
     gpus: int = 0
     host_memory_bytes: int | None = None
+    labels: Mapping[str, str] = attrs.field(factory=dict)
+    resources: Mapping[str, float] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -40,7 +45,8 @@ class Request:
         gpus: Whole GPUs of each.
         cpus: CPUs of each.
         host_memory_bytes: Memory of each, where the executor counts it; None for any.
-        strategy: "pack" (as few nodes as possible) or "spread" (as many).
+        strategy: "pack" (as few nodes as possible), "spread" (as many), "strict_pack" (one node) or "strict_spread" (a
+            node for each slot).
         timeout: Seconds to wait while they could fit but don't now.
         owner: Name of the pool, for messages.
         env: Environment variables of its workers (`Boot.env` again), for an executor that starts something early.
@@ -50,6 +56,10 @@ class Request:
         ports: The first and the last TCP port that may be listened on for it (`Keeper(ports=...)`); None for any.
         groups: How many groups may have a worker on each slot at a time; more than one only to an executor that has
             `SharedSlots`. They share what the slot holds: nothing is reserved for each.
+        labels: Labels that each one's node has; see `placement.matches` for what a value may be. These, `resources` and
+            `together` come only to an executor that is `Labelled`.
+        resources: How much each has of what its node offers besides, by name.
+        together: A label of which all of their nodes have one value; empty for none.
     """
 
     slots: int
@@ -64,6 +74,9 @@ class Request:
     detachable: bool = False
     ports: tuple[int, int] | None = None
     groups: int = 1
+    labels: Mapping[str, str] = attrs.field(factory=dict)
+    resources: Mapping[str, float] = attrs.field(factory=dict)
+    together: str = ""
 
 
 @attrs.frozen
@@ -371,6 +384,10 @@ class OwnProcess:
 
 class MultiNode:
     """Capability: slots may lie on several machines."""
+
+
+class Labelled:
+    """Capability: nodes have labels, and resources beyond CPUs, GPUs and memory, by which slots can be placed."""
 
 
 class SharedSlots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -19,35 +19,52 @@ class _Account:
     cpus: float
     devices: list[int]
     memory: float
+    resources: dict[str, float]
 
     @classmethod
     def of(cls, node: Node) -> _Account:
         infinite = float("inf")
         cpus = infinite if node.cpus is None else node.cpus
         memory = infinite if node.host_memory_bytes is None else node.host_memory_bytes
-        return cls(node, cpus, list(range(node.gpus)), memory)
+        return cls(node, cpus, list(range(node.gpus)), memory, dict(node.resources))
+
+    @property
+    def free(self) -> Node:
+        """What of the node is free."""
+        cpus = None if self.node.cpus is None else self.cpus
+        memory = None if self.node.host_memory_bytes is None else int(self.memory)
+        return attrs.evolve(
+            self.node, cpus=cpus, gpus=len(self.devices), host_memory_bytes=memory, resources=dict(self.resources)
+        )
 
     def fits(self, request: Request) -> int:
         """How many slots of a request fit here now."""
+        if not matches(self.node.labels, request.labels):
+            return 0
         counts = [
             self.cpus / request.cpus if request.cpus else float("inf"),
             len(self.devices) // request.gpus if request.gpus else float("inf"),
             self.memory / request.host_memory_bytes if request.host_memory_bytes else float("inf"),
+            *(self.resources.get(name, 0.0) / amount for name, amount in request.resources.items()),
         ]
         # A shade more than the quotient: 0.3 CPUs have room for three slots of 0.1, which 0.3 / 0.1 falls short of.
         return int(min(min(counts) + 1e-6, request.slots))
 
     def take(self, request: Request, device: Callable[[tuple[int, ...]], str]) -> Place:
-        self.cpus -= request.cpus
-        self.memory -= request.host_memory_bytes or 0
+        self._count(request, -1)
         devices = tuple(self.devices[: request.gpus])
         del self.devices[: request.gpus]
         return Place(self.node.name, devices, device(devices))
 
     def give(self, place: Place, request: Request) -> None:
-        self.cpus += request.cpus
-        self.memory += request.host_memory_bytes or 0
+        self._count(request, 1)
         self.devices = sorted([*self.devices, *place.devices])
+
+    def _count(self, request: Request, slots: int) -> None:
+        self.cpus += slots * request.cpus
+        self.memory += slots * (request.host_memory_bytes or 0)
+        for name, amount in request.resources.items():
+            self.resources[name] += slots * amount
 
 
 class Ledger:
@@ -146,21 +163,7 @@ class Ledger:
         ]
 
     def _table(self, request: Request) -> tuple[dict[str, str], ...]:
-        rows = []
-        for account in self._accounts:
-            node, memory = account.node, request.host_memory_bytes
-            total = free = None
-            if memory and node.host_memory_bytes is not None:
-                total, free = node.host_memory_bytes, account.memory
-            rows.append(
-                {
-                    "node": node.name,
-                    "wanted": wanted(request),
-                    "total": amounts(node.cpus, node.gpus, total),
-                    "free": amounts(None if node.cpus is None else account.cpus, len(account.devices), free),
-                }
-            )
-        return tuple(rows)
+        return table(request, [(account.node, account.free) for account in self._accounts])
 
 
 def can_ever_fit(nodes: Sequence[Node], request: Request) -> bool:
@@ -168,17 +171,64 @@ def can_ever_fit(nodes: Sequence[Node], request: Request) -> bool:
     return _assign([_Account.of(node) for node in nodes], request) is not None
 
 
+def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether a node has the labels that are wanted of it.
+
+    Args:
+        labels: The node's.
+        wanted: By name a value, or several as in "in(A100,H100)"; with a "!" before it any other, or none.
+    """
+    return all(_is_one_of(labels.get(name), value) for name, value in wanted.items())
+
+
+def _is_one_of(value: str | None, wanted: str) -> bool:
+    text = wanted.removeprefix("!")
+    several = text[3:-1].split(",") if text.startswith("in(") and text.endswith(")") else [text]
+    return (value in [each.strip() for each in several]) != wanted.startswith("!")
+
+
 def words(request: Request, how: str) -> str:
     """A request in words, before a table: "pool of 2 slots with 1 CPU each can never fit:"."""
     each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
     if request.host_memory_bytes:
         each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
-    return f"{request.owner or 'a pool'} of {request.slots} slots with {' and '.join(each)} each {how}:"
+    each += _named(request.resources)
+    listed = " and ".join([", ".join(each[:-1]), each[-1]] if each[1:] else each)
+    places = f", {found}," if (found := where(request)) else ""
+    return f"{request.owner or 'a pool'} of {request.slots} slots with {listed} each{places} {how}:"
+
+
+def where(request: Request) -> str:
+    """Where the slots of a request have to lie, in words; empty where anywhere will do."""
+    strict = {"strict_pack": "all on one node", "strict_spread": "each on a node of its own"}.get(request.strategy)
+    labels = f"on nodes with {_labels(request.labels)}" if request.labels else None
+    together = f"all of one {request.together}" if request.together else None
+    return ", ".join(filter(None, (labels, strict, together)))
+
+
+def _labels(labels: Mapping[str, str | None]) -> str:
+    return ", ".join(f"no {name}" if value is None else f"{name}={value}" for name, value in labels.items())
 
 
 def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
     """An account for each slot, or None."""
+    domains: dict[str | None, list[_Account]] = {}
+    for account in accounts:
+        if (found := account.node.labels.get(request.together)) is not None or not request.together:
+            domains.setdefault(found, []).append(account)
+    assigned = (_assign_among(each, request) for each in domains.values())
+    return next((each for each in assigned if each is not None), None)
+
+
+def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
+    """An account for each slot, or None, of such as may be had together."""
     room = {id(account): account.fits(request) for account in accounts}
+    if request.strategy == "strict_pack":
+        whole = next((account for account in accounts if room[id(account)] >= request.slots), None)
+        return None if whole is None else [whole] * request.slots
+    if request.strategy == "strict_spread":
+        own = [account for account in accounts if room[id(account)]]
+        return own[: request.slots] if len(own) >= request.slots else None
     if sum(room.values()) < request.slots:
         return None
     chosen: list[_Account] = []
@@ -195,15 +245,41 @@ def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | 
     return chosen
 
 
-def wanted(request: Request) -> str:
-    """What a request wants in all."""
-    memory = request.host_memory_bytes
-    return amounts(
-        request.cpus * request.slots, request.gpus * request.slots, memory * request.slots if memory else None
+def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[str, str], ...]:
+    """A row for each node: what is wanted in all, what the node has, and what of it is free.
+
+    Args:
+        request: What is wanted.
+        nodes: Each with what it has, and with what is free.
+    """
+    slots, memory = request.slots, (request.host_memory_bytes or 0) * request.slots
+    in_all = {name: amount * slots for name, amount in request.resources.items()}
+    whole = Node("", request.cpus * slots, request.gpus * slots, memory, resources=in_all)
+    return tuple(
+        {
+            "node": node.name,
+            "wanted": _amounts(whole, request),
+            "total": _amounts(node, request),
+            "free": _amounts(free, request),
+            **labels_column(node.labels, request),
+        }
+        for node, free in nodes
     )
 
 
-def amounts(cpus: float | None, gpus: int, memory: float | None = None) -> str:
-    """What there is of each kind, in words. `cpus` None: not counted; `memory` in bytes, None where nobody asks."""
-    words = f"{'any' if cpus is None else f'{cpus:g}'} CPU, {gpus} GPU"
-    return words if memory is None else f"{words}, {memory / 2**30:.1f} GiB"
+def labels_column(labels: Mapping[str, str], request: Request) -> dict[str, str]:
+    """The column of a table with those labels of a node that a request looks at; empty where it looks at none."""
+    asked = dict.fromkeys([*request.labels, *filter(None, [request.together])])
+    return {"labels": _labels({name: labels.get(name) for name in asked})} if asked else {}
+
+
+def _amounts(node: Node, request: Request) -> str:
+    """What there is of each kind that a request wants, in words."""
+    words = [f"{'any' if node.cpus is None else f'{node.cpus:g}'} CPU", f"{node.gpus} GPU"]
+    if request.host_memory_bytes and node.host_memory_bytes is not None:
+        words.append(f"{node.host_memory_bytes / 2**30:.1f} GiB")
+    return ", ".join(words + _named({name: node.resources.get(name, 0.0) for name in request.resources}))
+
+
+def _named(resources: Mapping[str, float]) -> list[str]:
+    return [f"{amount:g} {name}" for name, amount in resources.items()]

@@ -45,6 +45,9 @@ from colocate._signatures import (
 from colocate._system.numbers import amount_problem as amount_problem
 from colocate._system.numbers import duration_problem as duration_problem
 from colocate._system.numbers import gpus_problem as gpus_problem
+from colocate._system.numbers import labels_problem as labels_problem
 from colocate._system.numbers import name_problem as name_problem
+from colocate._system.numbers import resources_problem as resources_problem
+from colocate._system.numbers import together_problem as together_problem
 from colocate._system.numbers import variable_problem as variable_problem
 from colocate._values.mesh import parse_meshes as parse_meshes

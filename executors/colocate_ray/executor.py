@@ -21,6 +21,7 @@ from colocate.executor import (
     Executor,
     Host,
     HostEvents,
+    Labelled,
     Lease,
     MultiNode,
     Node,
@@ -58,7 +59,7 @@ LISTED_WITHIN_S = 10.0
 _Key = tuple[int, int]  # a slot: number of its reservation, index of its bundle
 
 
-class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
+class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
     """Workers on the machines of a Ray cluster, or of a private Ray on this one."""
 
     name = "ray"

@@ -14,10 +14,11 @@ from ray.experimental import internal_kv
 
 from colocate.errors import EngineError, PlacementError
 from colocate.executor import Node, Request
-from colocate.placement import amounts, can_ever_fit, wanted, words
+from colocate.placement import can_ever_fit, table, words
 
 _ANSWERS_WITHIN_S = 1.0
 _HEAD_ANSWERS_WITHIN_S = 4.0
+_COUNTED = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 class Nodes:
@@ -33,7 +34,7 @@ class Nodes:
 
     def offers(self) -> list[Node]:
         """What there is, whether free or not, ordered by name."""
-        return [self._offer(node["NodeID"], node["Resources"]) for node in self._alive()]
+        return [self._offer(node, node["Resources"]) for node in self._alive()]
 
     def name(self, node_id: str) -> str:
         """The name of a node."""
@@ -58,23 +59,19 @@ class Nodes:
 
     def fits_now(self, request: Request) -> bool:
         """Whether it would fit into what Ray says is free."""
-        free = _free()
-        return can_ever_fit(
-            [self._offer(node["NodeID"], free.get(node["NodeID"], {})) for node in self._alive()], request
-        )
+        return can_ever_fit([free for _, free in self._offers_and_free()], request)
 
     def table(self, request: Request) -> tuple[dict[str, str], ...]:
         """A row for each node: what is wanted in all, what the node has, what of it is free."""
-        free, memory = _free(), bool(request.host_memory_bytes)
-        return tuple(
-            {
-                "node": self.name(node["NodeID"]),
-                "wanted": wanted(request),
-                "total": _amounts_of(node["Resources"], memory),
-                "free": _amounts_of(free.get(node["NodeID"], {}), memory),
-            }
+        return table(request, self._offers_and_free())
+
+    def _offers_and_free(self) -> list[tuple[Node, Node]]:
+        """What each node has, and what of it is free."""
+        free = _free()
+        return [
+            (self._offer(node, node["Resources"]), self._offer(node, free.get(node["NodeID"], {})))
             for node in self._alive()
-        )
+        ]
 
     @staticmethod
     def holding(group_id: str) -> set[str]:
@@ -96,9 +93,11 @@ class Nodes:
                 self._names.setdefault(node["NodeID"], machine if alone else f"{machine}/{node['NodeID'][:6]}")
             return sorted(alive, key=lambda node: natural(self._names[node["NodeID"]]))
 
-    def _offer(self, node_id: str, resources: dict[str, float]) -> Node:
+    def _offer(self, node: dict[str, Any], resources: dict[str, float]) -> Node:
         cpus, gpus = resources.get("CPU", 0.0), int(resources.get("GPU", 0))
-        return Node(self._names[node_id], cpus, gpus, int(resources.get("memory", 0)))
+        further = {name: amount for name, amount in resources.items() if name not in _COUNTED}
+        name, memory = self._names[node["NodeID"]], int(resources.get("memory", 0))
+        return Node(name, cpus, gpus, memory, node["Labels"], further)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -133,11 +132,6 @@ def _free() -> dict[str, dict[str, float]]:
 
     ask: Callable[[], dict[str, dict[str, float]]] = state.available_resources_per_node
     return ask()
-
-
-def _amounts_of(resources: dict[str, float], memory: bool) -> str:
-    of_memory = resources.get("memory", 0.0) if memory else None
-    return amounts(resources.get("CPU", 0.0), int(resources.get("GPU", 0)), of_memory)
 
 
 def _every() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 import time
@@ -16,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import colocate
-from colocate.errors import ColocateError, EngineError, PlacementTimeout
+from colocate.errors import CapabilityError, ColocateError, EngineError, PlacementTimeout
 from colocate.executor import Node, Request, Running
 from colocate.gpus import indices
 from colocate.keeper import Thread
@@ -134,10 +135,9 @@ class Placing:
                 raise ColocateError(_WITHDRAWN)
             self._held[number] = held
         try:
-            bundles, strategy = [_bundle(request)] * request.slots, request.strategy.upper()
             name = f"{listing.PREFIX}{request.id}"
             with held.making():
-                held.group = placement_group(bundles, strategy, name=name)
+                held.group = placement_group([_bundle(request)] * request.slots, name=name, **_where(request))
             placed = _wait_placed(held, max(request.timeout, _SETTLES_WITHIN_S) if fits else request.timeout)
             slots = self._open(number, held, key) if placed else []
         except Exception:
@@ -317,8 +317,31 @@ class Placing:
 
 def _bundle(request: Request) -> dict[str, float]:
     bundle = {"CPU": request.cpus, "GPU": request.gpus, "memory": request.host_memory_bytes or 0}
+    bundle |= request.resources
     # A bundle has to hold something: a byte.
     return {name: amount for name, amount in bundle.items() if amount} or {"memory": 1}
+
+
+def _where(request: Request) -> dict[str, Any]:
+    """What tells Ray where a request's bundles have to lie.
+
+    Raises:
+        CapabilityError: This Ray can't be told.
+    """
+    strategy = request.strategy.upper()
+    found: dict[str, Any] = {"strategy": strategy}
+    if request.together:
+        if "topology_strategy" not in inspect.signature(placement_group).parameters:
+            raise CapabilityError(
+                f"Ray {ray.__version__} can't keep slots together by a label (together={request.together!r}): Ray 2.60 "
+                "can, on all machines of the cluster",
+                capability="Labelled",
+                executors=("ray",),
+            )
+        found = {"topology_strategy": {"ray.io/node-id": strategy, request.together: "STRICT_PACK"}}
+    if request.labels:
+        found["bundle_label_selector"] = [dict(request.labels)] * request.slots
+    return found
 
 
 def _wait_placed(held: Held, patience: float) -> bool:

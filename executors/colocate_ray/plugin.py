@@ -23,7 +23,7 @@ def colocate_about() -> About:
     return About(
         capabilities={
             **dict.fromkeys(("Detachable", "Watchable"), joined),
-            **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots"), "ray"),
+            **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots", "Labelled"), "ray"),
         },
         distributions=("ray",),
         joins="address",

@@ -40,7 +40,7 @@ def test_written_out() -> None:
         ({"pool": {}}, "Additional properties are not allowed ('pool' was unexpected)"),
         ({"pools": {"main": {}}}, "$.pools.main: 'slots' is a required property"),
         ({"pools": {"main": {"slots": "2"}}}, "$.pools.main.slots: '2' is not of type 'integer'"),
-        ({"pools": {"main": {"slots": 2, "strategy": "pac"}}}, "'pac' is not one of ['pack', 'spread']"),
+        ({"pools": {"main": {"slots": 2, "strategy": "pac"}}}, "'pac' is not one of ['pack', 'spread', "),
         ({"groups": {"a": {"pool": "main", "roles": {"b": 3}}}}, "$.groups.a.roles.b: 3 is not valid"),
     ],
 )

@@ -16,9 +16,9 @@ from ray.cluster_utils import Cluster
 def main() -> None:
     made: Any = Cluster
     spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # seconds of processor time
-    head = {"num_cpus": 2, "num_gpus": 1, **spared}
+    head = {"num_cpus": 2, "num_gpus": 1, "labels": {"zone": "a", "rack": "r"}, **spared}
     cluster = made(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=1, num_gpus=2)
+    cluster.add_node(num_cpus=1, num_gpus=2, labels={"zone": "b", "rack": "r"}, resources={"disk": 1})
     print(json.dumps({"address": cluster.address}), flush=True)
     third: Any = None
     for line in sys.stdin:

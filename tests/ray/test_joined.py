@@ -19,7 +19,8 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, ConfigError, EngineError
+from colocate.errors import CapabilityError, ColocateError, ConfigError, EngineError, PlacementError
+from colocate.executor import Request
 from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.lasting import Lasting
@@ -106,6 +107,44 @@ def test_spread(runtime: Runtime) -> None:
         right = pool[1].spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
         with left.first.keep([1, 2]) as kept:
             assert right.first(kept.ref) == [1, 2]
+
+
+def test_places(runtime: Runtime) -> None:
+    """Ray places slots by labels, further resources and strictly, as it is told; detachable pools too."""
+    offers = runtime._node.services.executor.nodes()
+    zones = {node.labels["zone"]: node.name for node in offers if "zone" in node.labels}
+
+    def nodes(slots: int, **where: Any) -> list[str]:
+        with runtime.reserve(slots, **where) as pool:
+            return [slot.node for slot in pool.slots]
+
+    for zone, node in zones.items():
+        for detachable in (False, True):
+            assert nodes(1, labels={"zone": zone}, detachable=detachable) == [node]
+        assert nodes(1, labels={"zone": f"!{zone}"}) != [node]
+    assert nodes(1, resources={"disk": 1}) == [zones["b"]]
+    assert nodes(2, strategy="strict_pack") == [zones["a"]] * 2
+    assert nodes(2, together="zone") == [zones["a"]] * 2
+    apart: list[dict[str, Any]] = [{}, {"together": "rack"}]
+    for more in apart:
+        assert sorted(nodes(2, strategy="strict_spread", **more)) == sorted(zones.values())
+    nevers: list[dict[str, Any]] = [{"slots": 2, "labels": {"zone": "b"}}, {"slots": 3, "together": "zone"}]
+    for never in nevers:
+        with pytest.raises(PlacementError, match="can never fit"):
+            runtime.reserve(**never)
+
+
+def test_without_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that is older than 2.60 lacks it, and says so."""
+    from colocate_ray import placing
+
+    monkeypatch.setattr(placing, "placement_group", lambda bundles, strategy="PACK", bundle_label_selector=None: None)
+    with pytest.raises(CapabilityError, match=r"together='zone'\): Ray 2\.60 can"):
+        placing._where(Request(2, together="zone"))
+    assert placing._where(Request(2, labels={"zone": "a"}, strategy="strict_spread")) == {
+        "strategy": "STRICT_SPREAD",
+        "bundle_label_selector": [{"zone": "a"}] * 2,
+    }
 
 
 def test_ranks_are_sorted(runtime: Runtime) -> None:

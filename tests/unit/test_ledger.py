@@ -1,6 +1,7 @@
 """The ledger for engines that keep none."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -50,3 +51,45 @@ def test_who_waits_for_a_node_that_is_gone(ledger: Ledger) -> None:
     waiter.join(PATIENCE_S)
     assert [isinstance(error, PlacementTimeout) for error in told] == [False]
     ledger.release(held)
+
+
+def test_places() -> None:
+    """Slots lie on nodes with the labels and the further resources that are wanted, together or apart."""
+    kinds = {"one": ("A100", "x"), "two": ("H100", "x"), "three": ("H100", "y"), "four": ("H100", "y")}
+    nodes = [
+        Node(name, 2, labels={"kind": kind, "domain": domain}, resources={"host": 1.5})
+        for name, (kind, domain) in kinds.items()
+    ]
+    ledger = Ledger([Node("none", 9), *nodes], lambda devices: "cpu")
+
+    def found(slots: int, **where: Any) -> list[str]:
+        held = ledger.reserve(Request(slots, timeout=0, **where))
+        ledger.release(held)
+        return [place.node for place in held.places]
+
+    assert found(2, labels={"kind": "A100"}) == ["one", "one"]
+    assert found(6, labels={"kind": "H100"}) == ["two", "two", "three", "three", "four", "four"]
+    assert found(2, labels={"kind": "in(V100, A100)", "domain": "x"}) == ["one", "one"]
+    assert found(1, labels={"kind": "!in(A100,H100)"}) == ["none"]
+    assert found(4, resources={"host": 1}) == ["one", "two", "three", "four"]
+    assert found(4, resources={"host": 0.5}, labels={"domain": "y"}) == ["three", "three", "four", "four"]
+    assert found(2, resources={"host": 1}, together="domain") == ["one", "two"]
+    assert found(2, together="domain", labels={"kind": "H100"}, strategy="strict_spread") == ["three", "four"]
+    assert found(3, strategy="strict_pack") == ["none"] * 3
+    assert found(5, strategy="strict_spread") == ["none", *kinds]
+    with pytest.raises(PlacementError, match="of 5 slots with 1 CPU each, all of one domain, can never fit") as caught:
+        found(5, together="domain")
+    assert [row["labels"] for row in caught.value.nodes[:2]] == ["no domain", "domain=x"]
+    with pytest.raises(
+        PlacementError, match=r"with 1 CPU, 8\.0 GiB and 2 host each, on nodes with kind=A100, all on one"
+    ):
+        found(1, host_memory_bytes=2**33, resources={"host": 2}, labels={"kind": "A100"}, strategy="strict_pack")
+    held = ledger.reserve(Request(1, resources={"host": 1}, labels={"kind": "A100"}))
+    with pytest.raises(PlacementTimeout) as caught:
+        found(1, resources={"host": 1}, labels={"kind": "A100"})
+    assert [caught.value.nodes[1][column] for column in ("total", "free")] == [
+        "2 CPU, 0 GPU, 1.5 host",
+        "1 CPU, 0 GPU, 0.5 host",
+    ]
+    ledger.release(held)
+    assert found(1, resources={"host": 1}, labels={"kind": "A100"}) == ["one"]

@@ -109,7 +109,8 @@ def spawn(
         cpus: CPUs of each slot.
         host_memory: The host's memory of each slot, as `Runtime.reserve` takes it.
         device_memory: The budget of what roles hold on each slot's device.
-        strategy: "pack" on as few nodes as possible, or "spread" over as many.
+        strategy: "pack" on as few nodes as possible, or "spread" over as many; "strict_pack" all on one node, or
+            "strict_spread" each on a node of its own.
         env: Environment variables, set in the workers before torch or a role is imported.
         reserve_timeout: Seconds to wait for slots while they could fit but don't now.
         name: Name of the group.

@@ -26,17 +26,20 @@ from colocate._system.numbers import (
     amount_problem,
     duration_problem,
     gpus_problem,
+    labels_problem,
     limit,
     name_problem,
     port_range,
+    resources_problem,
     seconds,
     shown,
+    together_problem,
     variable_problem,
 )
 from colocate._system.printer import told_when_slow
 from colocate._system.room import spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
-from colocate.executor import Detachable, Executor, OwnProcess, Request, SharedSlots
+from colocate.executor import Detachable, Executor, Labelled, OwnProcess, Request, SharedSlots
 
 if TYPE_CHECKING:
     from colocate_report.trace import Trace
@@ -163,6 +166,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         name: str | None = None,
         groups: int = 1,
         regrow_timeout: float = REGROWN_WITHIN_S,
+        labels: Mapping[str, str] | None = None,
+        resources: Mapping[str, float] | None = None,
+        together: str | None = None,
     ) -> Pool:
         """Reserve slots together, all or none.
 
@@ -174,7 +180,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
                 it is the budget of what roles hold there, with what sleeps.
             device_memory: The budget of what roles hold of each one's device: a group in which they hold more fails
                 with `MemoryBudgetError` where that shows.
-            strategy: "pack" on as few nodes as possible, or "spread" over as many.
+            strategy: "pack" on as few nodes as possible, or "spread" over as many; "strict_pack" all on one node, or
+                "strict_spread" each on a node of its own.
             timeout: Seconds to wait while they could fit but don't now; `math.inf` waits for ever.
             env: Environment variables, set in the workers before torch or a role is imported. With one that is read
                 before that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) a worker is no fork but gets an interpreter of
@@ -184,6 +191,10 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             groups: How many groups may share each slot at a time: each has a worker there, on the same devices.
             regrow_timeout: Seconds that a restart (`on_failure="restart"`) waits for slots in the place of lost ones,
                 also for what can't fit before a machine has come; `math.inf` waits for ever.
+            labels: Labels that each one's node has, as `{"ray.io/accelerator-type": "H100"}`. A value may be several,
+                "in(A100,H100)", or any but some, "!H100" and "!in(A100,H100)".
+            resources: How much each has of what its node offers besides, by name, as `{"tpu_host": 1}`.
+            together: A label of which all their nodes have one value, as "ray.io/gpu-domain".
 
         Raises:
             PlacementError: It can never fit; has a table of the nodes.
@@ -192,11 +203,15 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         connection = self._node
         connection.check()
-        _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups)
+        labels, resources = labels or {}, resources or {}
+        where = labels, resources, together
+        _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups, *where)
         timeout = seconds(timeout, "reserve(timeout)")
         regrow_timeout = seconds(regrow_timeout, "reserve(regrow_timeout)")
         if env:
             connection.require(OwnProcess, "set the environment of a worker (env=)")
+        if any(where):
+            connection.require(Labelled, "place slots by what nodes say of themselves (labels=, resources=, together=)")
         if detachable:
             connection.require(Detachable, "give a pool to its cluster (detachable=)")
         budget = Budget.of(device_memory, host_memory)
@@ -210,7 +225,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         variables = {key: str(value) for key, value in (env or {}).items()}
         ports = connection.services.ports
         what = slots, gpus, cpus, budget.host, strategy, timeout
-        request = Request(*what, chosen, variables, id, detachable, ports, groups)
+        where = dict(labels), dict(resources), together or ""
+        request = Request(*what, chosen, variables, id, detachable, ports, groups, *where)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
@@ -297,8 +313,22 @@ def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
         error.args = (f"{text}:",)
 
 
+_STRATEGIES = ("pack", "spread", "strict_pack", "strict_spread")
+
+
 def _check_request(
-    slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Any, detachable: Any, name: Any, groups: Any
+    slots: Any,
+    gpus: Any,
+    cpus: Any,
+    timeout: Any,
+    strategy: str,
+    env: Any,
+    detachable: Any,
+    name: Any,
+    groups: Any,
+    labels: Any,
+    resources: Any,
+    together: Any,
 ) -> None:
     found = {
         "slots": amount_problem(slots, whole=True, least=1),
@@ -309,10 +339,13 @@ def _check_request(
         "detachable": None if isinstance(detachable, bool) else f"must be True or False, not {shown(detachable)}",
         "name": name_problem(name),
         "groups": amount_problem(groups, whole=True, least=1),
+        "labels": labels_problem(labels),
+        "resources": resources_problem(resources),
+        "together": together_problem(together),
     }
     mistakes = [Mistake(name, None, problem) for name, problem in found.items() if problem is not None]
-    if strategy not in ("pack", "spread"):
-        mistakes.append(Mistake("strategy", None, f"is {strategy!r}; 'pack' or 'spread'"))
+    if strategy not in _STRATEGIES:
+        mistakes.append(Mistake("strategy", None, f"is {strategy!r}; {', '.join(map(repr, _STRATEGIES))}"))
     for key, value in env.items() if isinstance(env, Mapping) else ():
         if (problem := variable_problem(key, value)) is not None:
             mistakes.append(Mistake(f"env.{key!r}", None, problem))

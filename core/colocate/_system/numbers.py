@@ -10,6 +10,7 @@ import contextlib
 import numbers
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 from colocate.errors import ConfigError
@@ -91,6 +92,40 @@ def variable_problem(name: object, value: object) -> str | None:
     if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
         return f"is {value!r}; no environment can have such a variable"
     return None
+
+
+def labels_problem(value: object) -> str | None:
+    """Return what is wrong with the labels that nodes are to have, in words; None when nothing is."""
+    if not isinstance(value, Mapping) or not all(
+        isinstance(each, str) and each for pair in value.items() for each in pair
+    ):
+        return f"must be a mapping from names of labels to values, all text, not {shown(value)}"
+    odd = next((each for each in value.values() if re.fullmatch(r"!?(in\([^()!]+\)|[^()!]+)", each) is None), None)
+    if odd is not None:
+        return f"has the value {odd!r}; one is written as 'H100', '!H100', 'in(A100,H100)' or '!in(A100,H100)'"
+    return None
+
+
+def resources_problem(value: object) -> str | None:
+    """Return what is wrong with amounts of a node's further resources, in words; None when nothing is."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
+        return f"must be a mapping from names of resources to numbers, not {shown(value)}"
+    for name, amount in value.items():
+        if (own := _OWN_RESOURCES.get(name.lower())) is not None:
+            return f"has {name!r}, which {own} is for"
+        if (problem := amount_problem(amount)) is not None or amount == 0:
+            return f"of {name!r} {problem or 'must be more than 0'}"
+    return None
+
+
+_OWN_RESOURCES = {"cpu": "cpus", "gpu": "gpus", "memory": "host_memory"}
+
+
+def together_problem(value: object) -> str | None:
+    """Return what is wrong with the name of a label that nodes are to share, in words; None when nothing is."""
+    if value is None or (isinstance(value, str) and value):
+        return None
+    return f"must be the name of a label, not {shown(value)}"
 
 
 def _is_number(value: Any) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from colocate.errors import PluginError
-from colocate.executor import Detachable, MultiNode, OwnProcess, SharedSlots
+from colocate.executor import Detachable, Labelled, MultiNode, OwnProcess, SharedSlots
 from colocate.plugins import (
     FoundJob,
     FoundRole,
@@ -95,7 +95,11 @@ def _executor(name: str) -> dict[str, Any]:
     cls: Any = find_executor(name)
     options = _options(options_of(cls), cls, cls.__init__, cls.connect)
     about = about_executor(name)
-    can = {each.__name__: name for each in (OwnProcess, MultiNode, SharedSlots, Detachable) if issubclass(cls, each)}
+    can = {
+        each.__name__: name
+        for each in (OwnProcess, MultiNode, SharedSlots, Labelled, Detachable)
+        if issubclass(cls, each)
+    }
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "about": _first_line(cls),

@@ -11,7 +11,7 @@ import attrs
 
 from colocate import RoleSpec
 from colocate.errors import ConfigError, PluginError
-from colocate.executor import Executor, OwnProcess, SharedSlots
+from colocate.executor import Executor, Labelled, OwnProcess, SharedSlots
 from colocate.plugins import (
     check_of,
     find_executor,
@@ -186,6 +186,7 @@ def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Do
 def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
     _environment(pool.env, executor, (*place, "env"), document)
     _sizes(pool, ("host_memory", "device_memory"), place, document)
+    _labelled(pool, executor, place, document)
     if (problem := amount_problem(pool.slots, whole=True, least=1)) is not None:
         document.wrong((*place, "slots"), problem)
     if (problem := amount_problem(pool.groups, whole=True, least=1)) is not None:
@@ -199,6 +200,17 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
                 "device_memory and host_memory of this pool, or use executor.with.processes=true"
             )
             document.wrong((*place, "groups"), text)
+
+
+def _labelled(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
+    """Whether slots can be placed by what nodes say of themselves."""
+    if executor is not None and not issubclass(executor, Labelled):
+        for name in ("labels", "resources", "together"):
+            if getattr(pool, name):
+                text = (
+                    f"executor {executor.name!r} knows no labels of nodes, and no resources but CPUs, GPUs and memory"
+                )
+                document.wrong((*place, name), text)
 
 
 def _environment(env: Mapping[str, str], executor: type[Executor] | None, place: Place, document: Document) -> None:

@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
-from colocate.signatures import Checked, Place, amount_problem, duration_problem, gpus_problem
+from colocate.signatures import (
+    Checked,
+    Place,
+    amount_problem,
+    duration_problem,
+    gpus_problem,
+    labels_problem,
+    resources_problem,
+    together_problem,
+)
 from colocate_run.config.variables import literal
 
 Mesh = dict[str, int] | dict[str, dict[str, int]]
@@ -42,12 +51,16 @@ class PoolConfig:
         host_memory: The host's memory of each slot, in bytes or as "8GiB", for what roles hold there, with what sleeps;
             reserved where the executor counts it.
         device_memory: How much of its device's memory the roles of each slot may hold, in bytes or as "40GiB".
-        strategy: As few nodes as possible, or as many.
+        strategy: As few nodes as possible, or as many; strictly: all on one node, or each on a node of its own.
         timeout: Seconds to wait for slots that could fit but don't now.
         env: Environment variables, set in the worker before torch or a role is imported. With one that is read before
             that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
         groups: How many groups may share it; each has workers of its own on the same slots.
         regrow_timeout: Seconds that a restart waits for slots in the place of lost ones.
+        labels: Labels of each slot's node, as in `{ray.io/accelerator-type: H100}`; `in(A100,H100)` for one of several,
+            `"!H100"` for any other.
+        resources: How much each has of what its node offers besides, as in `{tpu_host: 1}`.
+        together: A label of which all their nodes have one value, as `ray.io/gpu-domain`.
     """
 
     slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
@@ -55,11 +68,14 @@ class PoolConfig:
     cpus: _CPUs = 1
     host_memory: int | str | None = None
     device_memory: int | str | None = None
-    strategy: Literal["pack", "spread"] = "pack"
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
     groups: int = 1
     regrow_timeout: _Seconds = 600
+    labels: Annotated[dict[str, str], Checked(labels_problem)] = attrs.field(factory=dict)
+    resources: Annotated[dict[str, float], Checked(resources_problem)] = attrs.field(factory=dict)
+    together: Annotated[str | None, Checked(together_problem)] = None
 
 
 @attrs.frozen

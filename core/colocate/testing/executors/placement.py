@@ -21,7 +21,7 @@ import colocate
 from colocate import Pool, Runtime, gpus
 from colocate._plugins.plugins import about_executor
 from colocate.errors import CapabilityError, ColocateError, ConfigError, PlacementError, PlacementTimeout
-from colocate.executor import Detachable, MultiNode, OwnProcess, Watchable
+from colocate.executor import Detachable, Labelled, MultiNode, OwnProcess, Watchable
 from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
@@ -177,6 +177,61 @@ class Placement(ExecutorCase):
             two_cpus.reserve(slots=1, cpus=3, timeout=0)
 
     @of_executor
+    def test_strict_strategies(self, runtime: Runtime) -> None:
+        """All slots lie on one node, or each on a node of its own; what the nodes don't suffice for never fits."""
+        nodes = runtime._node.services.executor.nodes()
+        with runtime.reserve(2, cpus=0, strategy="strict_pack") as pool:
+            assert len({slot.node for slot in pool.slots}) == 1
+        with runtime.reserve(len(nodes), cpus=0, strategy="strict_spread") as pool:
+            assert {slot.node for slot in pool.slots} == {node.name for node in nodes}
+        with pytest.raises(PlacementError, match="each on a node of its own, can never fit"):
+            runtime.reserve(len(nodes) + 1, cpus=0, strategy="strict_spread")
+
+    @needs(Labelled)
+    @of_executor
+    def test_labels(self, runtime: Runtime) -> None:
+        """Slots lie on nodes with the labels that are wanted, all on such as share one; else the table has them."""
+        nodes = runtime._node.services.executor.nodes()
+        label, value = next(iter(nodes[0].labels.items()))
+        having = {node.name for node in nodes if node.labels.get(label) == value}
+        for wanted in (value, f"in({value},no-such-value)", "!no-such-value"):
+            with runtime.reserve(1, cpus=0, labels={label: wanted}, together=label) as pool:
+                assert wanted.startswith("!") or pool.slots[0].node in having
+        for never in ({label: "no-such-value"}, {"no-such-label": value}):
+            with pytest.raises(PlacementError, match=r"on nodes with .*no-such-.*can never fit") as caught:
+                runtime.reserve(1, cpus=0, labels=never)
+            assert f"{label}={value}" in str(caught.value) or "no no-such-label" in str(caught.value)
+        with pytest.raises(PlacementError, match="all of one no-such-label, can never fit"):
+            runtime.reserve(1, cpus=0, together="no-such-label")
+
+    @needs(Labelled)
+    @of_executor
+    def test_further_resources(self, runtime: Runtime) -> None:
+        """What nodes offer besides is counted as CPUs are; what none has never fits."""
+        with pytest.raises(PlacementError, match=r"1 no-such-thing each can never fit") as caught:
+            runtime.reserve(1, cpus=0, resources={"no-such-thing": 1})
+        assert "0 no-such-thing" in str(caught.value.nodes[0]["total"])
+        for node in runtime._node.services.executor.nodes():
+            for name, amount in node.resources.items():
+                with runtime.reserve(1, cpus=0, resources={name: amount}) as pool:
+                    assert [slot.node for slot in pool.slots] == [node.name]
+                    with pytest.raises(PlacementTimeout, match=name):
+                        runtime.reserve(1, cpus=0, resources={name: amount}, timeout=0)
+
+    @of_executor
+    def test_places_that_an_executor_lacks(self, runtime: Runtime) -> None:
+        """One whose nodes say nothing of themselves refuses what would ask them."""
+        if isinstance(runtime._node.services.executor, Labelled):
+            pytest.skip(f"executor {runtime.name!r} is Labelled")
+        options: list[dict[str, Any]] = [{"labels": {"a": "b"}}, {"resources": {"a": 1}}, {"together": "a"}]
+        for each in options:
+            with pytest.raises(
+                CapabilityError, match=r"\(labels=, resources=, together=\): it lacks Labelled"
+            ) as caught:
+                runtime.reserve(1, cpus=0, **each)
+            assert caught.value.capability == "Labelled"
+
+    @of_executor
     def test_gpus(self, two_gpus: Runtime) -> None:
         """Slots have whole GPUs, each its own, sorted."""
         runtime = two_gpus
@@ -233,6 +288,10 @@ class Placement(ExecutorCase):
             runtime.reserve(slots=0, gpus=-1, cpus=-1, strategy="stack", detachable="yes", name=3)  # type: ignore[arg-type]
         paths = ["slots", "gpus", "cpus", "detachable", "name", "strategy"]
         assert [mistake.path for mistake in caught.value.mistakes] == paths
+        where: dict[str, Any] = {"labels": {"a": "in()"}, "resources": {"CPU": 1}, "together": 3}
+        with pytest.raises(ConfigError, match=r"has 'CPU', which cpus is for") as caught:
+            runtime.reserve(1, **where)
+        assert [mistake.path for mistake in caught.value.mistakes] == [*where]
         with pytest.raises(ConfigError, match=r"env: must be a mapping from variables to values, not \['A'\]"):
             runtime.reserve(1, env=["A"])  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="host_memory"):
@@ -262,7 +321,11 @@ class Placement(ExecutorCase):
         if about is None:
             pytest.skip(f"executor {self.executor!r} says nothing of itself: its plugin has no hook colocate_about()")
         executor = runtime._node.services.executor
-        can = {each.__name__ for each in (OwnProcess, MultiNode, Detachable, Watchable) if isinstance(executor, each)}
+        can = {
+            each.__name__
+            for each in (OwnProcess, MultiNode, Labelled, Detachable, Watchable)
+            if isinstance(executor, each)
+        }
         assert can <= about.capabilities.keys()
 
     @of_executor
