@@ -37,7 +37,7 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class FolderLock:
-    """A driver's lock of a run's folder: `lock.json` in there, with the driver's name and a beat, for as long as it lives."""
+    """A driver's lock of a run's folder: `lock.json` there, with its name and a beat, for as long as it lives."""
 
     _path: Path
     _file: int

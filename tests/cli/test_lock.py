@@ -6,7 +6,6 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,11 +126,11 @@ class TestOtherMachines:
     """On whose file system the kernel's locks may not hold: their beat tells."""
 
     @pytest.fixture
-    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(lock, "BEAT_S", 0.02)
         monkeypatch.setattr(lock, "WATCHED_S", 0.5)
         self.write(tmp_path, 0)
-        yield tmp_path
+        return tmp_path
 
     def write(self, folder: Path, beat: int) -> None:
         owner = {"host": "n7", "boot": "another", "pid": 1, "started": 0.0, "job": "42", "beat": f"{beat:012d}"}
@@ -165,9 +164,8 @@ class TestOtherMachines:
     def test_a_lock_that_says_nothing(self, folder: Path, text: bytes) -> None:
         """One that was cut short as its driver died."""
         (folder / LOCK).write_bytes(text)
-        with locked(folder, lambda text: None):
-            with pytest.raises(ConfigError, match=f"pid {os.getpid()} "):
-                FolderLock.take(folder)
+        with locked(folder, lambda text: None), pytest.raises(ConfigError, match=f"pid {os.getpid()} "):
+            FolderLock.take(folder)
         assert not (folder / LOCK).exists()
 
 
