@@ -52,10 +52,15 @@ class Launched:
         from colocate_run.log import RunLog
         from colocate_run.recording import begin, execute
         from colocate_run.screen import Screen
+        from colocate_run.stopping import StopSignals
 
         screen, log = Screen(quiet=quiet), RunLog()
-        with log.listening(), begin(self.config, log, resume=resume, screen=screen) as begun:
-            return execute(begun, self.runtime, self.groups, self.start_up)
+        with (
+            StopSignals(screen.stopping) as signals,
+            log.listening(),
+            begin(self.config, log, resume=resume, screen=screen) as begun,
+        ):
+            return execute(begun, self.runtime, self.groups, self.start_up, signals)
 
 
 def launch(config: Config) -> AbstractContextManager[Launched]:

@@ -31,8 +31,9 @@ from colocate_run.folder import RunFolder
 from colocate_run.lock import LOCK, FolderLock, locked
 from colocate_run.log import RunLog, tail_of
 from colocate_run.observing import RunObservers
-from colocate_run.run import Run, StopSignals
+from colocate_run.run import Run
 from colocate_run.screen import Screen
+from colocate_run.stopping import Asked, StopSignals
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup
@@ -88,11 +89,13 @@ def begin(config: Config, log: RunLog, *, resume: Resume, screen: Screen) -> Ite
             yield begun
 
 
-def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float) -> RunRecord:
+def execute(
+    begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float, signals: StopSignals
+) -> RunRecord:
     """Run a config's job and write everything that remains of it."""
-    job, signals = begun.job, StopSignals(begun.screen.stopping)
+    job = begun.job
     assert job is not None
-    with _recording(begun, runtime, groups, signals, start_up) as run, signals:
+    with _recording(begun, runtime, groups, signals, start_up) as run:
         _until_done(run, lambda: job(run))
     if run.record is None:
         sys.exit()  # a fork of the job's that has come to its end
@@ -211,22 +214,30 @@ def _recording(
 def _until_done(run: Run, job: Callable[[], object]) -> None:
     """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it.
 
-    One that ends by `sys.exit()` or `sys.exit(0)` has come to its end.
+    One that ends by `sys.exit()` or `sys.exit(0)` has come to its end. So has one that is asked to end while a group is
+    restored or restarted: it has nothing to save.
     """
     back: str | None = None
-    while True:
-        try:
-            run._restore(back)
-            job()
-        except GroupRestarted as restarted:
-            run._restart(restarted)
-            back = restarted.group
-        except SystemExit as ended:
-            if not _is_good(ended):
-                raise
-            return
-        else:
-            return
+    signals = run._signals
+    try:
+        while True:
+            try:
+                run._restore(back)
+                signals.during = "a job"
+                job()
+                return
+            except GroupRestarted as restarted:
+                signals.during = "no job"
+                run._restart(restarted)
+                back = restarted.group
+            except SystemExit as ended:
+                if not _is_good(ended):
+                    raise
+                return
+    except Asked:
+        run.rewind()
+    finally:
+        signals.during = "the end"
 
 
 def _is_good(error: BaseException) -> bool:

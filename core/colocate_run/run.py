@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -20,37 +17,11 @@ from colocate_report.record import LogRecord, Row, RunRecord, scalars_of
 from colocate_report.trace import Trace
 from colocate_run.folder import RunFolder
 from colocate_run.observing import RunObservers
+from colocate_run.stopping import Asked, StopSignals
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup, Runtime
     from colocate_run.screen import Screen
-
-
-@attrs.define(eq=False)
-class StopSignals:
-    """While entered: a first Ctrl-C or SIGTERM is only noted, a second one raises KeyboardInterrupt(its number)."""
-
-    _noticed: Callable[[str], None]
-    received: str | None = None  # the first signal's name
-    _previous: dict[int, Any] = attrs.field(factory=dict, init=False)
-
-    def __enter__(self) -> StopSignals:
-        # Python lets the main thread alone set handlers; a job run elsewhere is stopped by whoever runs it.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            raise KeyboardInterrupt(number)
-        self.received = signal.Signals(number).name
-        self._noticed(self.received)
 
 
 RESTART = "(restart)"
@@ -218,6 +189,9 @@ class Run:
 
     def _restart(self, restarted: GroupRestarted) -> None:
         """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
+        if self.stopping:  # who goes on after it needs no group of this one
+            self._screen.say(f"{restarted.message.partition(chr(10))[0]}: not restarted, as the run is to end")
+            raise Asked
         began = time.perf_counter()
         complete = self._folder.checkpoints()
         final = [name for name, group in self.groups.items() if group.alive and not restarts_of(group).limit]

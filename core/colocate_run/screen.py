@@ -25,6 +25,7 @@ from colocate.texts import columns
 from colocate_report.contention import waits
 from colocate_report.record import RunRecord, saved, scalars_of, timed_phases, told_restarts
 from colocate_report.tables import keys_of
+from colocate_run.stopping import time_limit
 
 if TYPE_CHECKING:
     from colocate_run.log import RunLog
@@ -246,10 +247,15 @@ class Screen:
 
     def stopping(self, received: str) -> None:
         """Say that a signal was noted. Runs in its handler: it must neither block nor write to a buffered stream."""
-        self._bar.tasks[0].description = "stopping after a checkpoint (again: at once)"
+        at_once = " (a second one ends it at once)" if received == "SIGINT" else ""
+        self._bar.tasks[0].description = f"stopping after a checkpoint{at_once}"
+        limit = time_limit()
+        line = f"{received}: stopping after a checkpoint{at_once}" + (f"; {limit}" if limit else "") + "\n"
+        if self._log is not None:
+            self._log.write(line)
         if self._live is None and not self.quiet:
             with contextlib.suppress(OSError):  # nobody may be listening any more
-                os.write(2, f"{received}: stopping after a checkpoint (a second one ends it at once)\n".encode())
+                os.write(2, line.encode())
 
     def finished(self, record: RunRecord) -> None:
         """Show what a run leaves: its tables, time per phase and per role, who had how much memory, who owned what."""

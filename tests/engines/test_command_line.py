@@ -133,10 +133,10 @@ def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
     said = f"{LOUD}SIGINT: stopping after a checkpoint (a second one ends it at once)\n"
     heard = [line for line in err.splitlines() if not line.startswith("[colocate] connect(")]  # on a busy machine
     assert sorted(heard) == sorted(said.splitlines())  # a worker's lines come by another way
-    assert out.splitlines()[-1] == "stopped by SIGINT; go on with --resume"
     wait_until(lambda: _marked(mark) == [], "no process of it is left")
     (*_, last) = sorted((colocate.folder / "runs" / "demo" / "checkpoints").iterdir())
     step = int(last.name.partition("-")[2])
+    assert out.splitlines()[-1] == f"stopped by SIGINT; saved up to step {step}, go on with --resume"
     more = ("--executor", "dask", "--set", f"job.with.steps={step + 1}")  # where it began doesn't matter
     done = colocate("run", "demo.yaml", "--resume", *more, distributions=("acme",))
     assert (done.returncode, done.stderr) == (0, LOUD)

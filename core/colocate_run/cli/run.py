@@ -18,6 +18,7 @@ from colocate_run.launch import opened
 from colocate_run.log import RunLog
 from colocate_run.recording import Resume, begin, execute
 from colocate_run.screen import Screen, Unread
+from colocate_run.stopping import Asked, StopSignals
 
 _LOST = "everything is closed, what came after the last checkpoint is lost"
 
@@ -36,6 +37,10 @@ def run_job(
         else:
             sys.stderr.write(f"ended by sys.exit({ended.code!r}): everything is closed\n")
         raise
+    except Asked as asked:
+        number = signal.Signals(asked.args[0])
+        sys.stderr.write(f"{number.name} before the job began: everything is closed, there is nothing to save\n")
+        return 128 + number
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"interrupted: {_LOST}\n")
         second = next((each for each in interrupt.args if isinstance(each, int)), signal.SIGINT)
@@ -48,21 +53,27 @@ def _run(
 ) -> int:
     screen, log = Screen(quiet=json), RunLog()
     # What a job prints must not get between a script and the JSON it waits for.
-    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), log.listening():
+    redirected = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
+    with StopSignals(screen.stopping) as signals, redirected, log.listening():
         config = load(file, executor, changes, allow_import=allow_import)
         with begin(config, log, resume=resume, screen=screen) as begun:
             with contextlib.ExitStack() as stack:
                 with screen.starting(config.name) as stage:
                     job = stack.enter_context(opened(config, stage))
-                record = execute(begun, job.runtime, job.groups, job.start_up)
+                record = execute(begun, job.runtime, job.groups, job.start_up, signals)
             screen.say(_closed(record))
     if json:
         print_json(_summary(record))
     if record.stopped is None:
         return 0
-    goes_on = "go on with --resume" if begun.folder.checkpoints() else "it had written no checkpoint to go on from"
-    screen.say(f"stopped by {record.stopped}; {goes_on}")
+    saved = begun.folder.checkpoints()
+    goes_on = f"saved up to step {saved[-1][0]}, go on with --resume" if saved else "nothing is saved to go on from"
+    screen.say(f"stopped by {record.stopped}{_again(signals.count)}; {goes_on}")
     return 128 + signal.Signals[record.stopped]
+
+
+def _again(count: int) -> str:
+    return f", the first of {count} signals" if count > 1 else ""
 
 
 def _closed(record: RunRecord) -> str:

@@ -1,0 +1,190 @@
+"""How a run is asked to end: SIGTERM however often it comes, Ctrl-C once, in each of its phases."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.cli.conftest import CommandLine
+
+from colocate.testing.waiting import wait_until
+
+DEMO = """
+executor: {use: local, with: {processes: true}}
+pools: {main: {slots: 1}}
+groups: {policy: {pool: main, roles: {slow: "beside:Slow"}, on_failure: restart}}
+job: beside:job
+"""
+BESIDE = """
+    import os
+    import time
+    from pathlib import Path
+
+    import colocate
+
+    HELD = os.environ["HELD"]
+
+    def comes_to(phase):
+        Path(phase).touch()
+        while HELD == phase and not Path("go").exists():
+            time.sleep(0.01)
+
+    class Slow:
+        def __init__(self):
+            comes_to("again" if Path("start").exists() else "start")
+
+        @colocate.method
+        def step(self):
+            comes_to("call")
+
+        @colocate.method
+        def die(self):
+            os._exit(1)
+
+        def save(self, directory):
+            comes_to("checkpoint")
+            Path(directory, "slow").touch()
+
+        def restore(self, directory):
+            pass
+
+        def close(self):
+            comes_to("close")
+
+    def job(run):
+        comes_to("job")
+        group = run.groups["policy"]
+        first = (run.resumed is not None) + 1
+        for step in range(first, first + 2):
+            group["slow"].step()
+            run.log(step, x=1)
+            with run.checkpoint(step) as directory:
+                group.checkpoint(directory / "policy", tag=step)
+            if HELD == "again":
+                group["slow"].die()
+            if run.stopping:
+                break
+"""
+
+
+class Held:
+    """A job that stands still in one phase until it is let go."""
+
+    def __init__(self, colocate: CommandLine, phase: str, limit: str = "") -> None:
+        colocate.write("beside.py", BESIDE)
+        colocate.write("demo.yaml", DEMO)
+        self.folder = colocate.folder
+        self.process = colocate.start("run", "demo.yaml", HELD=phase, SLURM_JOB_END_TIME=limit)
+        try:
+            wait_until((self.folder / phase).exists, f"it comes to {phase}")
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def send(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            self.process.send_signal(number)
+
+    def notices(self) -> str:
+        assert self.process.stderr is not None
+        return next(line for line in self.process.stderr if "stopping after" in line).strip()
+
+    def ended(self, *, go: bool = True) -> tuple[int, str, str]:
+        if go:
+            (self.folder / "go").touch()
+        with self.process:
+            out, err = self.process.communicate(timeout=60)
+        with pytest.raises(ProcessLookupError):  # nobody of its session is left
+            os.killpg(self.process.pid, 0)
+        return self.process.returncode, out, err
+
+    @property
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("runs/demo/checkpoints/*"))
+
+
+@pytest.fixture
+def held(colocate: CommandLine) -> "Callable[..., Held]":
+    return lambda phase, limit="": Held(colocate, phase, limit)
+
+
+@pytest.mark.parametrize("phase", ["job", "call", "checkpoint"])
+def test_sigterm_asks_however_often(held: Callable[..., Held], phase: str) -> None:
+    """A scheduler sends it twice within a moment: the checkpoint is written, and it goes on from there."""
+    run = held(phase)
+    run.send(signal.SIGTERM)
+    assert run.notices() == "SIGTERM: stopping after a checkpoint"
+    run.send(*[signal.SIGTERM] * 4)
+    code, out, err = run.ended()
+    assert (code, err) == (128 + signal.SIGTERM, "")
+    assert out.splitlines()[-1].startswith("stopped by SIGTERM, the first of ")
+    assert out.splitlines()[-1].endswith("; saved up to step 1, go on with --resume")
+    assert run.saved == ["step-000001"]
+    assert "SIGTERM: stopping after a checkpoint\n" in (run.folder / "runs/demo/log.txt").read_text()
+
+
+def test_before_the_job(held: Callable[..., Held]) -> None:
+    """There is nothing to save: it doesn't go on for that."""
+    run = held("start")
+    run.send(*[signal.SIGTERM] * 3)
+    code, _, err = run.ended(go=False)
+    assert (code, run.saved) == (128 + signal.SIGTERM, [])
+    assert err.splitlines()[-1] == "SIGTERM before the job began: everything is closed, there is nothing to save"
+
+
+def test_after_the_job(held: Callable[..., Held]) -> None:
+    """It has done what it was to do, and isn't to come again."""
+    run = held("close")
+    run.send(*[signal.SIGTERM] * 3)
+    code, out, err = run.ended()
+    assert (code, err) == (0, "")
+    assert "everything is closed" in out
+    assert run.saved == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_while_a_group_is_restarted(held: Callable[..., Held], number: signal.Signals) -> None:
+    """What is to be saved is saved: nobody waits for the group."""
+    run = held("again")
+    run.send(number, *[signal.SIGTERM] * 3)
+    code, out, err = run.ended(go=False)
+    assert code == 128 + number, err
+    assert out.splitlines()[-1].endswith("; saved up to step 1, go on with --resume")
+    assert run.saved == ["step-000001"]
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("phase", ["call", pytest.param("checkpoint", marks=pytest.mark.long)])
+def test_one_ctrl_c_beside_it_asks_too(held: Callable[..., Held], phase: str, first: signal.Signals) -> None:
+    run = held(phase)
+    run.send(first)
+    assert run.notices().startswith(f"{first.name}: stopping after a checkpoint")
+    run.send(signal.SIGINT if first == signal.SIGTERM else signal.SIGTERM, signal.SIGTERM)
+    code, _, _ = run.ended()
+    assert (code, run.saved) == (128 + first, ["step-000001"])
+
+
+@pytest.mark.parametrize("phase", ["call", pytest.param("checkpoint", marks=pytest.mark.long)])
+def test_ctrl_c_twice_ends_it_at_once(held: Callable[..., Held], phase: str) -> None:
+    """Also after a SIGTERM."""
+    run = held(phase)
+    run.send(signal.SIGTERM)
+    run.notices()
+    assert run.process.stderr is not None
+    while not select.select([run.process.stderr], [], [], 1.0)[0]:  # signals of one number that come at once are one
+        run.send(signal.SIGINT)
+    code, _, err = run.ended(go=False)
+    assert (code, run.saved) == (128 + signal.SIGINT, [])
+    assert "interrupted: everything is closed" in err
+
+
+def test_the_time_limit_is_told(held: Callable[..., Held]) -> None:
+    run = held("job", str(int(time.time()) + 3600))
+    run.send(signal.SIGTERM)
+    told = run.notices()
+    assert told.startswith("SIGTERM: stopping after a checkpoint; Slurm's time limit is at "), told
+    left = int(told.removesuffix(" s").rpartition(" ")[2])
+    assert 3500 < left <= 3600
+    assert run.ended()[0] == 128 + signal.SIGTERM
