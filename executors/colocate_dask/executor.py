@@ -22,6 +22,7 @@ from colocate.executor import (
     Executor,
     Host,
     HostEvents,
+    Labelled,
     Lease,
     MultiNode,
     Node,
@@ -119,6 +120,12 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return JoinedDaskExecutor(address, security_of(security), None, share, timeout)
 
     @classmethod
+    def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
+        """The class for a cluster to join, or a private one."""
+        joins = options.get("address") is not None or options.get("client") is not None
+        return JoinedDaskExecutor if joins else DaskExecutor
+
+    @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
         """Which cluster is believed."""
         if option in ("cpus", "gpus", "share", "timeout") or value is None:
@@ -158,9 +165,16 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             return [self._own]
         by_host: dict[str, Node] = {}
         for offer in self._connection.on_scheduler(reservations.offers, within_s=ANSWER_S):
-            old = by_host.get(offer.host, Node(offer.host, 0.0, 0, 0))
+            old = by_host.get(offer.host, Node(offer.host, 0.0, 0, 0, {"host": offer.host}))
             memory = (old.host_memory_bytes or 0) + offer.memory
-            by_host[offer.host] = Node(offer.host, (old.cpus or 0) + offer.cpus, old.gpus + offer.gpus, memory)
+            further = {name: old.resources.get(name, 0) + amount for name, amount in offer.resources.items()}
+            by_host[offer.host] = attrs.evolve(
+                old,
+                cpus=(old.cpus or 0) + offer.cpus,
+                gpus=old.gpus + offer.gpus,
+                host_memory_bytes=memory,
+                resources={**old.resources, **further},
+            )
         nodes = sorted(by_host.values(), key=lambda node: host_key(node.name))
         return [attrs.evolve(node, host_memory_bytes=node.host_memory_bytes or None) for node in nodes]
 
@@ -256,6 +270,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             request.timeout,
             self._share,
             label=request.id,
+            labels=request.labels,
+            resources=request.resources,
+            together=request.together,
         )
         return self._granted(wanted, request)
 
@@ -279,15 +296,14 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         answer = self._connection.on_scheduler(reservations.reserve, wanted, version, within_s=patience)
         if not isinstance(answer, Refusal):
             return tuple(answer)
-        each = f"{request.slots} slots with {request.cpus:g} CPU and {request.gpus} GPU each"
-        pool = f"{request.owner or 'a pool'} of {each}"
         rule = "a slot takes a whole Dask worker"
         if not answer.rows:
-            raise PlacementError(f"{pool} can never fit: the Dask cluster at {self._connection.address} has no workers")
+            how = f"can never fit: the Dask cluster at {self._connection.address} has no workers"
+            raise PlacementError(words(request, how).removesuffix(":"))
         if answer.never:
-            raise PlacementError(f"{pool} can never fit ({rule}):", nodes=answer.rows)
-        text = f"{pool} did not become free within {request.timeout:g} s ({rule}):"
-        raise PlacementTimeout(text, nodes=answer.rows)
+            raise PlacementError(words(request, f"can never fit ({rule})"), nodes=answer.rows)
+        how = f"did not become free within {request.timeout:g} s ({rule})"
+        raise PlacementTimeout(words(request, how), nodes=answer.rows)
 
     def _start_keepers(
         self, held: Lot, grants: Sequence[Grant], request: Request, key: bytes | None
@@ -359,7 +375,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             slot.lost(event["words"])
 
 
-class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable):
+class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled):
     """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from colocate.keeper import difference
+from colocate.placement import matches
 
 
 @attrs.frozen
@@ -21,11 +22,14 @@ class Wanted:
     cpus: float = 0  # threads of each
     gpus: int = 0  # GPUs of each
     memory: int = 0  # bytes of each; 0 for any
-    strategy: str = "pack"  # "pack" or "spread"
+    strategy: str = "pack"  # as that of `Request`
     timeout: float = 60.0  # seconds to wait while they could fit but don't now
     share: bool = False  # whether workers that serve others will do, and go on serving them
     only: tuple[str, ...] | None = None  # the very workers to hold, in this order; None to choose
     label: str = ""  # the reservation's name among those of all drivers (`Request.id`)
+    labels: Mapping[str, str] = attrs.field(factory=dict)  # as that of `Request`, by `name` and `host` of Dask workers
+    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's, of each
+    together: str = ""  # as that of `Request`
 
 
 @attrs.frozen
@@ -71,11 +75,20 @@ class Offer:
     memory: int = 0  # its memory limit in bytes; 0 when it has none
     unfit: str = ""  # why it can never hold a slot; empty when it can
     taken: str = ""  # why it can't hold one now; empty when it can
+    name: str = ""  # what it is called
+    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What requests may look at."""
+        return {"name": self.name, "host": self.host}
 
     def suits(self, wanted: Wanted) -> bool:
         """Whether a slot would fit, if it were free."""
         memory = not (wanted.memory and self.memory) or self.memory >= wanted.memory
-        return not self.unfit and self.cpus >= wanted.cpus and self.gpus >= wanted.gpus and memory
+        further = all(self.resources.get(name, 0) >= amount for name, amount in wanted.resources.items())
+        counted = self.cpus >= wanted.cpus and self.gpus >= wanted.gpus and memory and further
+        return not self.unfit and counted and matches(self.labels, wanted.labels)
 
     @property
     def rank_key(self) -> tuple[object, ...]:
@@ -122,20 +135,29 @@ def _number(text: str) -> int:
 
 def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
     """The workers that a request gets, in the order of the ranks; None when there aren't enough."""
+    alike: dict[str, list[Offer]] = {}
+    for offer in offers:
+        if (shared := offer.labels.get(wanted.together)) is not None or not wanted.together:
+            alike.setdefault(shared or "", []).append(offer)
+    found = (_choose_among(each, wanted) for each in alike.values())
+    return next((each for each in found if each is not None), None)
+
+
+def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
     by_host: dict[str, list[Offer]] = {}
     # A slot takes the smallest worker that suits it, and leaves the larger ones to those who need them.
     for offer in sorted(offers, key=lambda offer: (offer.gpus, offer.cpus, offer.rank_key)):
         if offer.suits(wanted):
             by_host.setdefault(offer.host, []).append(offer)
-    if sum(map(len, by_host.values())) < wanted.slots:
-        return None
-    if wanted.strategy == "pack":
+    if wanted.strategy.endswith("pack"):
         hosts = sorted(by_host.values(), key=lambda own: (-len(own), own[0].rank_key))
-        chosen = [offer for own in hosts for offer in own]
+        chosen = [offer for own in hosts[: 1 if wanted.strategy == "strict_pack" else None] for offer in own]
     else:
         hosts = sorted(by_host.values(), key=lambda own: own[0].rank_key)
-        rounds = max(map(len, hosts))
+        rounds = 1 if wanted.strategy == "strict_spread" else max(map(len, hosts), default=0)
         chosen = [own[turn] for turn in range(rounds) for own in hosts if turn < len(own)]
+    if len(chosen) < wanted.slots:
+        return None
     return sorted(chosen[: wanted.slots], key=lambda offer: offer.rank_key)
 
 
@@ -147,11 +169,14 @@ def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]
     asked = f"{_workers(wanted.slots)} with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
     if wanted.memory:
         asked += f", {wanted.memory / 2**30:.1f} GiB"
-    rows, memory = [], bool(wanted.memory)
+    asked += "".join(f", {amount * wanted.slots:g} {name}" for name, amount in wanted.resources.items())
+    looked_at = dict.fromkeys([*wanted.labels, *filter(None, [wanted.together])])
+    rows = []
     for host, own in by_host.items():
         free = [offer for offer in own if not offer.unfit and not offer.taken]
-        row = {"node": host, "wanted": asked, "total": _amounts(own, memory), "free": _amounts(free, memory)}
-        rows.append({**row, "why": _reasons(own)})
+        row = {"node": host, "wanted": asked, "total": _amounts(own, wanted), "free": _amounts(free, wanted)}
+        labels = {"labels": ", ".join(_values(own, name) for name in looked_at)} if looked_at else {}
+        rows.append({**row, **labels, "why": _reasons(own)})
     return tuple(rows)
 
 
@@ -159,11 +184,18 @@ def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def _amounts(offers: Sequence[Offer], memory: bool) -> str:
+def _values(offers: Sequence[Offer], label: str) -> str:
+    values = dict.fromkeys(offer.labels[label] for offer in offers if label in offer.labels)
+    return f"{label}={'|'.join(values)}" if values else f"no {label}"
+
+
+def _amounts(offers: Sequence[Offer], wanted: Wanted) -> str:
     cpus, gpus = sum(offer.cpus for offer in offers), sum(offer.gpus for offer in offers)
-    each = sorted({f"{offer.cpus:g}/{offer.gpus}{_limit(offer) if memory else ''}" for offer in offers})
+    limit = _limit if wanted.memory else lambda offer: ""
+    each = sorted({f"{offer.cpus:g}/{offer.gpus}{limit(offer)}" for offer in offers})
     detail = f" ({', '.join(each)} each)" if each else ""
-    return f"{_workers(len(offers))}: {cpus:g} CPU, {gpus} GPU{detail}"
+    further = "".join(f", {sum(o.resources.get(name, 0) for o in offers):g} {name}" for name in wanted.resources)
+    return f"{_workers(len(offers))}: {cpus:g} CPU, {gpus} GPU{detail}{further}"
 
 
 def _limit(offer: Offer) -> str:

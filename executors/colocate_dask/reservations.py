@@ -328,7 +328,9 @@ class Reservations(SchedulerPlugin):
                 unfit = f"that declare {gpus} GPU but see {len(visible)}"
         taken = self._taken(worker, state, share)
         memory = state.memory_limit or 0
-        offer = Offer(worker, state.host, state.nthreads, gpus, visible if gpus else None, memory, unfit, taken)
+        resources = {name: amount for name, amount in state.resources.items() if name != "GPU"}
+        own = str(state.name), resources
+        offer = Offer(worker, state.host, state.nthreads, gpus, visible if gpus else None, memory, unfit, taken, *own)
         self._seen[worker] = state.nanny or "", offer
         return offer
 

@@ -96,6 +96,11 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         return JoinedRayExecutor(cluster)
 
     @classmethod
+    def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
+        """The class for a cluster to join, or a private one."""
+        return RayExecutor if options.get("address") is None else JoinedRayExecutor
+
+    @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
         """What is installed and run, and which cluster is believed."""
         if option in ("cpus", "gpus") or (option == "address" and value in (None, "auto")):

@@ -92,6 +92,14 @@ class TestChanges:
         assert config.pools == {"new": PoolConfig(slots=3, env={"A": "b"})}
         assert config.job == JobConfig("config_roles:train", {"steps": 7})
 
+    def test_set_says_where(self, write: Write) -> None:
+        pytest.importorskip("distributed")
+        text = "executor: {use: dask, with: {address: 'tcp://10.0.0.1:8786'}}\npools: {main: {slots: 2}}"
+        changes = ["labels={name: 'in(a,b)'}", "resources={disk: 1.5}", "strategy=strict_spread", "together=host"]
+        config = load_config(write(text), set=[f"pools.main.{change}" for change in changes])
+        where: dict[str, Any] = {"labels": {"name": "in(a,b)"}, "resources": {"disk": 1.5}, "together": "host"}
+        assert config.pools == {"main": PoolConfig(slots=2, strategy="strict_spread", **where)}
+
     def test_set_reaches_into_short_forms_and_lists(self, write: Write) -> None:
         changes = ["groups.policy.roles.other.slots=[0]", "groups.policy.roles.other.slots[0]=1", "job.with.steps=1"]
         config = load_config(write(DEMO), set=changes)

@@ -88,6 +88,16 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
         ("pools: {a: {slots: 1, env: {N: 1}}}", "pools.a.env.N: must be text, not 1; put it in quotes"),
         ("pools: {a: {slots: 1, host_memory: []}}", "must be an integer or text or null, not a list"),
         ("pools: {a: {slots: 1, strategy: packed}}", "not the text 'packed' (did you mean 'pack'?)"),
+        ("pools: {a: {slots: 1, resources: {CPU: 1}}}", "pools.a.resources: has 'CPU', which cpus is for"),
+        (
+            "pools: {a: {slots: 1, labels: {kind: in()}}}",
+            "pools.a.labels: has the value 'in()'; one is written as 'H100'",
+        ),
+        ("pools: {a: {slots: 1, labels: {kind: 5}}}", "pools.a.labels.kind: must be text, not 5; put it in quotes"),
+        (
+            "pools: {a: {slots: 1, together: rack}}",
+            "pools.a.together: executor 'local' knows no labels of nodes, and no resources but CPUs, GPUs and memory",
+        ),
         ("executor: [local]", "executor: must be a mapping, not a list"),
         (
             "executor: {use: local, with: {collective_timeout: 0}}",

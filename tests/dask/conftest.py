@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     workers: list[dict[str, Any]] = [
         {"host": "127.0.0.1", "nthreads": 2},
         {"host": "127.0.0.1", "nthreads": 2},
-        {"host": "127.0.0.2", "nthreads": 4, "resources": {"GPU": 2}, "memory_limit": 2**30},
+        {"host": "127.0.0.2", "nthreads": 4, "resources": {"GPU": 2, "disk": 1}, "memory_limit": 2**30, "name": "big"},
         {**cuda, "env": {"CUDA_VISIBLE_DEVICES": "7,6"}},
         {**cuda, "env": {"CUDA_VISIBLE_DEVICES": "6,7"}},
     ]

@@ -87,6 +87,27 @@ def test_pack_and_spread(runtime: Runtime) -> None:
         assert places(pool) == [("127.0.0.2", ())] * 3
 
 
+def test_places(runtime: Runtime) -> None:
+    """Dask workers by name, by machine and by their resources; all of one machine, or each of its own."""
+    big: list[dict[str, Any]] = [
+        {"labels": {"name": "big"}},
+        {"resources": {"disk": 1}},
+        {"labels": {"host": "127.0.0.2"}},
+    ]
+    for where in big:
+        with runtime.reserve(1, cpus=2, **where) as pool:
+            assert places(pool) == [("127.0.0.2", ())]
+    with runtime.reserve(2, cpus=1, labels={"name": "!big"}, strategy="strict_spread") as pool:
+        assert places(pool) == [("127.0.0.1", ()), ("127.0.0.2", ())]
+    whole: list[dict[str, Any]] = [{"strategy": "strict_pack"}, {"together": "host"}]
+    for where in whole:
+        with runtime.reserve(2, cpus=2, **where) as pool:
+            assert places(pool) == [("127.0.0.1", ())] * 2
+    with pytest.raises(PlacementError, match=r"on nodes with name=bug, can never fit \(a slot takes") as caught:
+        runtime.reserve(1, labels={"name": "bug"})
+    assert caught.value.nodes[1]["labels"].startswith("name=big|tcp://127.0.0.2:")
+
+
 def test_gpus(runtime: Runtime) -> None:
     """dask-cuda's workers have their own GPU, others those that they declare; a role sees them and no others."""
     with runtime.reserve(3, gpus=1, cpus=1) as pool:

@@ -52,6 +52,25 @@ def test_smallest_that_suits() -> None:
     assert chosen(offers, wanted(1, gpus=1)) == ["h:1"]
 
 
+def test_places() -> None:
+    """Workers by their names, machines and resources; strictly on one machine, or on one each."""
+    big = offer("10.0.0.10:9", name="big", resources={"disk": 2})
+    assert chosen([*CLUSTER, big], wanted(1, labels={"name": "big"})) == ["10.0.0.10:9"]
+    assert chosen([*CLUSTER, big], wanted(1, resources={"disk": 1.5})) == ["10.0.0.10:9"]
+    assert chosen([*CLUSTER, big], wanted(2, resources={"disk": 1})) is None
+    assert chosen(CLUSTER, wanted(1, labels={"host": "10.0.0.9"})) == ["10.0.0.9:2"]
+    assert chosen(CLUSTER, wanted(2, strategy="strict_spread")) == ["10.0.0.9:2", "10.0.0.10:3"]
+    assert chosen(CLUSTER, wanted(3, strategy="strict_spread")) is None
+    assert chosen(CLUSTER, wanted(3, strategy="strict_pack")) == ["10.0.0.10:3", "10.0.0.10:4", "10.0.0.10:5"]
+    assert chosen(CLUSTER, wanted(4, strategy="strict_pack")) is None
+    assert chosen(CLUSTER, wanted(3, together="host")) == ["10.0.0.10:3", "10.0.0.10:4", "10.0.0.10:5"]
+    assert chosen(CLUSTER, wanted(1, together="rack")) is None
+    rows = table([*CLUSTER, big], wanted(2, labels={"host": "10.0.0.9"}, together="rack", resources={"disk": 1}))
+    assert [row["labels"] for row in rows] == ["host=10.0.0.9, no rack", "host=10.0.0.10, no rack"]
+    assert rows[0]["wanted"] == "2 workers with 0 CPU, 0 GPU, 2 disk"
+    assert rows[1]["free"] == "4 workers: 4 CPU, 0 GPU (1/0 each), 2 disk"
+
+
 def test_sorted_by_device() -> None:
     """On a machine, ranks go by device, not by address."""
     offers = [offer(f"h:{port}", gpus=1, visible=(gpu,)) for port, gpu in ((1, "10"), (2, "9"), (3, "0"))]
