@@ -234,6 +234,8 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
             group.check()
             if group.life.state is not State.READY:
                 raise ColocateError(f"group {group.name!r} can't be detached while it is {group.state}")
+            if (saving := group.restarts.saving) is not None and not saving.done():
+                raise ColocateError(f"group {group.name!r} can't be detached while {saving.label} is being written")
             if pending := list(group.order.pending.values()):
                 raise ColocateError(
                     f"group {group.name!r} can't be detached while calls are pending ({len(pending)}, the first is "

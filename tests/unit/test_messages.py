@@ -37,6 +37,7 @@ NESTED = {
         *({"used": 5}, {"role.method": 7}),
     ),
     (from_worker.Fetched, "failure"): from_worker.Failure("type", "text", "trace", True, False, None, "an argument"),
+    (from_worker.Saved, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.Ask, "question"): questions.Missing(7),
 }
 

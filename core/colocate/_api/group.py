@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 from colocate._api.graph import Held, shown
 from colocate._api.memory import GroupMemory, memory
 from colocate._display import table
+from colocate._role.call import Call
 from colocate._role.context import Context
 from colocate._role.method import Discardable, Tag
 from colocate._role.role import RoleInfo, written_class
@@ -170,7 +171,24 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         self._node.check()
         return pipeline(self._node)
 
-    def checkpoint(self, directory: str | os.PathLike[str], tag: str | int | float | None = None) -> None:
+    @overload
+    def checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | int | float | None = None, wait: Literal[True] = True
+    ) -> None: ...
+
+    @overload
+    def checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | int | float | None = None, *, wait: Literal[False]
+    ) -> Call[None]: ...
+
+    @overload
+    def checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | int | float | None = None, wait: bool = True
+    ) -> Call[None] | None: ...
+
+    def checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | int | float | None = None, wait: bool = True
+    ) -> Call[None] | None:
         """Have every role that has `save(dir)` and `restore(dir)` save itself, between the group's calls.
 
         Each role gets a folder of its own, the same for all of its ranks; the states of `ctx.generator` are kept too.
@@ -178,10 +196,19 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         or a list of these. So is a future that it leaves in an attribute of the role. A restart goes on from the last
         checkpoint.
 
+        A `save` may have two halves: it takes copies of its state, yields once, and writes them.
+
         Args:
             directory: Becomes the checkpoint's folder when all of it is written. An earlier checkpoint of the same
                 roles, or an empty folder, is replaced then. The driver and all workers have to see it.
             tag: What `wait_ready` returns after a restart from it; None for the folder's name.
+            wait: Whether it is all written when this returns. Otherwise roles have their states: second halves of
+                `save`, and what it has returned, go on beside the calls that follow. The checkpoint counts when all
+                ranks have written. The next one, a restore and `close` (within its grace) wait for it.
+
+        Returns:
+            With `wait=False` a call that is done when the checkpoint counts. What it has failed of is raised by the
+            next checkpoint, or by `close`, unless its result was asked for.
 
         Raises:
             ConfigError: A role has only one of the two methods, or no role has them. Or something else lies there
@@ -195,7 +222,10 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             found.refuse_call("checkpoint")
         refuse_to_wait(f"the checkpoint of group {self.name!r}")
         folder = Path(directory)
-        off_main(lambda: checkpoint.write(self._node, folder, folder.name if tag is None else tag))
+        tag = folder.name if tag is None else tag
+        if wait:
+            return off_main(lambda: checkpoint.write(self._node, folder, tag))
+        return Call(off_main(lambda: checkpoint.begin(self._node, folder, tag)))
 
     def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
         """Have every role that was saved in a checkpoint go on from it, between the group's calls.

@@ -227,6 +227,26 @@ class Fetched(Message):
 
 
 @message
+class Saved(Message):
+    """What roles had to write of a checkpoint is written, or its files were looked at. Body: the exception, if any."""
+
+    token: int  # the question's number
+    open: Sequence[str]  # files that are open there to be written
+    digests: Mapping[str, str]  # of those that were looked at, by name
+    failure: Failure | None  # what it has failed of
+
+    def head(self) -> Head:
+        """Return what travels of it."""
+        return "Saved", self.token, self.open, self.digests, None if self.failure is None else values(self.failure)
+
+    @classmethod
+    def of(cls, *values: Any) -> Saved:
+        """As `Message.of`."""
+        *others, failure = values
+        return cls(*others, None if failure is None else Failure(*failure))
+
+
+@message
 class Address(Message):
     """Where other workers reach it."""
 

@@ -272,6 +272,15 @@ class AskLedger(Message):
 
 
 @message
+class AskSaved(Message):
+    """Write what roles have taken for a checkpoint, or look at its files; answered by `Saved`."""
+
+    token: int  # the question's number
+    directory: str = ""  # the checkpoint's folder
+    names: Sequence[str] | None = None  # the files to look at, in the folder; None: write
+
+
+@message
 class Beside(Message):
     """What the roles of another group hold that has a worker on this slot, too."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,14 +14,16 @@ from colocate._calls.pending import PendingCall
 from colocate._role.role import RoleInfo
 from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.numbers import FOREVER_S, shown
+from colocate._system.threads import Thread
 from colocate._values.dispatch import plan
 from colocate._views.sending import everyone, ready, refuse_inside, start
 from colocate._worker_group.saved import Checkpoint, Tag, does_nothing, refuse_others, savable
+from colocate._worker_group.saving import Saves, Saving
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError, RoleError
 from colocate.worker.serving.checkpoint import RECORD
-from colocate.worker.serving.contents import Look, sizes_of
-from colocate.worker.serving.functions import CHECKPOINT, LOOK, RESTORE, SPECS
+from colocate.worker.serving.contents import sizes_of
+from colocate.worker.serving.functions import CHECKPOINT, RESTORE, SPECS
 
 
 def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
@@ -31,8 +33,56 @@ def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
         ConfigError: A role has only one of `save` and `restore`, or none has them; or the folder is something else's,
             or the tag nothing to write down.
         RoleError: A `save` raised, or what it has returned failed, or not all is written when both are over; or a
-            kept call before it has failed, whose resident nobody has used or can use any more. There is no checkpoint
-            then, and an earlier one stays.
+            kept call before it has failed, whose resident nobody has used or can use any more; or the checkpoint before
+            has failed, and nobody was told. There is no checkpoint then, and an earlier one stays.
+    """
+    with _begun(worker_group, folder, tag, wait=True) as complete:
+        complete()
+    worker_group.home.changed()
+
+
+def begin(worker_group: WorkerGroup, folder: Path, tag: Tag) -> Saving:
+    """As `write`, but roles have only taken their states when this returns: the rest goes on beside the calls."""
+    saving = Saving(tag, folder.absolute(), worker_group.services.dispatcher.soon)
+    begun = _begun(worker_group, folder, tag, wait=False)
+    complete = begun.__enter__()
+    try:
+        worker_group.restarts.saving = saving
+        name = f"colocate-checkpoint-{worker_group.name}"
+        Thread(target=_go_on, args=(worker_group, saving, begun, complete), name=name).start()
+    except BaseException as error:  # no thread is to be had
+        worker_group.restarts.saving = None
+        begun.__exit__(type(error), error, error.__traceback__)
+        raise
+    return saving
+
+
+def _go_on(
+    worker_group: WorkerGroup,
+    saving: Saving,
+    begun: contextlib.AbstractContextManager[object],
+    complete: Callable[[], None],
+) -> None:
+    """Complete a checkpoint, on a thread of its own. Who waits for it is told last."""
+    try:
+        try:
+            complete()
+        except BaseException as error:
+            begun.__exit__(type(error), error, error.__traceback__)
+            raise
+        begun.__exit__(None, None, None)
+        worker_group.home.changed()
+    except BaseException as error:
+        saving._fail(error)
+    else:
+        saving._settle(None)
+
+
+@contextlib.contextmanager
+def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Iterator[Callable[[], None]]:
+    """A block in which a checkpoint is to be completed, by what it is given, and behind which it counts.
+
+    All roles have taken their states when it is entered. It may be left on another thread.
     """
     if not isinstance(tag, str | int | float):
         raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
@@ -40,33 +90,39 @@ def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
     refuse_inside("checkpoint", worker_group.name)
     folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
     found = Checkpoint(folder, tag, uuid.uuid4().hex)
-    with worker_group.restarts.writing:
+    with worker_group.restarts.writing:  # as long as it is under way
+        worker_group.restarts.raise_unasked()
         _refuse_forgotten(worker_group)
         with nobody_renames(folder):
             refuse_others(folder, saved)
         worker_group.residents.raise_untold()
-        with atomic_folder(folder, _committing(worker_group, found, worker_group.generation, saved)) as part:
+        generation, saves = worker_group.generation, worker_group.saves
+        with atomic_folder(folder, _committing(worker_group, found, saved, saves, wait)) as part:
             for name in saved:
                 (part / name).mkdir()
-            _submit(worker_group, part).result()
+            _submit(worker_group, part, wait=wait).result()
             worker_group.residents.raise_untold()
-            files = _looked_at(worker_group, part, saved)
-            record = {
-                "id": found.identity,
-                "tag": tag,
-                "group": worker_group.name,
-                "generation": worker_group.generation,
-                "roles": {
-                    name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
-                },
-                "files": files,
-                "colocate": colocate.__version__,
-            }
-            (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    worker_group.home.changed()
+
+            def complete() -> None:
+                if not wait:
+                    saves.finish(part)
+                record = {
+                    "id": found.identity,
+                    "tag": tag,
+                    "group": worker_group.name,
+                    "generation": generation,
+                    "roles": {
+                        name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
+                    },
+                    "files": _looked_at(worker_group.name, saves, part, saved),
+                    "colocate": colocate.__version__,
+                }
+                (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+            yield complete
 
 
-def _looked_at(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleInfo]) -> dict[str, tuple[int, str]]:
+def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInfo]) -> dict[str, tuple[int, str]]:
     """Return the files that a group has written, with size and digest, as its workers see them.
 
     Raises:
@@ -76,10 +132,10 @@ def _looked_at(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleIn
     def refuse(name: str, why: str) -> NoReturn:
         role = name.partition("/")[0]
         raise RoleError(
-            f"the checkpoint of group {worker_group.name!r} isn't all written, though {role}.save() is over on all "
+            f"the checkpoint of group {group!r} isn't all written, though {role}.save() is over on all "
             f"ranks: {why}. What it writes on a thread or in a process of its own, it has to wait for or to return (a "
             "future, a thread, what dcp.async_save returns); nothing counts, and an earlier checkpoint stays",
-            group=worker_group.name,
+            group=group,
             role=role,
             method="save",
         )
@@ -91,13 +147,12 @@ def _looked_at(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleIn
     for name in before:
         if name.endswith(".distcp") and f"{name.rpartition('/')[0]}/.metadata" not in before:
             refuse(name, f"torch.distributed.checkpoint has written {name}, and no .metadata beside it")
-    looks: list[Look] = _submit(worker_group, part, LOOK, names=[*before]).result()
-    for name in [name for open_ones, _ in looks for name in open_ones]:
+    being_written, digests = saves.look(part, [*before])
+    for name in being_written:
         refuse(name, f"{name} is open there, to be written")
     after = sizes_of(part)
     for name in sorted({name for name, _ in before.items() ^ after.items()}):
         refuse(name, f"{name} has changed since")
-    digests = {name: digest for _, digested in looks for name, digest in digested.items()}
     return {name: (size, digests[name]) for name, (size, _) in after.items()}
 
 
@@ -138,16 +193,16 @@ def _refuse_forgotten(worker_group: WorkerGroup) -> None:
 
 @contextlib.contextmanager
 def _committing(
-    worker_group: WorkerGroup, checkpoint: Checkpoint, generation: int, saved: Collection[str]
+    worker_group: WorkerGroup, checkpoint: Checkpoint, saved: Collection[str], saves: Saves, wait: bool
 ) -> Iterator[None]:
-    """A failed group is restored from the last checkpoint before: nothing may take its folder's name then."""
+    """A failed group is restored from the last checkpoint before: nothing may take its folder's name then.
+
+    One that was written beside the calls counts also when the group is closing, as long as that waits for it.
+    """
     with worker_group.order.lock:
-        worker_group.check()
-        if worker_group.generation != generation:
-            raise ColocateError(
-                f"group {worker_group.name!r} was restarted while its checkpoint {checkpoint.tag!r} was written: that "
-                "is void"
-            )
+        if wait or worker_group.alive:
+            worker_group.check()
+        saves.check()  # of the workers that have written it: the group may have been restarted since
         refuse_others(checkpoint.folder, saved)  # it may have been filled meanwhile
         yield
         worker_group.restarts.committed(checkpoint)

@@ -31,13 +31,14 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text, message_of, report_exception
-from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
+from colocate._system.limits import AFTER_FORCE_S, BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
 from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
 from colocate._worker_group.ledgers import Ledgers
 from colocate._worker_group.published import Published, Questions, Tell
 from colocate._worker_group.saved import Checkpoint, Tag
+from colocate._worker_group.saving import Saves, Saving
 from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
@@ -111,6 +112,7 @@ class Restarts:
         self.written: Checkpoint | None = None  # the last one that was made since; None for none
         # Held by whoever writes a checkpoint: they get their names in the order in which their states were
         self.writing = threading.Lock()
+        self.saving: Saving | None = None  # the last one that was written beside calls, and perhaps is yet
         self._group = group
         self._used = 0
         self._missing: PlacementError | None = None  # why slots in place of lost ones can't be had yet
@@ -174,6 +176,13 @@ class Restarts:
         """Note that what was made in a folder is gone; before that there was another checkpoint, or none."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
             self.checkpoint, self.written = before, None
+
+    def raise_unasked(self) -> None:
+        """Raise what the last one has failed of that was written beside calls, unless somebody was told."""
+        saving, self.saving = self.saving, None
+        if saving is not None and (error := saving.untold()) is not None:
+            error.add_note(f"that was {saving.label} of group {self._group.name!r}; another one wasn't begun")
+            raise error
 
     def progressed(self) -> None:
         """Note something new to go on from: what fails from now on has its own number of attempts."""
@@ -330,6 +339,7 @@ class WorkerGroup(Link):
         parts = self.order, self.cancellations, self.home.request, places
         self.workforce = Workforce(self, *parts, self._heard, self._greet)
         self.ledgers = Ledgers(self)
+        self.saves = Saves(self)
         self.pauses = Pauses(self.order)
 
     # -- what its calls and parts need
@@ -442,6 +452,8 @@ class WorkerGroup(Link):
                 if message.ledger is not None:
                     self._note_weights(message.ledger)
                 self.ledgers.answered(worker, message)
+            case from_worker.Saved():
+                self.saves.answered(worker, message, body)
             case from_worker.Holds():
                 self._share(worker, message.roles)
             case from_worker.Moved():
@@ -536,6 +548,9 @@ class WorkerGroup(Link):
             self.order.fail_all(told)
         self.residents.fail(told)
         self.ledgers.fail(told)
+        if (saving := self.restarts.saving) is not None and not saving.done():
+            saving.is_void = True
+        self.saves.fail(told)
         self.pauses.fail(told)
         self.workforce.kill()
         if told is not error:
@@ -638,7 +653,8 @@ class WorkerGroup(Link):
                 self._tell_state(State.CLOSING)
             self.restarts.stop()
             self.residents.break_borrows()
-            errors = self.workforce.end(grace)
+            errors = self._end_saving(grace)
+            errors += self.workforce.end(grace)
             self.restarts.join()
         finally:
             failed = self.residents.unseen()
@@ -651,12 +667,37 @@ class WorkerGroup(Link):
         self.services.tell("colocate_group_closed", self.name)
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
 
+    def _end_saving(self, grace: float) -> list[BaseException]:
+        """Wait for a checkpoint that is written beside the calls, within the grace; what nobody was told of it."""
+        saving = self.restarts.saving
+        if saving is None:
+            return []
+        if not saving.done():
+            deadline = Deadline(grace)
+            if self.life.failure is None:
+                self.send(self.live(), to_worker.Stop())  # calls that run are told that nobody waits for them
+            self.workforce.wind_down(grace, deadline)
+            saving._then(lambda _: self.workforce.stages.wake())
+            self.workforce.stages.wait(lambda: self.hurried or saving.done(), self.workforce.overdue)
+            late = ClosedError(
+                f"{saving.label} of group {self.name!r} wasn't all written {grace:g} s after the group was closed by "
+                f"{self.closed_by}: it is void, and an earlier one stays. Wait for its result() before, or give "
+                "close(grace=...) as long as it takes",
+                closed_by=self.closed_by,
+            )
+            self.saves.fail(late)
+            if not saving.wait(AFTER_FORCE_S):  # what writes to a disk hears of it later
+                return [late]
+        error = saving.untold()
+        return [] if error is None else [error]
+
     def _let_go(self, by: str) -> None:
         """Let go of it where it goes on in a borrowed pool: what this driver has in it ends."""
         if not self.take_closing(by):
             return
         self.residents.break_borrows()
-        failed = self.residents.unseen()
+        failed = self._end_saving(0.0)
+        failed += self.residents.unseen()
         self.leave()
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", failed)
 
@@ -675,4 +716,5 @@ class WorkerGroup(Link):
         self.unasked.tell()
         self.residents.fail(error)
         self.ledgers.fail(error)
+        self.saves.fail(error)
         self.pauses.fail(error)

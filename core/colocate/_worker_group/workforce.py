@@ -232,7 +232,7 @@ class Workforce:
         self._lock = threading.Lock()  # the innermost one
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
-        self._granted, self._overdue = 0.0, NEVER
+        self._granted, self.overdue = 0.0, NEVER
         self._asked = False  # what the ranks are doing, and their answer
         self._stacks: Stacks | None = None
         self._timers: list[Timer] = []
@@ -495,7 +495,7 @@ class Workforce:
         The grace is for what they run: one that runs nothing has the moment that it takes to end in any case.
         """
         deadline, idle_until = Deadline(grace), Deadline(max(grace, IDLE_S))
-        first = deadline.or_sooner(self._overdue)
+        first = deadline.or_sooner(self.overdue)
         early = self._asked  # for its owner, before it was told to end
         if self._wait_or_hurry(self._idle, first.before(STACKS_WITHIN_S)):
             return []
@@ -534,7 +534,7 @@ class Workforce:
     def wind_down(self, grace: float, deadline: Deadline) -> None:
         """Note that its owner's grace period is over at `deadline`, whenever this group's turn comes."""
         self._granted = max(self._granted, grace)
-        self._overdue = self._overdue.or_sooner(deadline)
+        self.overdue = self.overdue.or_sooner(deadline)
         wait_s = deadline.before(STACKS_WITHIN_S).left or 0.0
         self._timers.append(self.link.services.timers.after(wait_s, self._look))
 

@@ -33,6 +33,7 @@ from colocate.worker.memory.turns import Residency
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.saver import Saver
 from colocate.worker.serving.scope import Scope
 from colocate.worker.torch_groups.groups import ProcessGroups
 from colocate.worker.torch_groups.settings import Setting
@@ -64,6 +65,7 @@ class WorkerContext:
         children: The processes that its roles have started.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
+        saver: Writes checkpoints beside the calls.
         lane: Where role code runs, but for that of background roles.
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
@@ -97,6 +99,7 @@ class WorkerContext:
         self.residency = Residency(self, self.sleeper, self.accounts)
         self.weights = WeightSyncs(self)
         self.definitions = Definitions(self.ask, self.say, in_process)
+        self.saver = Saver(boot.worker, self.device, codec, self.definitions, self.say)
         self._questions: Requests[None, Any] = Requests()
         self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
         self.scope.ends(self.groups.end_waits)

@@ -40,6 +40,7 @@ from colocate.testing.executors.reading import Reading
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Checkpoints, Restarting
+from colocate.testing.executors.saving import SavingBeside
 from colocate.testing.executors.sharing import Sharing, SharingDetached
 from colocate.testing.executors.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
 from colocate.testing.executors.startup import Printing, Startup, Templates
@@ -96,6 +97,7 @@ class ExecutorSuite(
     Deaths,
     Restarting,
     Checkpoints,
+    SavingBeside,
     Ownership,
     Borrows,
     Forks,
@@ -187,6 +189,7 @@ __all__ = [
     "Renewals",
     "Residents",
     "Restarting",
+    "SavingBeside",
     "Serialization",
     "Sharing",
     "SharingDetached",

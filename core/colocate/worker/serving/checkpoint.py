@@ -15,24 +15,29 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from colocate._role.context import Context, running_call
+from colocate._role.context import running_call
 from colocate._role.method import RoleMethod
 from colocate._role.weights import Received
 from colocate._system.files import json_of, places
 from colocate.errors import ColocateError
-from colocate.worker.serving.contents import Look, being_written, digests_of, refuse_changed
+from colocate.worker.serving.contents import refuse_changed
 from colocate.worker.serving.failure import note
 from colocate.worker.serving.over import is_future
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.saver import SecondHalf
 
 RECORD = "checkpoint.json"  # in the folder of one that is complete
 OWN = ".colocate"
 
 
 def save(
-    roles: Sequence[RoleInstance], directory: str, awake: Callable[[RoleInstance], AbstractContextManager[None]]
-) -> None:
-    """Have roles write their states.
+    roles: Sequence[RoleInstance],
+    directory: str,
+    awake: Callable[[RoleInstance], AbstractContextManager[None]],
+    wait: bool,
+    strict: bool,
+) -> list[SecondHalf]:
+    """Have roles write their states; unless that is waited for, return what is left of it when they were taken.
 
     Raises:
         ColocateError: This machine doesn't see the folder.
@@ -43,9 +48,15 @@ def save(
             f"the checkpoint's folder {folder} isn't there on this machine: it has to lie on a file system that the "
             "driver and all workers share"
         )
+    left = []
     for role in roles:
         with awake(role):
-            _call(role, "save", folder)
+            half = _save(role, folder, strict)
+            if half is not None and wait:
+                role.run(half.finish)
+            elif half is not None:
+                half.watch()
+                left.append(half)
         if role.received is not None:
             own = _own_file(role, folder, "weights")
             own.parent.mkdir(exist_ok=True)
@@ -63,12 +74,7 @@ def save(
             own = _own_file(role, folder, "defaults")
             own.parent.mkdir(exist_ok=True)
             own.write_text(json.dumps(wide.saved(role.own)), encoding="utf-8")
-
-
-def look(ctx: Context, directory: str, names: Sequence[str]) -> Look:
-    """Look at a rank's share of the files of a checkpoint that has been written."""
-    folder = Path(directory)
-    return being_written(folder), digests_of(folder, names[ctx.rank :: ctx.world_size])
+    return left
 
 
 def restore(role: RoleInstance, directory: str, identity: str) -> None:
@@ -91,7 +97,7 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
     try:
         files = _files_of(role, folder)
         refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))  # its share of them
-        restored = _call(role, "restore", folder)
+        restored = _restore(role, folder)
         own = _own_file(role, folder, "weights")
         version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("0", "", "")
         received = role.received
@@ -189,23 +195,35 @@ def takes_ranks(cls: type) -> bool:
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
 
-def _call(role: RoleInstance, name: str, folder: Path) -> bool:
-    """Call a role's `save` or `restore`, and return whether it has one, and its state is there."""
+def _save(role: RoleInstance, folder: Path, strict: bool) -> SecondHalf | None:
+    """Call a role's `save`, and return what that has left to do; None where it has none."""
+    assert role.name is not None
+    own = folder / role.name
+    if not own.is_dir():
+        return None
+    half, had = SecondHalf(role, strict), {**getattr(role.instance, "__dict__", {})}
+    role.run_hook(_bound(role, "save"), str(own), name="save", by=half.take_state)
+    has = getattr(role.instance, "__dict__", {}).items()
+    half.add([value for key, value in has if value is not had.get(key) and is_future(value)])  # as by torch's recipe
+    return half
+
+
+def _restore(role: RoleInstance, folder: Path) -> bool:
+    """Call a role's `restore`, and return whether it has one, and its state is there."""
     assert role.name is not None
     own = folder / role.name
     if not own.is_dir():
         return False
-    more: dict[str, Any] = {}
-    if name == "restore" and takes_ranks(type(role.instance)):
-        more["ranks"] = _record(folder)["roles"][role.name]["ranks"]
+    ranks = _record(folder)["roles"][role.name]["ranks"]
+    more = {"ranks": ranks} if takes_ranks(type(role.instance)) else {}
+    role.run_hook(partial(_bound(role, "restore"), **more), str(own), name="restore")
+    return True
+
+
+def _bound(role: RoleInstance, name: str) -> Callable[..., Any]:
     found = getattr(type(role.instance), name)
     bound = MethodType(found.spec.function, role.instance) if isinstance(found, RoleMethod) else None
-    had = {**getattr(role.instance, "__dict__", {})}
-    role.run_hook(partial(bound or getattr(role.instance, name), **more), str(own), name=name)
-    has = getattr(role.instance, "__dict__", {}).items()
-    if left := [value for key, value in has if value is not had.get(key) and is_future(value)]:  # as by torch's recipe
-        role.run_hook(lambda: left, name=name)
-    return True
+    return bound or getattr(role.instance, name)  # type: ignore[no-any-return]
 
 
 def _record(place: Path) -> Any:

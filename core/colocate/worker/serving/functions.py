@@ -24,7 +24,6 @@ from colocate.worker.memory.sleep import Outcome
 from colocate.worker.process_wide import own_of
 from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
-from colocate.worker.serving.contents import Look
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
 
@@ -56,16 +55,14 @@ class Functions:
         return awaited(result) if inspect.iscoroutine(result) else result
 
     @method
-    def save(self, directory: str) -> None:
-        """Have the roles write their states into a folder."""
-        checkpoint.save(self._roles(), directory, partial(self._worker_context.residency.awake, why="to be saved"))
-
-    @method
-    def look(self, directory: str, names: Sequence[str]) -> Look:
-        """Look at files of a checkpoint: at a share of these."""
-        ctx = current()
-        assert ctx is not None
-        return checkpoint.look(ctx, directory, names)
+    def save(self, directory: str, wait: bool) -> None:
+        """Have the roles write their states into a folder; or take them, and leave the writing to be asked for."""
+        worker_context = self._worker_context
+        awake, strict = partial(worker_context.residency.awake, why="to be saved"), worker_context.store.strict
+        left = checkpoint.save(self._roles(), directory, awake, wait, strict)
+        if not wait:
+            worker_context.device.end("the checkpoint")  # copies on the device are read on another thread then
+            worker_context.saver.leave(left)
 
     @method
     def restore(self, directory: str, identity: str) -> None:
@@ -149,10 +146,8 @@ CHECKPOINT, RESTORE, SLEEP, WAKE, SYNC = OF_WORKERS = (
     "the wake",
     "the sync of weights",
 )
-LOOK = "the look at the checkpoint"  # beside which background roles go on
 _METHODS = {
     "run": "run",
-    LOOK: "look",
     CHECKPOINT: "save",
     RESTORE: "restore",
     SLEEP: "sleep",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
 from colocate._role.standalone import awaited
@@ -45,6 +45,25 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
         end()
         if code := getattr(found, "exitcode", None) or getattr(found, "returncode", None):
             raise ChildProcessError(f"{found!r}, which {name}() has returned, has ended with exit code {code}")
+
+
+def going_on(name: str, found: Any) -> Iterator[Any]:
+    """Wait until what a hook has returned has what it needs of the role; what goes on by itself then is yielded.
+
+    A future, a thread, a process has it when it was returned. What is awaited runs in the role's own loop, to its end.
+    """
+    if inspect.isawaitable(found):
+        wait_until_over(name, found, with_tasks=True)
+    elif isinstance(found, list | tuple | set | frozenset):
+        for each in found:
+            yield from going_on(name, each)
+    elif isinstance(found, Mapping):
+        yield from going_on(name, [*found.values()])
+    elif hasattr(found, "upload_completion"):
+        wait_until_over(name, found.staging_completion)
+        yield found.upload_completion
+    else:
+        yield found
 
 
 def is_future(value: object) -> bool:

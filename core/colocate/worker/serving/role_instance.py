@@ -83,11 +83,13 @@ class RoleInstance:
         """What it has for a purpose of colocate's that needs no argument."""
         return None if name in self.methods else own_method(self.instance, name, takes_nothing=True)
 
-    def run_hook(self, hook: Callable[..., Any], *args: Any, name: str = "the hook") -> None:
-        """Run a method that isn't one for its callers, to its end where it is async."""
+    def run_hook(
+        self, hook: Callable[..., Any], *args: Any, name: str = "the hook", by: Callable[..., object] | None = None
+    ) -> None:
+        """Run a method that isn't one for its callers, to its end where it is async; or as far as `by` runs it."""
         token = set_current(self.ctx)
         try:
-            self.run(_run_to_its_end, name, hook, *args)
+            self.run(by or _run_to_its_end, name, hook, *args)
         finally:
             reset_current(token)
 
@@ -168,4 +170,4 @@ class RoleInstance:
 
 @calls_role_code
 def _run_to_its_end(name: str, hook: Callable[..., Any], *args: Any) -> None:
-    wait_until_over(name, hook(*args), with_tasks=name == "save")
+    wait_until_over(name, hook(*args))

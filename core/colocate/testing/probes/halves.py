@@ -1,0 +1,134 @@
+"""Roles whose `save` has two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from colocate import method
+from colocate.testing.gate import Address, pass_gate
+from colocate.testing.probes.lasting import Lasting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Halved(Lasting):
+    """Takes its count, and writes it when a gate is open.
+
+    Args:
+        gate: Where ranks wait before they write; None: nowhere.
+        how: What is wrong with it.
+        slow: The rank that waits; None: all.
+    """
+
+    def __init__(self, gate: Address | None = None, how: str = "", slow: int | None = None) -> None:
+        super().__init__()
+        self.gate, self.how, self.slow = gate, how, slow
+
+    @method
+    def become(self, how: str = "", gate: Address | None = None, slow: int | None = None) -> None:
+        """See the constructor."""
+        self.how, self.gate, self.slow = how, gate, slow
+
+    def save(self, directory: str) -> Any:
+        """In two halves."""
+        if self.how == "nothing to write":
+            Path(directory, str(self.ctx.rank)).write_text(str(self.count))
+            if self.count:
+                return
+        taken, gate, how = self.count, self.gate, self.how
+        if self.slow not in (None, self.ctx.rank):
+            gate = None
+        yield
+        if gate is not None:
+            pass_gate(gate)
+        if how == "fails" and self.ctx.rank == 1:
+            raise OSError("the disk is full")
+        if how == "three":
+            yield
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(Path(directory, str(self.ctx.rank)).write_text, str(taken))
+        return written
+
+
+class Going(Lasting):
+    """What its `save` returns goes on by itself.
+
+    Args:
+        how: What that is.
+        gate: Where it waits.
+    """
+
+    def __init__(self, how: str, gate: Address) -> None:
+        super().__init__()
+        self.how, self.gate = how, gate
+        self.pool = ThreadPoolExecutor(2)
+
+    def write(self, directory: str, taken: int) -> None:
+        """Behind the gate."""
+        pass_gate(self.gate)
+        Path(directory, str(self.ctx.rank)).write_text(str(taken))
+
+    def save(self, directory: str) -> Any:
+        """It has its state when it returns."""
+        if self.how == "thread":
+            thread = Thread(target=self.write, args=(directory, self.count))
+            thread.start()
+            return [thread]
+        future = self.pool.submit(self.write, directory, self.count)
+        if self.how == "attribute":
+            self.left = future
+            return None
+        return future
+
+    def close(self) -> None:
+        """End its threads."""
+        self.pool.shutdown()
+
+
+class Weighing(Lasting):
+    """Has a tensor. Needs torch.
+
+    Args:
+        copies: Whether it takes a copy to write it.
+        gate: Where it waits before it writes.
+    """
+
+    def __init__(self, copies: bool, gate: Address | None = None) -> None:
+        import torch
+
+        super().__init__()
+        self.weight: Tensor = torch.zeros(4, device=self.ctx.device)
+        self.copies, self.gate = copies, gate
+
+    @method
+    def add(self, amount: int = 1) -> int:
+        """In place, as an optimizer does."""
+        self.weight += amount
+        self.count += amount
+        return self.count
+
+    def save(self, directory: str) -> Iterator[None]:  # type: ignore[override]  # pyright: ignore
+        """Its tensor alone."""
+        import torch
+
+        state = {"weight": self.weight}
+        taken = {}
+        for name, tensor in state.items():
+            taken[name] = tensor.clone() if self.copies else tensor
+        yield
+        if self.gate is not None:
+            pass_gate(self.gate)
+        for name, tensor in taken.items():
+            torch.save(tensor, Path(directory, f"{name}-{self.ctx.rank}"))
+
+    def restore(self, directory: str) -> None:
+        """As it was."""
+        import torch
+
+        self.weight = torch.load(Path(directory, f"weight-{self.ctx.rank}"))
+        self.count = int(self.weight[0])

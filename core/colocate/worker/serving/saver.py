@@ -1,0 +1,193 @@
+"""`Saver`: a checkpoint's second half, in which roles write what `save` has taken, beside the calls that go on.
+
+A role's `save` takes its state on the lane, in the order of its calls. What it leaves to be done (the rest of a
+generator, or a future that goes on by itself) is seen to here, on a thread that runs nothing else.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from colocate._protocol import from_worker, to_worker
+from colocate._protocol.message import Message
+from colocate._role.context import reset_current, set_current
+from colocate._system.jobs import JobThread, report_exception
+from colocate._values.codec import Codec
+from colocate._values.leaving import Watch
+from colocate.worker.device import Device
+from colocate.worker.serving import failure
+from colocate.worker.serving.contents import being_written, digests_of
+from colocate.worker.serving.definitions import Definitions
+from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.over import going_on, wait_until_over
+from colocate.worker.serving.role_instance import RoleInstance
+
+SAVE = "save"
+_KINDS = ("Tensor", "ndarray", "dict", "list", "tuple")  # of variables whose tensors and arrays are watched
+
+
+class SecondHalf:
+    """What a role's `save` has left to do when it had taken its state.
+
+    Attributes:
+        role: The role.
+    """
+
+    def __init__(self, role: RoleInstance, strict: bool) -> None:
+        """Nothing is left yet. Args: strict: Whether contents of what it writes are compared, too."""
+        self.role = role
+        self._strict = strict
+        self._rest: Generator[Any, Any, Any] | None = None
+        self._going_on: list[Any] = []
+        self._watched: dict[str, Watch] = {}
+
+    @calls_role_code
+    def take_state(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
+        """Run the first half: a `save`, up to its `yield` where it has one."""
+        found = hook(*args)
+        if inspect.isgenerator(found):
+            try:
+                next(found)
+            except StopIteration as end:  # it has nothing to write here
+                found = end.value
+            else:
+                self._rest = found
+                return
+        self._going_on += going_on(name, found)
+
+    def watch(self) -> None:
+        """Notice it from now on when what is still to be written changes."""
+        frame: FrameType | None = getattr(self._rest, "gi_frame", None)
+        if frame is not None:
+            self._watched = {name: Watch(value, self._strict) for name, value in _read_later(frame).items()}
+
+    def add(self, going_on: Sequence[Any]) -> None:
+        """Have it wait for more that goes on by itself."""
+        self._going_on += going_on
+
+    @calls_role_code
+    def finish(self) -> None:
+        """Do what is left, and wait for it.
+
+        Raises:
+            BaseException: What that has failed of.
+            TypeError: There is a third half.
+            RuntimeError: What was written has changed meanwhile.
+        """
+        token = set_current(self.role.ctx)
+        try:
+            if self._rest is not None:
+                try:
+                    next(self._rest)
+                except StopIteration as end:
+                    self._going_on.append(end.value)
+                else:
+                    self.drop()
+                    raise TypeError(f"{SAVE}() yields twice: once, when it has taken its state; the rest writes it")
+            for each in self._going_on:
+                wait_until_over(SAVE, each)
+        finally:
+            reset_current(token)
+            self._rest = None
+        if changed := [name for name, watch in self._watched.items() if watch.written()]:
+            raise RuntimeError(
+                f"what {SAVE}() writes after its yield has changed meanwhile, in {', '.join(changed)}: it is the "
+                "role's own, whose calls go on. Take copies before the yield (colocate.torch.host_copy(state))"
+            )
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.close()
+
+
+class Saver:
+    """A worker's second halves, and its looks at files, on a thread of their own.
+
+    Args:
+        worker: What its thread is called after.
+        device: The slot's.
+        codec: How errors travel.
+        definitions: What driver and worker know of each other's classes.
+        say: Tells the driver.
+    """
+
+    def __init__(
+        self,
+        worker: object,
+        device: Device,
+        codec: Codec,
+        definitions: Definitions,
+        say: Callable[[Message, Any], None],
+    ) -> None:
+        self._device, self._codec, self._definitions, self._say = device, codec, definitions, say
+        self._thread = JobThread(f"colocate-save-{worker}", lambda error: report_exception())
+        self._left: list[SecondHalf] = []
+
+    def leave(self, halves: Sequence[SecondHalf]) -> None:
+        """Have these done when the driver asks for it. What is left of an earlier checkpoint came to nothing."""
+        former, self._left = self._left, [*halves]
+        for half in former:
+            self._thread.soon(half.drop)
+
+    def asked(self, message: to_worker.AskSaved) -> None:
+        """Do what the driver asks for, soon. On the receiving thread."""
+        try:
+            self._thread.soon(partial(self._do, message))
+        except RuntimeError as error:  # no thread is to be had
+            self._refuse(message, error, None)
+
+    def close(self) -> None:
+        """End, without waiting for what is under way."""
+        self._thread.close(0.0)
+
+    def _do(self, asked: to_worker.AskSaved) -> None:
+        open_ones: Sequence[str] = ()
+        digests: Mapping[str, str] = {}
+        left: list[SecondHalf] = []
+        try:
+            if asked.names is not None:
+                folder = Path(asked.directory)
+                open_ones, digests = being_written(folder), digests_of(folder, asked.names)
+            else:
+                left, self._left = self._left, []
+                with self._device.aside():
+                    while left:
+                        left[0].finish()
+                        del left[0]
+        except BaseException as error:
+            self._refuse(asked, error, left[0].role.name if left else None)
+            for half in left:
+                half.drop()
+        else:
+            self._say(from_worker.Saved(asked.token, open_ones, digests, None), None)
+
+    def _refuse(self, asked: to_worker.AskSaved, error: BaseException, role: str | None) -> None:
+        told, body = failure.failed(error, self._codec, self._definitions, role, False)
+        self._say(from_worker.Saved(asked.token, (), {}, told), body)
+
+
+def _read_later(frame: FrameType) -> Mapping[str, Any]:
+    """Return the variables of a frame that its code reads from here on, before it sets them anew, by name."""
+    first: dict[str, bool] = {}  # whether the first thing done to each is to read it
+    for each in dis.get_instructions(frame.f_code):
+        if each.offset > frame.f_lasti and (
+            "_FAST" in each.opname or "DEREF" in each.opname or "CLOSURE" in each.opname
+        ):
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            steps = [step for step in each.opname.split("_") if step in ("LOAD", "STORE", "DELETE")]
+            for name, step in zip(names, steps, strict=False):
+                first.setdefault(name, step == "LOAD")
+    values = dict(frame.f_locals)
+    return {
+        name: values[name]
+        for name, reads in first.items()
+        if reads and name in values and any(base.__name__ in _KINDS for base in type(values[name]).__mro__)
+    }
