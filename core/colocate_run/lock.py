@@ -37,7 +37,7 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class FolderLock:
-    """A driver's lock of a run's folder: `lock.json` there, with its name and a beat, for as long as it lives."""
+    """A driver's lock of a run's folder, for as long as it lives: `lock.json` in there has its name and a beat."""
 
     _path: Path
     _file: int
@@ -165,7 +165,7 @@ def _named(path: Path) -> dict[str, Any]:
 
 def _lives(owner: dict[str, Any]) -> bool:
     with contextlib.suppress(psutil.Error, KeyError, TypeError):
-        return psutil.Process(owner["pid"]).create_time() == owner["started"]
+        return bool(psutil.Process(owner["pid"]).create_time() == owner["started"])
     return False
 
 

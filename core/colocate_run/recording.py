@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -74,19 +75,18 @@ class Begun:
         return not self.is_here or (self.job is not None and isinstance(error, KeyboardInterrupt))
 
 
-@contextlib.contextmanager
-def begin(config: Config, log: RunLog, *, resume: Resume, screen: Screen) -> Iterator[Begun]:
+def begin(config: Config, log: RunLog, *, resume: Resume, screen: Screen) -> AbstractContextManager[Begun]:
     """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there."""
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
     function = find_job(config.job.use).load()
     options = arguments_of(function, config.job.use, skip=1).built(config.job.with_)
-    with _folder(config.name, resume, screen) as (folder, step, metrics):
+    with contextlib.ExitStack() as stack:
+        folder, step, metrics = _folder(config.name, resume, screen, stack)
         folder.write("config.yaml", config.dump())
         plain, job = without_secrets(config.plain()), lambda run: function(run, **options)
         begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, job)
-        with _in_its_folder(begun, log, config.observe):
-            yield begun
+        return _in_its_folder(begun, log, config.observe, stack.pop_all().close)
 
 
 def execute(
@@ -137,7 +137,9 @@ def record(
 
 
 @contextlib.contextmanager
-def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iterator[Begun]:
+def _in_its_folder(
+    begun: Begun, log: RunLog, observe: Sequence[object], then: Callable[[], object] = lambda: None
+) -> Iterator[Begun]:
     """While the block runs, keep what is printed, and in the end what went wrong; tell observers of both ends."""
     folder, screen, since = begun.folder, begun.screen, time.time()
     folder.remove("error.txt")
@@ -163,6 +165,7 @@ def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iter
         raise
     finally:
         log.close()
+        then()
         if log.fault is not None:
             screen.say(f"log.txt isn't whole: {log.fault}")
 
@@ -315,16 +318,18 @@ def _never_started(begun: Begun, started: float) -> RunRecord:
     )
 
 
-@contextlib.contextmanager
-def _folder(name: str, resume: Resume, screen: Screen) -> Iterator[tuple[RunFolder, int | None, list[Row]]]:
-    """A block in which a run has its folder for itself; with the step that it goes on from, and what it had logged."""
+def _folder(
+    name: str, resume: Resume, screen: Screen, stack: contextlib.ExitStack
+) -> tuple[RunFolder, int | None, list[Row]]:
+    """Return the folder of a run, which has it for itself until the stack ends, and what it has so far."""
     root = Path("runs")
-    with contextlib.ExitStack() as stack:
-        found = _to_resume(name, root, resume, screen) if resume else None
-        folder = found or RunFolder.create(name, root)
-        folder.check = stack.enter_context(locked(folder.path, screen.say)).check
-        step = folder.checkpoints()[-1][0] if found else None
-        yield folder, step, [] if step is None else folder.rewind(step)
+    found = _to_resume(name, root, resume, screen) if resume else None
+    folder = found or RunFolder.create(name, root)
+    folder.check = stack.enter_context(locked(folder.path, screen.say)).check
+    if found is None:
+        return folder, None, []
+    step, _ = folder.checkpoints()[-1]
+    return folder, step, [*folder.rewind(step)]
 
 
 def _to_resume(name: str, root: Path, resume: Resume, screen: Screen) -> RunFolder | None:

@@ -69,8 +69,8 @@ class TestOneDriver:
         """Whoever has the folder goes on; nothing of it is touched."""
         (counting.folder / "go").touch()
         assert counting("run", "demo.yaml").returncode == 0
-        for each in ("go", "runs/demo/waits"):
-            (counting.folder / each).unlink()
+        for name in ("go", "runs/demo/waits"):
+            (counting.folder / name).unlink()
         drivers = [counting.start("run", "demo.yaml", how, SLURM_JOB_ID="42") for _ in range(3)]
         wait_until(lambda: sum(each.poll() is not None for each in drivers) == 2, "two have ended")
         waits(counting)
@@ -78,10 +78,8 @@ class TestOneDriver:
         (counting.folder / "go").touch()
         for each in drivers:
             _, told = each.communicate()
-            if each is winner:
-                assert each.returncode == 0, told
-            else:
-                assert each.returncode == 1
+            assert each.returncode == (0 if each is winner else 1), told
+            if each is not winner:
                 assert re.search(
                     rf"runs/demo is being written by the driver with pid {winner.pid} on \S+ \(job 42\)", told
                 )
@@ -138,7 +136,12 @@ class TestOtherMachines:
 
     def test_one_that_beats_is_refused_by_name(self, folder: Path) -> None:
         said: list[str] = []
-        beater = threading.Thread(target=lambda: (wait_until(lambda: said, "it watches"), self.write(folder, 1)))
+
+        def beat() -> None:
+            wait_until(lambda: bool(said), "it watches")
+            self.write(folder, 1)
+
+        beater = threading.Thread(target=beat)
         beater.start()
         with pytest.raises(ConfigError, match=r"being written by the driver with pid 1 on n7 \(job 42\)"):
             FolderLock.take(folder, said.append)
