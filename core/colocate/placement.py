@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import attrs
 
@@ -187,6 +188,23 @@ def _is_one_of(value: str | None, wanted: str) -> bool:
     return (value in [each.strip() for each in several]) != wanted.startswith("!")
 
 
+class Placed(Protocol):
+    """What says where slots have to lie: a request, or a pool of a config."""
+
+    @property
+    def strategy(self) -> str:
+        """As that of `Request`; so are the others."""
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...  # noqa: D102
+
+    @property
+    def resources(self) -> Mapping[str, float]: ...  # noqa: D102
+
+    @property
+    def together(self) -> str | None: ...  # noqa: D102
+
+
 def words(request: Request, how: str) -> str:
     """A request in words, before a table: "pool of 2 slots with 1 CPU each can never fit:"."""
     each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
@@ -194,16 +212,20 @@ def words(request: Request, how: str) -> str:
         each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
     each += _named(request.resources)
     listed = " and ".join([", ".join(each[:-1]), each[-1]] if each[1:] else each)
-    places = f", {found}," if (found := where(request)) else ""
+    places = f", {', '.join(found)}," if (found := _places(request)) else ""
     return f"{request.owner or 'a pool'} of {request.slots} slots with {listed} each{places} {how}:"
 
 
-def where(request: Request) -> str:
-    """Where the slots of a request have to lie, in words; empty where anywhere will do."""
-    strict = {"strict_pack": "all on one node", "strict_spread": "each on a node of its own"}.get(request.strategy)
-    labels = f"on nodes with {_labels(request.labels)}" if request.labels else None
-    together = f"all of one {request.together}" if request.together else None
-    return ", ".join(filter(None, (labels, strict, together)))
+def where(placed: Placed) -> str:
+    """Where slots have to lie, in words; empty where anywhere will do."""
+    return ", ".join([*(f"{each} each" for each in _named(placed.resources)), *_places(placed)])
+
+
+def _places(placed: Placed) -> list[str]:
+    strict = {"strict_pack": "all on one node", "strict_spread": "each on a node of its own"}.get(placed.strategy)
+    labels = f"on nodes with {_labels(placed.labels)}" if placed.labels else None
+    together = f"all of one {placed.together}" if placed.together else None
+    return [each for each in (labels, strict, together) if each is not None]
 
 
 def _labels(labels: Mapping[str, str | None]) -> str:

@@ -86,6 +86,22 @@ class TestPlugins:
         assert plan["groups"]["policy"]["roles"]["second"]["host_memory"] == 2_000_000_000
         assert (plan["observe"], plan["trace"]) == ([], False)
 
+    def test_places_are_shown(self, colocate: CommandLine) -> None:
+        """As they were understood: the column is there when a pool says where its slots have to lie."""
+        pytest.importorskip("distributed")
+        colocate.write("demo.yaml", ACME)
+        colocate.write("beside.py", BESIDE)
+        said = {"slots": 2, "labels": {"name": "in(a,b)"}, "resources": {"disk": 1}, "together": "host"}
+        executor = {"use": "dask", "with": {"address": "tcp://10.0.0.1:8786"}}
+        sets = ["--set", f"pools.main={json.dumps(said)}", "--set", f"+executor={json.dumps(executor)}"]
+        done = colocate("check", "demo.yaml", *sets, distributions=("acme",))
+        assert (done.returncode, done.stderr) == (0, "")
+        where = "1 disk each, on nodes with name=in(a,b), all of one host"
+        assert where in done.stdout
+        plan = json.loads(colocate("check", "demo.yaml", *sets, "--json", distributions=("acme",)).stdout)
+        assert plan["pools"]["main"] == {**said, "cpus": 1, "gpus": 0, "strategy": "pack", "env": {}, "where": where}
+        assert " where " not in colocate("check", "demo.yaml", distributions=("acme",)).stdout
+
 
 class TestNoImport:
     """`--no-import`: the config of somebody else."""

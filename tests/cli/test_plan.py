@@ -192,6 +192,16 @@ def test_what_they_hold(colocate: CommandLine) -> None:
         assert (fit["takers"], fit["misfits"], fit["needs"]) == (takers, [], 61 * MIB)
 
 
+def test_where_they_lie(colocate: CommandLine) -> None:
+    """Said where the pool says it."""
+    write(colocate, group={})
+    done = colocate("plan", "demo.yaml", "--set", "+pools.group.strategy=strict_pack")
+    assert "fused: 4 workers (all on one node), and the fullest holds 36 MiB" in done.stdout
+    done = colocate("plan", "demo.yaml", "--json", "--set", "+pools.group.strategy=strict_spread")
+    assert json.loads(done.stdout)[0]["where"] == "each on a node of its own"
+    assert "where" not in planned(colocate, group={})["group"]
+
+
 def test_models_of_a_hub(colocate: CommandLine) -> None:
     """A constructor that has one by its name, as most have: its config is wanted, and no weights."""
     pytest.importorskip("transformers")

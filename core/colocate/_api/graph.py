@@ -95,6 +95,7 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
         "state": node.state,
         "age_s": round(time.time() - node.created, 3),
         "line": at(node.line),
+        **({"where": node.where} if node.where else {}),
         "children": [_node(child, measured) for child in list(node.children.values())],
     }
     if not isinstance(node, WorkerGroup):
@@ -169,6 +170,8 @@ def _label(data: dict[str, Any]) -> str:
 def _known(data: Mapping[str, Any]) -> list[str]:
     """What is known of a node besides its state."""
     found = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
+    if "where" in data:
+        found.append(data["where"])
     if data.get("bytes"):
         found.append(size_text(data["bytes"]))
     if data.get("asleep"):

@@ -31,6 +31,7 @@ from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError, Mistake, PlacementError
 from colocate.executor import OwnProcess, Place, Request, Reservation
+from colocate.placement import where
 
 
 class Slots(Home):
@@ -60,6 +61,7 @@ class Slots(Home):
         super().__init__("pool", name, connection)
         self.connection = connection
         self.request = request
+        self.where = where(request)
         self.budget = budget
         self.regrow_timeout = regrow_timeout
         self.reservation: Reservation | None = None

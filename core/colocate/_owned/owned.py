@@ -238,12 +238,15 @@ class Owned(OnDriver):
         owner: The node that closes it at the latest; None for a runtime.
         life: What it is doing.
         children: The nodes it owns, in the order in which they were made.
+        where: Where its slots have to lie, in words; empty where that doesn't matter.
         line: File and line that made it; for what a command-line option has made, the option and 0.
         created: When, in seconds of time.time().
         names: What users hold of it, by type; there is one.
         hurried: Whether nobody waits any more for what still runs in it: its close was interrupted.
         closed_as: What its user closes by closing it: itself, or the runtime that was made for it alone.
     """
+
+    where = ""
 
     def __init__(self, kind: str, name: str, owner: Owned | None, state: State = State.READY) -> None:
         self.kind = kind

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from colocate.placement import where
 from colocate.plugins import find_job, find_role, plugins
 from colocate.texts import parse_bytes, size_text
 from colocate_run.cli.output import guarded, load, print_json
@@ -17,6 +18,7 @@ from colocate_run.screen import console, show_table
 
 _SIZES = ("device_memory", "host_memory", "reserve_activations")
 _OTHERS = ("residency", "step", "sleep")
+_WHERE = ("labels", "resources", "together")
 
 
 @guarded
@@ -42,7 +44,10 @@ def plan_of(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "executor": {"use": executor["use"], "from": origins[executor["use"]], "with": executor["with"]},
         "pools": {
-            name: {each: pool[each] for each in ("slots", "cpus", "gpus", "strategy", "env")} | _memory(pool)
+            name: {each: pool[each] for each in ("slots", "cpus", "gpus", "strategy", "env")}
+            | {each: pool[each] for each in _WHERE if pool[each]}
+            | ({"where": found} if (found := where(config.pools[name])) else {})
+            | _memory(pool)
             for name, pool in plain["pools"].items()
         },
         "groups": {
@@ -88,7 +93,8 @@ def _show(plan: dict[str, Any], to: Console) -> None:
         pools = [
             {
                 "pool": name,
-                **{key: value for key, value in pool.items() if key not in _SIZES},
+                **{key: value for key, value in pool.items() if key not in (*_SIZES, *_WHERE)},
+                "where": pool.get("where", ""),
                 "env": _options(pool["env"]),
                 "memory": _budgets(pool),
             }
@@ -123,11 +129,9 @@ def _budgets(entry: dict[str, Any]) -> str:
 
 
 def _without_empty(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the column about memory where nothing is said of that."""
-    if not any(row["memory"] for row in rows):
-        for row in rows:
-            del row["memory"]
-    return rows
+    """Without the columns about memory and places where nothing is said of these."""
+    empty = {column for column in ("memory", "where") if not any(row.get(column) for row in rows)}
+    return [{column: value for column, value in row.items() if column not in empty} for row in rows]
 
 
 def _slots(by_slot: list[list[str]]) -> list[dict[str, Any]]:

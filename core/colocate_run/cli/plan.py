@@ -34,6 +34,7 @@ from colocate.hosting import (
     optimizers_of,
     own_method,
 )
+from colocate.placement import where
 from colocate.plugins import find_role
 from colocate.signatures import Budgets, Limit, arguments_of, methods_of, parse_meshes
 from colocate.texts import error_text, listed, plural, size_text
@@ -123,13 +124,15 @@ class GroupPlan:
     slots: int
     roles: Sequence[RolePlan]
     budgets: Budgets
+    where: str  # where these have to lie; empty where that doesn't matter
     on_host: bool  # the slots' devices are the host itself: only then what is known here is the host's memory
 
     def data(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         told = ("role", "slots", "kinds", "alone", "unknown", "total")
         roles = [{name: getattr(role, name) for name in told} for role in self.roles]
-        return {"group": self.group, "roles": roles, "budgets": [attrs.asdict(fit) for fit in self.fits()]}
+        place = {"where": self.where} if self.where else {}
+        return {"group": self.group, **place, "roles": roles, "budgets": [attrs.asdict(fit) for fit in self.fits()]}
 
     def on(self, slot: int) -> list[RolePlan]:
         """Return the roles of a slot."""
@@ -187,7 +190,14 @@ def plan(config: Config) -> list[GroupPlan]:
                     _go_on(each, there)
             _measure(roles)
     return [
-        GroupPlan(name, pools[name].slots, roles, budgets_of(config.groups[name], pools[name]), not pools[name].gpus)
+        GroupPlan(
+            name,
+            pools[name].slots,
+            roles,
+            budgets_of(config.groups[name], pools[name]),
+            where(pools[name]),
+            not pools[name].gpus,
+        )
         for name, roles in made.items()
     ]
 
@@ -409,6 +419,7 @@ def _show(group: GroupPlan) -> None:
             _say(f"{role.role} isn't known: {role.unknown}")
     fullest = max(sum(role.total for role in group.on(slot)) for slot in range(group.slots))
     fused, least = plural(group.slots, "worker"), _at_least(group, range(group.slots))
+    fused += f" ({group.where})" if group.where else ""
     _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(fullest)}")
     processes = sum(len(role.slots) for role in group.roles)
     separate = size_text(sum(role.alone * len(role.slots) for role in group.roles))

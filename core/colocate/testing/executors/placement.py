@@ -182,6 +182,7 @@ class Placement(ExecutorCase):
         nodes = runtime._node.services.executor.nodes()
         with runtime.reserve(2, cpus=0, strategy="strict_pack") as pool:
             assert len({slot.node for slot in pool.slots}) == 1
+            assert f"pool {pool.name} (ready, all on one node, " in runtime.graph.render()
         with runtime.reserve(len(nodes), cpus=0, strategy="strict_spread") as pool:
             assert {slot.node for slot in pool.slots} == {node.name for node in nodes}
         with pytest.raises(PlacementError, match="each on a node of its own, can never fit"):
