@@ -328,6 +328,24 @@ class Executor(abc.ABC):
         """Whether nothing can be launched there any more: its node, or the cluster's process in the slot, is gone."""
         return False
 
+    def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
+        """Hold others in the place of slots that are lost. The rest stays held meanwhile, and runs what it runs.
+
+        Args:
+            reservation: As `reserve` has returned it, or this since.
+            lost: Which; all their hosts have exited.
+            request: What was asked for, with as many slots as are lost. Perhaps it fits when a machine has come.
+
+        Returns:
+            The reservation as it is from now on, with the others where the lost ones were. None where that can't be
+            done: then all of it is released, and reserved anew.
+
+        Raises:
+            PlacementError: They can't be had now; nothing has changed.
+            EngineError: The cluster doesn't answer, or is gone.
+        """
+        return None
+
     @abc.abstractmethod
     def running(self) -> Sequence[Running]:
         """What the cluster has for this runtime: workers, reservations, and what else it keeps for these.

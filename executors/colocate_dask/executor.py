@@ -214,6 +214,22 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         slot: KeptSlot = place.handle
         return slot.is_lost
 
+    def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
+        """Hold other Dask workers, as part of the same reservation."""
+        held: Lot = reservation.handle
+        if held.taken is not None or held.keepers is not None:  # a private cluster's, or what can be detached
+            return None
+        if request.together or request.strategy.startswith("strict"):  # which those that stay have to be seen for
+            return None
+        gone = {id(place.handle) for place in lost}
+        workers = [worker for worker, slot in held.slots.items() if id(slot) in gone]
+        self._connection.on_scheduler(reservations.release, held.id, workers, within_s=ANSWER_S)
+        for worker in workers:
+            held.slots.pop(worker).close()
+        new = iter(self._place(held, request, len(reservation.places)))
+        places = tuple(next(new) if id(each.handle) in gone else each for each in reservation.places)
+        return attrs.evolve(reservation, places=places)
+
     def release(self, reservation: Reservation) -> None:
         """Give the Dask workers back; they serve their cluster again."""
         self._free(reservation.handle)
@@ -237,10 +253,16 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     # -- reserving
 
-    def _place(self, held: Lot, request: Request) -> tuple[Place, ...]:
-        grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request)
+    def _place(self, held: Lot, request: Request, lot: int = 0) -> tuple[Place, ...]:
+        grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request, lot)
         key = wire.new_key() if request.detachable else None  # it will be known to others
-        addresses = self._start_keepers(held, grants, request, key)
+        try:
+            addresses = self._start_keepers(held, grants, request, key)
+        except BaseException:
+            if lot:  # the others stay held
+                only = [grant.worker for grant in grants]
+                self._connection.on_scheduler(reservations.release, held.id, only, within_s=ANSWER_S)
+            raise
         places = []
         for grant in grants:
             kill = partial(self._kill, held, grant.worker)
@@ -257,7 +279,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     def _node(self, grant: Grant) -> str:
         return grant.host if self._own is None else self._own.name
 
-    def _ask(self, held: Lot, request: Request) -> Sequence[Grant]:
+    def _ask(self, held: Lot, request: Request, lot: int = 0) -> Sequence[Grant]:
         wanted = Wanted(
             held.id,
             self._connection.id,
@@ -270,6 +292,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             request.timeout,
             self._share,
             label=request.id,
+            lot=lot,
             labels=request.labels,
             resources=request.resources,
             together=request.together,

@@ -27,6 +27,7 @@ class Wanted:
     share: bool = False  # whether workers that serve others will do, and go on serving them
     only: tuple[str, ...] | None = None  # the very workers to hold, in this order; None to choose
     label: str = ""  # the reservation's name among those of all drivers (`Request.id`)
+    lot: int = 0  # how many slots the reservation has in all, where these take the place of lost ones
     labels: Mapping[str, str] = attrs.field(factory=dict)  # as that of `Request`, by `name` and `host` of Dask workers
     resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's, of each
     together: str = ""  # as that of `Request`

@@ -111,8 +111,16 @@ class Reservations(SchedulerPlugin):
         finally:
             self._waiting.pop(wanted.reservation, None)
 
-    async def release(self, reservation: str) -> list[str]:
-        """Free the slots of a reservation, or withdraw it; return the stuck workers, which stay held until they go."""
+    async def release(self, reservation: str, only: Collection[str] | None = None) -> list[str]:
+        """Free the slots of a reservation, or withdraw it; return the stuck workers, which stay held until they go.
+
+        Args:
+            reservation: Its id.
+            only: Those of its workers that are freed; the others stay held.
+        """
+        if only is not None:
+            await self._end_all(lambda hold: hold.reservation == reservation and hold.grant.worker in only)
+            return []
         self._waiting.pop(reservation, None)
         self._forget(reservation)
         self._news()
@@ -362,7 +370,7 @@ class Reservations(SchedulerPlugin):
         for hold in self._holds.values():
             used.setdefault(hold.grant.host, set()).update(hold.grant.gpus)
         given = grant(offer, wanted, used)
-        told = wanted.owner, wanted.label, wanted.slots, time.time()
+        told = wanted.owner, wanted.label, wanted.lot or wanted.slots, time.time()
         hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, *told)
         self._holds[offer.worker] = hold
         undocumented.keep_busy(self._scheduler, 1)
@@ -419,9 +427,9 @@ async def reserve(wanted: Wanted, version: Facts, *, dask_scheduler: Any) -> Seq
     return await _table(dask_scheduler).reserve(wanted, version)
 
 
-async def release(reservation: str, *, dask_scheduler: Any) -> list[str]:
+async def release(reservation: str, only: Collection[str] | None = None, *, dask_scheduler: Any) -> list[str]:
     """See `Reservations.release`."""
-    return await _table(dask_scheduler).release(reservation)
+    return await _table(dask_scheduler).release(reservation, only)
 
 
 async def offers(*, dask_scheduler: Any) -> list[Offer]:

@@ -190,6 +190,20 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         slot = self._slots.get(place.handle)
         return slot is None or slot.is_lost
 
+    def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
+        """Have keepers in the bundles that Ray places anew, of the same placement group."""
+        number, gone = reservation.handle, [place.handle for place in lost]
+        indices = [index for _, index in gone]
+        replace = partial(self._envoy.call, "replace", patience_s=request.timeout)
+        slots: list[Slot] | None = replace(number, indices, request, self._keepers.key)
+        if slots is None:
+            return None
+        for key in gone:
+            self._slots[key].close()
+            self._ends.pop(key, None)
+        new = {place.handle: place for place in (self._place(number, slot) for slot in slots)}
+        return attrs.evolve(reservation, places=tuple(new.get(each.handle, each) for each in reservation.places))
+
     def release(self, reservation: Reservation) -> None:
         """End the actors, and give the placement group back."""
         for place in reservation.places:
@@ -266,6 +280,10 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable):
         kept = [self._slots[place.handle] for place in places]
         self._owned[number] = _Owned(name, request.id, PoolKeepers(key, lead, kept))
         return Reservation(places, number)
+
+    def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
+        """Not what an owner holds."""
+        return None if reservation.handle in self._owned else super().replace(reservation, lost, request)
 
     def release(self, reservation: Reservation) -> None:
         """Have the owner give everything back."""

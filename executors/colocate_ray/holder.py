@@ -66,7 +66,8 @@ class Holder:
         with self._lock:
             if number in self._ended:
                 return "the reservation was withdrawn"
-            keepers = self._keepers[number] = []
+            keepers = self._keepers.setdefault(number, [])
+            made = []
             for gpus in slots.values():
                 env = {**gpus.env, **request.env}
                 try:
@@ -82,10 +83,11 @@ class Holder:
                 except OSError as error:  # no port is free, or no descriptor
                     return str(error)
                 keepers.append(keeper)
+                made.append(keeper)
         return {
             "process": (os.getpid(), psutil.Process().create_time()),
             "host": host or LOOPBACK,
-            "addresses": {index: keeper.address for index, keeper in zip(slots, keepers, strict=True)},
+            "addresses": {index: keeper.address for index, keeper in zip(slots, made, strict=True)},
         }
 
     @ray.method(concurrency_group="ends")

@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import colocate
 from colocate.errors import CapabilityError, ColocateError, EngineError, PlacementTimeout
 from colocate.executor import Node, Request, Running
-from colocate.gpus import indices
+from colocate.gpus import indices as numbers
 from colocate.keeper import Thread
 from colocate.placement import words
 from colocate_ray import listing
@@ -38,6 +38,7 @@ _DOUBT_AFTER_S = 0.5
 _SETTLES_WITHIN_S = 5.0
 _LOOKS_AFTER_NODE_S = 60.0
 _STEP_S = 0.02
+_REPLACED_STEP_S = 0.1
 _WITHDRAWN = "the reservation was withdrawn"
 
 
@@ -48,7 +49,8 @@ class Held:
     request: Request
     group: PlacementGroup | None = None
     placed: dict[int, str] = attrs.field(factory=dict)  # the nodes of its bundles, by Ray's ids
-    holders: list[Holding] = attrs.field(factory=list)  # by the index of the bundle
+    holders: dict[int, Holding] = attrs.field(factory=dict)  # by the index of the bundle
+    replaced: bool = False  # whether bundles that Ray places anew have somebody who waits for them
     released: threading.Event = attrs.field(factory=threading.Event)
     _making: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -139,7 +141,7 @@ class Placing:
             with held.making():
                 held.group = placement_group([_bundle(request)] * request.slots, name=name, **_where(request))
             placed = _wait_placed(held, max(request.timeout, _SETTLES_WITHIN_S) if fits else request.timeout)
-            slots = self._open(number, held, key) if placed else []
+            slots = self._open(number, held, key, range(request.slots)) if placed else []
         except Exception:
             withdrawn = held.released.is_set()  # it then failed because of that, in one of several ways
             self.release(number)
@@ -152,10 +154,38 @@ class Placing:
             raise PlacementTimeout(text, nodes=self.nodes.table(request))
         return slots
 
+    def replace(self, number: int, indices: Sequence[int], request: Request, key: bytes) -> list[Slot] | None:
+        """Hold bundles again of which the node or the holder is gone: Ray places them anew, where there is room.
+
+        Returns:
+            Their slots. None where the placement group has been withdrawn.
+
+        Raises:
+            PlacementTimeout: They have no place yet.
+            ColocateError: The actors can't be started.
+        """
+        held = self._held.get(number)
+        if held is None or held.group is None:
+            return None
+        held.replaced = True
+        deadline, found = time.monotonic() + request.timeout, _table(held.group)
+        # Ray itself misses a node after many seconds only.
+        while found["state"] != "CREATED" or self.nodes.gone({found["placed"][index] for index in indices}):
+            if found["state"] == "REMOVED":
+                return None
+            if held.released.wait(_REPLACED_STEP_S):
+                raise ColocateError(_WITHDRAWN)
+            if time.monotonic() > deadline:
+                text = words(request, f"did not come within {request.timeout:g} s in the place of lost ones")
+                raise PlacementTimeout(text, nodes=self.nodes.table(request))
+            found = _table(held.group)
+        held.placed = found["placed"]
+        return self._open(number, held, key, indices)
+
     def end_slot(self, number: int, index: int) -> None:
         """End the process of a keeper that doesn't answer; returns when it is gone."""
         held = self._held.get(number)
-        if held is not None and index < len(held.holders):
+        if held is not None and index in held.holders:
             held.holders[index].kill()
 
     def release(self, number: int) -> None:
@@ -196,7 +226,7 @@ class Placing:
 
     def _end_keepers(self, number: int, held: Held) -> None:
         """End what is below the slots. A holder that doesn't do so is stuck, and ended with all that it has."""
-        ends = {holder.actor.end.remote(number): holder for holder in set(held.holders)}
+        ends = {holder.actor.end.remote(number): holder for holder in set(held.holders.values())}
         pending, deadline = list(ends), time.monotonic() + _KEEPERS_END_WITHIN_S
         while pending:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=_DOUBT_AFTER_S, fetch_local=False)
@@ -227,13 +257,13 @@ class Placing:
                 )
             self._pause.wait(_STEP_S)
 
-    def _open(self, number: int, held: Held, key: bytes) -> list[Slot]:
-        """Have keepers made."""
-        request, placed = held.request, held.placed
+    def _open(self, number: int, held: Held, key: bytes, indices: Sequence[int]) -> list[Slot]:
+        """Have keepers made in some bundles."""
+        request, placed = held.request, {index: held.placed[index] for index in indices}
         with held.making():
             holders = {node: self._holders.at(node, self._owner(request)) for node in set(placed.values())}
-            held.holders = [holders[placed[index]] for index in range(request.slots)]
-        gpus = self._gpus(held)
+            held.holders.update({index: holders[node] for index, node in placed.items()})
+        gpus = self._gpus(held, indices)
         with held.making():
             opened = {}
             for node, holder in holders.items():
@@ -247,7 +277,7 @@ class Placing:
             Slot(
                 index,
                 self.nodes.name(node),
-                indices(gpus[index].names, self.cluster.gpus or ()),
+                numbers(gpus[index].names, self.cluster.gpus or ()),
                 answers[node]["host"],
                 answers[node]["addresses"][index],
             )
@@ -255,23 +285,23 @@ class Placing:
         ]
         return sorted(found, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
-    def _gpus(self, held: Held) -> list[Gpus]:
-        """Those of the bundles, which Ray tells only to what runs in them."""
+    def _gpus(self, held: Held, indices: Sequence[int]) -> dict[int, Gpus]:
+        """Those of some bundles, which Ray tells only to what runs in them."""
         request, group = held.request, held.group
         if not request.gpus:
-            return [Gpus()] * request.slots
+            return dict.fromkeys(indices, Gpus())
         assert group is not None
         task: Any = ray.remote(gpus_here)
         options = {"num_cpus": 0, "num_gpus": request.gpus, "max_retries": 0}
         asked = []
-        for index in range(request.slots):
+        for index in indices:
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
             asked.append(task.options(**options, scheduling_strategy=strategy).remote(self.cluster))
         try:
             found: list[Gpus] = ray.get(asked, timeout=_ACTORS_START_WITHIN_S)
         except Exception as error:
             raise ColocateError(f"Ray doesn't tell the slots' GPUs: {start_words(error)}") from None
-        return found
+        return dict(zip(indices, found, strict=True))
 
     def _owner(self, request: Request) -> str:
         """Whose its holders are: the reservation's alone."""
@@ -300,16 +330,16 @@ class Placing:
     def _ended(self, holder: Holding, words: str) -> None:
         """A holder is gone. On a thread of Ray's."""
         for number, held in list(self._held.items()):
-            lost = [index for index, each in enumerate(held.holders) if each is holder]
+            lost = [index for index, each in list(held.holders.items()) if each is holder]
             for index in lost:
                 self._lost(number, index, words)
             if lost:
                 Thread(target=self._look_after, args=(held,), name="colocate-ray-loss").start()
 
     def _look_after(self, held: Held) -> None:
-        """If it went with its node, withdraw the whole: Ray would reserve a slot elsewhere, for nobody."""
+        """If it went with its node, withdraw the whole: Ray would reserve a slot elsewhere, perhaps for nobody."""
         deadline = time.monotonic() + _LOOKS_AFTER_NODE_S
-        while not held.released.wait(0.5) and time.monotonic() < deadline:
+        while not held.released.wait(0.5) and time.monotonic() < deadline and not held.replaced:
             if held.group is not None and _state(held.group) != "CREATED":
                 remove_placement_group(held.group)
                 return
@@ -355,6 +385,12 @@ def _wait_placed(held: Held, patience: float) -> bool:
             return False
     held.placed = dict(sorted(placement_group_table(held.group)["bundles_to_node_id"].items()))
     return True
+
+
+def _table(group: PlacementGroup) -> dict[str, Any]:
+    """A placement group's state, and the nodes of its bundles by their index."""
+    found = placement_group_table(group)
+    return {"state": found.get("state", "REMOVED"), "placed": dict(found.get("bundles_to_node_id", {}))}
 
 
 def _state(group: PlacementGroup) -> str:

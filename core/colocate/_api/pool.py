@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -23,8 +26,15 @@ from colocate._role.role import RoleSpec
 from colocate._signals.at_work import Section, refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
-from colocate._system.limits import LOOKS_FOR_SLOTS_EVERY_S, REGROWN_WITHIN_S, REPLACED_EVERY_S
+from colocate._system.jobs import message_of
+from colocate._system.limits import (
+    AVOIDED_AFTER_DEATHS,
+    LOOKS_FOR_SLOTS_EVERY_S,
+    REGROWN_WITHIN_S,
+    REPLACED_EVERY_S,
+)
 from colocate._system.numbers import amount_problem, limit, name_problem, shown, variable_problem
+from colocate._system.threads import Thread
 from colocate._system.tracebacks import without_own_frames
 from colocate._worker_group.spawn import Declared, declare
 from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
@@ -32,6 +42,25 @@ from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError, Mistake, PlacementError
 from colocate.executor import OwnProcess, Place, Request, Reservation
 from colocate.placement import where
+
+_log = logging.getLogger("colocate")
+
+
+class _Refused(Exception):
+    """Slots can't be had now."""
+
+    def __init__(self, why: PlacementError) -> None:
+        super().__init__(why.message)
+        self.why = why
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """A block in which a `PlacementError` is the executor's, and is waited for."""
+    try:
+        yield
+    except PlacementError as error:
+        raise _Refused(error) from error
 
 
 class Slots(Home):
@@ -43,6 +72,7 @@ class Slots(Home):
         budget: How much memory the roles of each may have.
         reservation: What the executor has given; None before, and while lost slots are reserved anew.
         places: Where its slots lie.
+        spares: Where those lie that take the place of lost ones, and those that are lost and aren't replaced yet.
         taken: The worker groups on each that isn't free; replaced by another mapping when one goes.
         regrow_timeout: Seconds to wait for slots in the place of lost ones.
         epoch: How many drivers have commanded it.
@@ -57,6 +87,7 @@ class Slots(Home):
         request: Request,
         budget: Budget,
         regrow_timeout: float = REGROWN_WITHIN_S,
+        spares: int = 0,
     ) -> None:
         super().__init__("pool", name, connection)
         self.connection = connection
@@ -64,14 +95,19 @@ class Slots(Home):
         self.where = where(request)
         self.budget = budget
         self.regrow_timeout = regrow_timeout
+        self.wanted = attrs.evolve(request, slots=request.slots + spares)  # what is reserved
         self.reservation: Reservation | None = None
         self.epoch = 1
         self.attachment: Attachment | None = None
         self.places: tuple[Place, ...] = ()
+        self.spares: tuple[Place, ...] = ()
         self.taken: dict[int, tuple[WorkerGroup, ...]] = {}
         self.lock = Section()
         self._renewing = threading.Lock()  # held while lost slots are reserved anew, for all groups on them
         self._regrows_until: Deadline | None = None  # when slots are lost, and others are waited for
+        self._renews_spares = False
+        self._closing = threading.Event()
+        self._deaths: Counter[str] = Counter()  # of workers, by node
         self.telling = threading.Lock()
         self.join()
 
@@ -85,7 +121,8 @@ class Slots(Home):
         with self.lock:
             if self.closed_by is None:
                 self.reservation = reservation
-                self.places = reservation.places
+                self.places = reservation.places[: self.request.slots]
+                self.spares = reservation.places[self.request.slots :]
                 return
         self._give_back(reservation)
         self.check()
@@ -128,10 +165,11 @@ class Slots(Home):
             return worker_group
 
     def places_for(self, worker_group: WorkerGroup) -> list[Place]:
-        """Return where a group's slots lie. If the cluster has lost some, all of the pool's are reserved anew.
+        """Return where a group's slots lie. If the cluster has lost some, there are others in their place.
 
-        Of groups that have lost the same slots the first does that, and the others find them. What doesn't fit, or can
-        never fit into the machines that are left, is waited for: others may come.
+        These are spares, or are reserved: in their place, or all of the pool's anew where an executor can't do that. Of
+        groups that have lost the same slots the first does so, and the others find them. What doesn't fit, or can never
+        fit into the machines that are left, is waited for: others may come.
         """
         while True:
             with self._renewing:
@@ -151,23 +189,89 @@ class Slots(Home):
             worker_group.refuse_closed()
 
     def _renew(self, worker_group: WorkerGroup) -> PlacementError | None:
-        """Reserve all slots anew, if the cluster has lost some of a group's; return why they can't be had now."""
+        """Have others in the place of a group's lost slots, if there are any; return why they can't be had now."""
         executor = self.connection.services.executor
         given_back = self.reservation is None  # by an attempt before this one
         lost = [index for index in worker_group.indices if given_back or executor.lost(self.places[index])]
-        if not lost:
-            return None
         for each in self.worker_groups:
-            if each is not worker_group and not set(lost).isdisjoint(each.indices):
+            if lost and each is not worker_group and not set(lost).isdisjoint(each.indices):
                 each.workforce.wait_lost()
         with self.lock:
             self.check()
             gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
-            if self.attachment is not None:
+            if lost and self.attachment is not None:
                 raise PlacementError(
                     f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
                     "such a pool isn't reserved anew"
                 )
+            if not given_back:
+                self._avoid(worker_group)
+                lost = [index for index in lost if not self._take_spare(index)]
+        try:
+            if lost and not self._replace([self.places[index] for index in lost]):
+                self._give_up_slots(worker_group, gone)
+                self._reserve_anew()
+        except _Refused as refused:
+            return refused.why
+        self._renew_spares()
+        return None
+
+    def _take_spare(self, index: int, avoided: Collection[str] = ()) -> bool:
+        """Have a spare in the place of a slot, which is the spare from then on; whether there was one."""
+        lost, here = self.connection.services.executor.lost, self.places[index].node
+        # What lies on the machine of a lost slot is perhaps about to be lost.
+        for which, spare in sorted(enumerate(self.spares), key=lambda each: each[1].node == here):
+            if spare.node not in avoided and not lost(spare):
+                places, spares = list(self.places), list(self.spares)
+                places[index], spares[which] = spare, places[index]
+                self.places, self.spares = tuple(places), tuple(spares)
+                return True
+        return False
+
+    def _avoid(self, worker_group: WorkerGroup) -> None:
+        """Have spares elsewhere in the place of a group's slots on nodes on which workers died again and again."""
+        avoided = [node for node, deaths in self._deaths.items() if deaths >= AVOIDED_AFTER_DEATHS]
+        for index in worker_group.indices if avoided and self.spares else ():
+            alone = all(each is worker_group or not each.live() for each in self.taken.get(index, ()))
+            if self.places[index].node in avoided and alone:
+                self._take_spare(index, avoided)
+
+    def died(self, node: str) -> str:
+        """Note that a worker has died on a node; return what is to be said of that node, if anything."""
+        self._deaths[node] += 1
+        deaths = self._deaths[node]
+        if deaths < AVOIDED_AFTER_DEATHS or len({place.node for place in (*self.places, *self.spares)}) == 1:
+            return ""
+        lost = self.connection.services.executor.lost
+        spared = any(place.node != node and not lost(place) for place in self.spares)
+        then = ", which is avoided: a spare takes its place" if spared else ""
+        return f"workers of pool {self.name!r} have died {deaths} times on node {node}{then}"
+
+    def _replace(self, lost: Sequence[Place]) -> bool:
+        """Have the executor hold others in the place of lost slots; False where it can't.
+
+        Raises:
+            _Refused: They can't be had now.
+        """
+        reservation = self.reservation
+        if reservation is None:
+            return False
+        request = attrs.evolve(self.request, slots=len(lost), timeout=REPLACED_EVERY_S)
+        with _refused():
+            found = self.connection.services.executor.replace(reservation, lost, request)
+        if found is None:
+            return False
+        others = {id(before): after for before, after in zip(reservation.places, found.places, strict=True)}
+        with self.lock:
+            self.reservation = found
+            self.places = tuple(others[id(place)] for place in self.places)
+            self.spares = tuple(others[id(place)] for place in self.spares)
+        return True
+
+    def _give_up_slots(self, worker_group: WorkerGroup, gone: str) -> None:
+        """Give all slots back, of which some are lost, if nothing lives on the others."""
+        with self.lock:
+            self.check()
             others = {each.name for each in self.worker_groups if each is not worker_group and each.live()}
             if others:
                 raise PlacementError(
@@ -176,12 +280,47 @@ class Slots(Home):
                 )
             reservation, self.reservation = self.reservation, None
         if reservation is not None:
-            executor.release(reservation)
+            self.connection.services.executor.release(reservation)
+
+    def _reserve_anew(self) -> None:
+        """Reserve all slots anew, without the spares if these can't be had.
+
+        Raises:
+            _Refused: They can't be had now.
+        """
+        reserve, has_spares = self.connection.services.executor.reserve, self.wanted is not self.request
+        for request in (self.wanted, self.request) if has_spares else (self.request,):
+            try:
+                with _refused():
+                    self.hold(reserve(attrs.evolve(request, timeout=REPLACED_EVERY_S)))
+                return
+            except _Refused:
+                if request is self.request:
+                    raise
+
+    def _renew_spares(self) -> None:
+        """Have others in the place of lost spares, on a thread of its own."""
+        lost = self.connection.services.executor.lost
+        with self.lock:
+            if self._renews_spares or not any(map(lost, self.spares)):
+                return
+            self._renews_spares = True
+        Thread(target=self._look_for_spares, name=f"colocate-spares-{self.name}").start()
+
+    def _look_for_spares(self) -> None:
+        deadline, lost = Deadline(self.regrow_timeout), self.connection.services.executor.lost
         try:
-            self.hold(executor.reserve(attrs.evolve(self.request, timeout=REPLACED_EVERY_S)))
-        except PlacementError as error:
-            return error
-        return None
+            while self.closed_by is None and not deadline.is_over:
+                with self._renewing, contextlib.suppress(_Refused):
+                    missing = [place for place in self.spares if lost(place)]
+                    if not missing or not self._replace(missing):
+                        return
+                self._closing.wait(deadline.at_most(LOOKS_FOR_SLOTS_EVERY_S))
+        except ColocateError as error:
+            words = f"pool {self.name!r} has no spare in the place of a lost one: {message_of(error)}"
+            self.connection.services.printer.soon(lambda: _log.warning(words))
+        finally:
+            self._renews_spares = False
 
     def unreserved(self, what: str = "") -> ColocateError:
         """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
@@ -232,6 +371,7 @@ class Slots(Home):
         """Close it on behalf of `by`."""
         if not self.take_closing(by, force):
             return
+        self._closing.set()
         with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
             reservation = self.reservation
         errors: list[BaseException] = []
@@ -330,6 +470,12 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     def groups(self) -> dict[str, ColocatedGroup]:
         """The groups on it by name."""
         return {worker_group.name: ColocatedGroup._of(worker_group) for worker_group in self._node.worker_groups}
+
+    @property
+    def spares(self) -> list[Slot]:
+        """Its spares (`reserve(..., spares=1)`), with the index of none; their state is "spare" or "lost"."""
+        lost = self._node.connection.services.executor.lost
+        return [Slot(-1, place.node, place.devices, "lost" if lost(place) else "spare") for place in self._node.spares]
 
     def __len__(self) -> int:
         return len(self._node.places)

@@ -166,6 +166,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         name: str | None = None,
         groups: int = 1,
         regrow_timeout: float = REGROWN_WITHIN_S,
+        spares: int = 0,
         labels: Mapping[str, str] | None = None,
         resources: Mapping[str, float] | None = None,
         together: str | None = None,
@@ -191,6 +192,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             groups: How many groups may share each slot at a time: each has a worker there, on the same devices.
             regrow_timeout: Seconds that a restart (`on_failure="restart"`) waits for slots in the place of lost ones,
                 also for what can't fit before a machine has come; `math.inf` waits for ever.
+            spares: Slots held besides: a restart takes one where a slot is lost, or lies on a node on which workers
+                have died twice, and another spare is reserved meanwhile.
             labels: Labels that each one's node has, as `{"ray.io/accelerator-type": "H100"}`. A value may be several,
                 "in(A100,H100)", or any but some, "!H100" and "!in(A100,H100)".
             resources: How much each has of what its node offers besides, by name, as `{"tpu_host": 1}`.
@@ -208,6 +211,10 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups, *where)
         timeout = seconds(timeout, "reserve(timeout)")
         regrow_timeout = seconds(regrow_timeout, "reserve(regrow_timeout)")
+        if (problem := amount_problem(spares, whole=True)) is not None:
+            raise ConfigError(f"reserve(spares) {problem}")
+        if spares and detachable:
+            raise ConfigError("reserve(spares=...): a pool that may be detached has none; it isn't reserved anew")
         if env:
             connection.require(OwnProcess, "set the environment of a worker (env=)")
         if any(where):
@@ -230,11 +237,11 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
-            slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout))
+            slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout, spares))
             try:
                 connection.check()  # again: who has closed it meanwhile didn't see the pool
                 with told_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):
-                    reservation = connection.services.executor.reserve(request)
+                    reservation = connection.services.executor.reserve(slots.wanted)
             except BaseException as error:
                 if isinstance(error, PlacementTimeout):
                     _name_holders(error, slots)

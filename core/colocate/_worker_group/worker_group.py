@@ -7,7 +7,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from colocate._worker_group.saving import Saves, Saving
 from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, WorkerDied
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, RoleStartError, WorkerDied
 from colocate.executor import Place, Request
 
 _log = logging.getLogger("colocate")
@@ -79,6 +79,10 @@ class Home(Owned, abc.ABC):
     @abc.abstractmethod
     def places_for(self, worker_group: WorkerGroup) -> Sequence[Place]:
         """Return where its slots lie; reserved anew if the cluster has lost some."""
+
+    @abc.abstractmethod
+    def died(self, node: str) -> str:
+        """Note that a worker has died on a node; return what is to be said of that node, if anything."""
 
     @abc.abstractmethod
     def changed(self) -> None:
@@ -201,14 +205,20 @@ class Restarts:
         more = ("detail", "running") if isinstance(cause, WorkerDied) else ()
         keys = [key for key in (*ColocateError.__annotations__, *more) if not key.startswith("_")]
         facts: dict[str, Any] = {key: getattr(cause, key) for key in keys}
+        blamed = f"\n{words}" if (words := self._blame([cause])) else ""
         source = "as constructed" if checkpoint is None else f"as of its checkpoint {checkpoint.tag!r}"
         found = GroupRestarted(
-            f"{cause.message}\ngroup {name!r} is being restarted; its calls are refused until group.wait_ready() has "
-            f"returned, with roles {source}",
+            f"{cause.message}{blamed}\ngroup {name!r} is being restarted; its calls are refused until "
+            f"group.wait_ready() has returned, with roles {source}",
             **facts,
         )
         found.__cause__ = cause
         return found
+
+    def _blame(self, errors: Iterable[BaseException]) -> str:
+        """Note on which nodes workers have died; return what is to be said of these."""
+        nodes = dict.fromkeys(each.node for each in errors if isinstance(each, WorkerDied))
+        return "; ".join(filter(None, (self._group.home.died(node) for node in nodes if node is not None)))
 
     def go(self, cause: ColocateError) -> None:
         """Rebuild the group, on a thread of its own."""
@@ -280,6 +290,8 @@ class Restarts:
             return error
         except BaseException as error:  # packing and unpacking roles is users' code: it may raise SystemExit, say
             group.workforce.kill()
+            if isinstance(error, RoleStartError) and (words := self._blame(error.errors.values())):
+                error.add_note(words)
             return error
         source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"
         self._log(f"group {group.name!r} was restarted {source} (generation {group.generation})")

@@ -219,7 +219,7 @@ class KeptSlot:
     @property
     def is_lost(self) -> bool:
         """Whether its keeper is gone, and no worker can be started any more."""
-        return self._lost is not None
+        return self._lost is not None or self._gone.is_set()  # the latter before the cluster has told why
 
     def launch(self, boot: Boot, events: HostEvents, env: Mapping[str, str] | None = None) -> Host:
         """Start a worker; returns at once.

@@ -57,6 +57,7 @@ class PoolConfig:
             that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
         groups: How many groups may share it; each has workers of its own on the same slots.
         regrow_timeout: Seconds that a restart waits for slots in the place of lost ones.
+        spares: Slots held besides, which take the place of lost ones.
         labels: Labels of each slot's node, as in `{ray.io/accelerator-type: H100}`; `in(A100,H100)` for one of several,
             `"!H100"` for any other.
         resources: How much each has of what its node offers besides, as in `{tpu_host: 1}`.
@@ -73,6 +74,7 @@ class PoolConfig:
     env: dict[str, str] = attrs.field(factory=dict)
     groups: int = 1
     regrow_timeout: _Seconds = 600
+    spares: int = 0
     labels: Annotated[dict[str, str], Checked(labels_problem)] = attrs.field(factory=dict)
     resources: Annotated[dict[str, float], Checked(resources_problem)] = attrs.field(factory=dict)
     together: Annotated[str | None, Checked(together_problem)] = None

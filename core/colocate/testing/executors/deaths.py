@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+from functools import partial
 from typing import Any
 
 import psutil
@@ -168,7 +169,7 @@ class Vanishing(ExecutorCase):
     @needs(OwnProcess)
     @smoke
     def test_others_take_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
-        """The executor says that it is lost, so a restart reserves anew; with the old slots none could succeed."""
+        """The executor says that it is lost, so a restart reserves others; with the old slots none could succeed."""
         with self.connect() as own, own.reserve(2, cpus=0) as pool, Gate() as gate:
             group = pool.spawn(ROLES, on_failure="restart", restarts=2)
             before = self.places_of(group)
@@ -182,7 +183,27 @@ class Vanishing(ExecutorCase):
             assert group.role("echo", Echo).noop() == [None, None]
             after = self.places_of(group)
             assert not any(map(executor.lost, after))
-            assert not {id(place) for place in before} & {id(place) for place in after}
+            assert not any(place is before[1] for place in after)
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_a_spare_takes_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
+        """Unless it has gone with it; the other slots stay, and there is a spare again where the executor replaces."""
+        with self.connect() as own, own.reserve(2, cpus=0, spares=1) as pool:
+            group = pool.spawn(ROLES, on_failure="restart", restarts=2)
+            executor, slots = own._node.services.executor, pool._node
+            for generation in (1, 2):
+                (first, second), (spare,) = self.places_of(group), slots.spares
+                self.vanish(second)
+                wait_until(partial(executor.lost, second), "the slot is lost")
+                stays = not executor.lost(first) and not executor.lost(spare)
+                wait_until(lambda now=generation: group.generation == now, "it is restarted")
+                group.wait_ready(PATIENCE_S)
+                assert group.role("echo", Echo).noop() == [None, None]
+                if stays:
+                    assert slots.places[0] is first
+                    assert slots.places[1] is spare
+            wait_until(lambda: not own.audit(), "what is held is there")
 
     @needs(OwnProcess)
     @of_executor
