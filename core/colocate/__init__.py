@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
-    from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
+    from colocate._calls.records import CallRecord, CheckpointRecord, FetchRecord, MoveRecord, TransferRecord
     from colocate._plugins.entry_points import hookimpl
     from colocate._plugins.needs import checks, needs
     from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
@@ -83,7 +83,7 @@ _HOMES = {
     "_plugins.needs": "checks needs",
     "_plugins.entry_points": "hookimpl",
     "_api.pool": "Pool PoolPart Slot",
-    "_calls.records": "CallRecord FetchRecord MoveRecord TransferRecord",
+    "_calls.records": "CallRecord CheckpointRecord FetchRecord MoveRecord TransferRecord",
     "_role.role": "Role RoleSpec role",
     "_api.runtime": "Runtime",
     "_role.rows": "RowStream",
@@ -120,6 +120,7 @@ __all__ = [
     "CallRecord",
     "CallTimeout",
     "CapabilityError",
+    "CheckpointRecord",
     "Child",
     "ChildDied",
     "ClosedError",

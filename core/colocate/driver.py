@@ -37,8 +37,8 @@ from colocate._system.room import SpillFile as SpillFile
 from colocate._system.room import free_memory as free_memory
 from colocate._system.threads import Thread as Thread
 from colocate._worker_group.saved import found_in as found_in
+from colocate._worker_group.saving import Saving as Saving
 from colocate._worker_group.worker_group import Restarts as Restarts
-from colocate.worker.serving.functions import CHECKPOINT as CHECKPOINT
 from colocate.worker.serving.functions import SLEEP as SLEEP
 from colocate.worker.serving.functions import WAKE as WAKE
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import attrs
 
-from colocate import CallRecord, MoveRecord, hookimpl
-from colocate.driver import CHECKPOINT, SLEEP, WAKE
+from colocate import CallRecord, CheckpointRecord, MoveRecord, hookimpl
+from colocate.driver import SLEEP, WAKE
 from colocate.errors import ColocateError
 from colocate_report.contention import Busy, HandedOver, Move, RoleUse, contention
 
@@ -138,8 +138,6 @@ class CallLog:
         key = (record.group, record.role, record.method)
         longest = max((end - start for _, start, end in record.ran), default=0.0)
         with self._lock:
-            if record.method == CHECKPOINT and record.error is None:
-                self._saved[record.group] = record.finished
             calls, seconds = self._totals.get(key, (0, 0.0))
             self._totals[key] = calls + 1, seconds + longest
             for rank, start, end in record.ran:
@@ -152,6 +150,12 @@ class CallLog:
             _add(self._transferred, (record.group, record.role), came)
             for maker, nbytes in record.handed_over.items():
                 _add(self._handed_over, (record.group, maker, record.role), nbytes)
+
+    @hookimpl
+    def colocate_group_checkpointed(self, record: CheckpointRecord) -> None:
+        """Note until when a group's work is saved. Comes on the runtime's thread."""
+        with self._lock:
+            self._saved[record.group] = record.taken
 
     @hookimpl
     def colocate_memory_moved(self, record: MoveRecord) -> None:

@@ -16,14 +16,14 @@ from colocate.errors import ConfigError, Mistake, PluginError
 from colocate.plugins import find_observer
 from colocate.signatures import arguments_of, path_text
 from colocate.texts import listed, plural, shown, told
-from colocate_report.record import LogRecord, RunInfo, RunRecord
+from colocate_report.record import RunInfo, RunRecord
 from colocate_run.config.schema import ObserverConfig
 from colocate_run.screen import Screen, short
 
 if TYPE_CHECKING:
     from colocate.driver import Driver
 
-_STARTED, LOGGED, _FINISHED = OF_RUNS
+_STARTED, LOGGED, _, _FINISHED = OF_RUNS
 _log = logging.getLogger("colocate")
 
 
@@ -104,8 +104,7 @@ class RunObservers:
 
     def _tell(self, hook: str, *args: object) -> None:
         self._given[hook] += 1
-        for each in self._told:
-            each.tell(hook, *args)
+        self._tell_given(hook, *args)
 
     def add(self, observe: Sequence[object]) -> None:
         """Make those that a config names: by name, as an entry of the config, or the observer itself."""
@@ -145,15 +144,15 @@ class RunObservers:
             each.begin(info)
             self._told.append(each)
 
-    def logged(self, record: LogRecord, driver: Driver) -> None:
-        """Have them told what was logged, in the order of all that happens."""
+    def soon(self, driver: Driver, hook: str, *args: object) -> None:
+        """Have them told something of the run, in the order of all that happens."""
         if self._told:
-            self._given[LOGGED] += 1
-            driver.soon(partial(self._tell_logged, record))
+            self._given[hook] += 1
+            driver.soon(partial(self._tell_given, hook, *args))
 
-    def _tell_logged(self, record: LogRecord) -> None:
+    def _tell_given(self, hook: str, *args: object) -> None:
         for each in self._told:
-            each.tell(LOGGED, record)
+            each.tell(hook, *args)
 
     def settle(self, driver: Driver, directory: Path) -> None:
         """Wait until they have been told of all that has happened. Whom somebody keeps from that is named."""

@@ -197,6 +197,11 @@ def _recording(
         ):
             try:
                 yield run
+                run._checkpoints.settle()
+            except BaseException as error:
+                if not begun.ends_at_once(error):
+                    run._checkpoints.settle_quietly(screen.say)
+                raise
             finally:
                 run._is_over = True
                 driver.resumed = {}
@@ -227,16 +232,17 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
             try:
                 run._restore(back)
                 signals.during = "a job"
-                job()
+                try:
+                    job()
+                except SystemExit as ended:
+                    if not _is_good(ended):
+                        raise
+                run._checkpoints.settle()
                 return
             except GroupRestarted as restarted:
                 signals.during = "no job"
                 run._restart(restarted)
                 back = restarted.group
-            except SystemExit as ended:
-                if not _is_good(ended):
-                    raise
-                return
     except Asked:
         run.rewind()
     finally:
@@ -278,7 +284,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
         memory=_memory(run),
         contention=calls.contention(),
         handed_over=calls.handed_over(),
-        restarts=calls.restarts([started + start_up, *run._saved]),
+        restarts=calls.restarts([started + start_up, *run._checkpoints.times]),
         log=tail_of(run.directory / "log.txt"),
     )
 

@@ -16,7 +16,8 @@ from colocate.texts import shown
 from colocate_report.record import LogRecord, Row, RunRecord, scalars_of
 from colocate_report.trace import Trace
 from colocate_run.folder import RunFolder
-from colocate_run.observing import RunObservers
+from colocate_run.observing import LOGGED, RunObservers
+from colocate_run.saving import Checkpoints
 from colocate_run.stopping import Asked, StopSignals
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ class Run:
     _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
     _phases: dict[str, float] = attrs.field(factory=dict, init=False)
-    _saved: list[float] = attrs.field(factory=list, init=False)  # when its checkpoints were whole
+    _checkpoints: Checkpoints = attrs.field(init=False)
     _is_over: bool = attrs.field(default=False, init=False)
     _warned: set[str] = attrs.field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._checkpoints = Checkpoints(self._folder, self._restarts, self._complete)
         self._goes_on_from(self.resumed)
 
     def __repr__(self) -> str:
@@ -102,7 +104,7 @@ class Run:
             trace.step(step)
         if self._observers:
             told = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
-            self._observers.logged(told, Driver(self.runtime))
+            self._observers.soon(Driver(self.runtime), LOGGED, told)
 
     def total(self, steps: int) -> None:
         """Say how many steps there will be, for the progress bar."""
@@ -148,6 +150,7 @@ class Run:
         Returns:
             That checkpoint's step; None if there is no checkpoint yet: then nothing is taken back.
         """
+        self._checkpoints.settle_quietly(self._screen.say)
         complete = self._folder.checkpoints()
         if not complete:
             return None
@@ -193,6 +196,7 @@ class Run:
             self._screen.say(f"{restarted.message.partition(chr(10))[0]}: not restarted, as the run is to end")
             raise Asked
         began = time.perf_counter()
+        self._checkpoints.settle_quietly(self._screen.say)
         complete = self._folder.checkpoints()
         final = [name for name, group in self.groups.items() if group.alive and not restarts_of(group).limit]
         if not complete and final:
@@ -218,6 +222,9 @@ class Run:
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept.
 
+        Where a group writes in it beside its calls (`group.checkpoint(directory / name, wait=False)`), it counts when
+        that is written, too. The job goes on meanwhile. The next checkpoint, and the job's end, wait for it.
+
         Args:
             step: The step it is of: a whole number, 0 or more, and none before that of the last checkpoint.
 
@@ -225,32 +232,27 @@ class Run:
             TypeError: It isn't a whole number.
             ValueError: It is less than that, or too large for 64 bits.
             ClosedError: The run is over.
+            RoleError: A group couldn't write what it had begun in the checkpoint before; this one isn't begun.
         """
         self._check("checkpoint")
         step = _whole("run.checkpoint", step)
         if step < 0:
             raise ValueError(f"run.checkpoint: step={step} is less than 0")
+        self._checkpoints.settle()
         complete = self._folder.checkpoints()
         if complete and step < complete[-1][0]:
             raise ValueError(
                 f"run.checkpoint: step={step} is before the run's last checkpoint, of step {complete[-1][0]}, from "
                 "which the run would go on; steps count up"
             )
-        before = {each: each.checkpoint for each in self._restarts()}
-        directory: Path | None = None
-        try:
-            with self._folder.checkpoint(step) as directory:
-                yield directory
-        except BaseException:
-            if directory is not None:
-                for each in self._restarts():
-                    each.lost(directory, before.get(each))
-            raise
-        self._saved.append(time.time())
-        for each in self._restarts():
-            each.moved(directory, self._folder.of(step))
-            each.progressed()
-        self._warn_of_others(self._folder.of(step))
+        with self._checkpoints.write(step) as directory:
+            yield directory
+
+    def _complete(self, step: int, directory: Path) -> None:
+        """A checkpoint is."""
+        self._warn_of_others(directory)
+        if self._observers:
+            self._observers.soon(Driver(self.runtime), "colocate_run_checkpointed", step, directory)
 
     def _restarts(self) -> list[Restarts]:
         """Those of all groups, of the job's own too."""

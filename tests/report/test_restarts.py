@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from colocate._calls.records import CallRecord
+from colocate import CheckpointRecord
 from colocate.errors import RoleError, WorkerDied
-from colocate.worker.serving.functions import CHECKPOINT
 from colocate_report.calls import CallLog, lost_by
 from colocate_run.config.secrets import without_secret_values
 from colocate_run.environment import origin
@@ -30,8 +31,7 @@ def test_what_was_done_since_the_last_checkpoint_is_lost(monkeypatch: pytest.Mon
     clock = [0.0]
     monkeypatch.setattr("colocate_report.calls.time.time", lambda: clock[-1])
     log = CallLog(lambda group, role, rank: rank)
-    log.colocate_call_finished(CallRecord("policy", "", CHECKPOINT, (0,), 8.0, 10.0, (), False, None, 8.0))
-    log.colocate_call_finished(CallRecord("policy", "", CHECKPOINT, (0,), 8.0, 12.0, (), False, "it failed", 8.0))
+    log.colocate_group_checkpointed(CheckpointRecord("policy", 1, Path("saved"), 8, 8.0, 10.0, 12.0))
     for moment, state in ((20.0, "failed"), (21.0, "restarting"), (24.0, "ready")):
         clock.append(moment)
         log.colocate_group_changed("policy", state, WorkerDied("", rank=1, signal="SIGKILL"))

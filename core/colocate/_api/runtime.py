@@ -122,8 +122,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
         `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
         made it fail), `colocate_group_closed(name)`, `colocate_memory_moved(record)` (a `MoveRecord`: a role sleeps, or
-        was woken) and `colocate_result_fetched(record)` (a `FetchRecord`). Calls are told of a moment after their end,
-        those of the same moment one after the other, and before whatever happens later.
+        was woken), `colocate_group_checkpointed(record)` (a `CheckpointRecord`: it is complete) and
+        `colocate_result_fetched(record)` (a `FetchRecord`). Calls are told of a moment after their end, those of the
+        same moment one after the other, and before whatever happens later.
 
         Raises:
             ConfigError: It has none of them, or one that doesn't exist.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -56,10 +57,11 @@ HOOKS = (
     CALL_FINISHED,
     "colocate_result_fetched",
     "colocate_memory_moved",
+    "colocate_group_checkpointed",
 )
 """What observers of a runtime are told."""
 
-OF_RUNS = ("colocate_run_started", "colocate_run_logged", "colocate_run_finished")
+OF_RUNS = ("colocate_run_started", "colocate_run_logged", "colocate_run_checkpointed", "colocate_run_finished")
 """What those of a run are told besides."""
 
 
@@ -167,6 +169,29 @@ class MoveRecord:
     ahead: bool = False
     in_call: bool = False
     kept_awake: Mapping[str, int] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class CheckpointRecord:
+    """A checkpoint of a group that is complete.
+
+    Attributes:
+        group: Name of the group.
+        tag: What its writer calls it.
+        directory: Where it lies (absolute). One that belongs to a run's lies elsewhere when that is complete.
+        nbytes: How many bytes its files have.
+        start: When it was begun, in seconds of time.time().
+        taken: When all roles had taken their states, and calls went on.
+        end: When it was complete.
+    """
+
+    group: str
+    tag: str | int | float
+    directory: Path
+    nbytes: int
+    start: float
+    taken: float
+    end: float
 
 
 class Ended(NamedTuple):

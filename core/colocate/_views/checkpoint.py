@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import colocate
 from colocate._calls.pending import PendingCall
+from colocate._calls.records import CheckpointRecord
 from colocate._role.role import RoleInfo
 from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.numbers import FOREVER_S, shown
@@ -98,14 +100,19 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
         worker_group.residents.raise_untold()
         generation, saves = worker_group.generation, worker_group.saves
         with atomic_folder(folder, _committing(worker_group, found, saved, saves, wait)) as part:
+            began = time.time()
             for name in saved:
                 (part / name).mkdir()
             _submit(worker_group, part, wait=wait).result()
+            taken = time.time()
             worker_group.residents.raise_untold()
+
+            files: dict[str, tuple[int, str]] = {}
 
             def complete() -> None:
                 if not wait:
                     saves.finish(part)
+                files.update(_looked_at(worker_group.name, saves, part, saved))
                 record = {
                     "id": found.identity,
                     "tag": tag,
@@ -114,12 +121,15 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
                     "roles": {
                         name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
                     },
-                    "files": _looked_at(worker_group.name, saves, part, saved),
+                    "files": files,
                     "colocate": colocate.__version__,
                 }
                 (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
             yield complete
+        nbytes = sum(size for size, _ in files.values())
+        told = CheckpointRecord(worker_group.name, tag, folder, nbytes, began, taken, time.time())
+        worker_group.services.tell("colocate_group_checkpointed", told)
 
 
 def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInfo]) -> dict[str, tuple[int, str]]:

@@ -93,6 +93,11 @@ class Saving(Underway):
         self.tag, self.folder, self._soon = tag, folder, soon
         self._is_asked = self.is_void = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is under way, or nobody was told what it has failed of."""
+        return not (self.is_set and (self._is_asked or self._error is None))
+
     def untold(self) -> BaseException | None:
         """Wait until it is over; what it has failed of, unless somebody was told."""
         self.wait()

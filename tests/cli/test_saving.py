@@ -1,0 +1,139 @@
+"""Checkpoints of a run whose groups write beside their calls: each is complete or not there, and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate.driver import restarts_of
+from colocate.errors import RoleError
+from colocate.testing.gate import Gate
+from colocate.testing.probes.halves import Halved
+from colocate.testing.waiting import PATIENCE_S
+
+
+class Told:
+    """What observers are told of checkpoints."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, Path]] = []
+        self.groups: list[colocate.CheckpointRecord] = []
+
+    def colocate_run_checkpointed(self, step: int, directory: Path) -> None:
+        assert (directory / "policy" / "checkpoint.json").exists()
+        self.runs.append((step, directory))
+
+    def colocate_group_checkpointed(self, record: colocate.CheckpointRecord) -> None:
+        self.groups.append(record)
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with colocate.connect("local") as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def group(runtime: Runtime) -> ColocatedGroup:
+    return runtime.reserve(2).spawn({"halved": colocate.role(Halved)}, name="policy")
+
+
+def write(run: colocate.Run, group: ColocatedGroup, step: int) -> None:
+    """A checkpoint, as a job makes it."""
+    with run.checkpoint(step) as directory:
+        group.checkpoint(directory / "policy", tag=step, wait=False)
+        (directory / "step").write_text(str(step))
+
+
+def steps(run: colocate.Run) -> list[str]:
+    """What lies among a run's checkpoints, hidden or not."""
+    folder = run.directory / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
+    """It counts when they have written; the next one waits for that, and observers are told of each."""
+    role, told = group.role("halved", Halved), Told()
+    with colocate.record(runtime, tmp_path / "run", observe=[told]) as run, ThreadPoolExecutor(1) as pool:
+        with Gate() as gate:
+            role.become(gate=gate.address)
+            write(run, group, 1)
+            gate.wait_for(2)
+            assert role.add() == [1, 1]
+            assert [name for name in steps(run) if not name.startswith(".part-")] == []
+            role.become()
+            following = pool.submit(write, run, group, 2)
+            with pytest.raises(TimeoutError):
+                following.result(0.2)
+            gate.open()
+            following.result(PATIENCE_S)
+        write(run, group, 3)
+    assert steps(run) == ["step-000002", "step-000003"]
+    assert (run.directory / "checkpoints" / "step-000003" / "step").read_text() == "3"
+    assert told.runs == [(step, run.directory / "checkpoints" / f"step-00000{step}") for step in (1, 2, 3)]
+    assert [(record.group, record.tag, record.nbytes > 0) for record in told.groups] == [
+        ("policy", step, True) for step in (1, 2, 3)
+    ]
+    assert all(record.start < record.taken < record.end for record in told.groups)
+    last = restarts_of(group).checkpoint
+    assert last is not None
+    assert last.folder == run.directory / "checkpoints" / "step-000003" / "policy"
+    group.restore(last.folder)
+
+
+def test_what_a_group_could_not_write_is_told(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
+    """By the next checkpoint, or the end; the one before stays, and is what the group goes on from."""
+    role = group.role("halved", Halved)
+
+    def job() -> None:
+        with colocate.record(runtime, tmp_path / "run") as run:
+            write(run, group, 1)
+            role.become("fails")
+            write(run, group, 2)
+            with pytest.raises(RoleError, match="the disk is full"):
+                write(run, group, 3)
+            assert steps(run) == ["step-000001"]
+            write(run, group, 3)
+
+    with pytest.raises(RoleError, match="the disk is full"):
+        job()
+    folder = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-000001"]
+    last = restarts_of(group).checkpoint
+    assert last is not None
+    assert last.folder == folder / "step-000001" / "policy"
+    role.become()
+    group.checkpoint(tmp_path / "another")
+
+
+def test_a_block_that_fails_leaves_nothing(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
+    """What groups have begun in it comes to nothing, and nobody is told of that."""
+    with colocate.record(runtime, tmp_path / "run") as run:
+
+        def fail() -> None:
+            with run.checkpoint(1) as directory:
+                group.checkpoint(directory / "policy", wait=False)
+                raise OSError("disk full")
+
+        with pytest.raises(OSError, match="disk full"):
+            fail()
+        assert steps(run) == []
+        group.checkpoint(tmp_path / "another")
+
+
+def test_a_run_that_fails_has_what_was_begun(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
+    """Its last checkpoint is waited for all the same."""
+
+    def job() -> None:
+        with colocate.record(runtime, tmp_path / "run") as run:
+            write(run, group, 1)
+            raise ValueError("a bad step")
+
+    with pytest.raises(ValueError, match="a bad step"):
+        job()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
