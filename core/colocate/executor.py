@@ -60,6 +60,8 @@ class Request:
             `together` come only to an executor that is `Labelled`.
         resources: How much each has of what its node offers besides, by name.
         together: A label of which all of their nodes have one value; empty for none.
+        grow: Whether what can never fit into the nodes that there are is waited for all the same, as nodes may come.
+            None: if the cluster says by itself that it grows. True only to an executor that is `Growing`.
     """
 
     slots: int
@@ -77,6 +79,7 @@ class Request:
     labels: Mapping[str, str] = attrs.field(factory=dict)
     resources: Mapping[str, float] = attrs.field(factory=dict)
     together: str = ""
+    grow: bool | None = None
 
 
 @attrs.frozen
@@ -406,6 +409,10 @@ class MultiNode:
 
 class Labelled:
     """Capability: nodes have labels, and resources beyond CPUs, GPUs and memory, by which slots can be placed."""
+
+
+class Growing:
+    """Capability: the cluster may get nodes while slots are waited for, and is told of these (`Request.grow`)."""
 
 
 class SharedSlots:

@@ -20,6 +20,7 @@ from colocate.executor import (
     Adopted,
     Boot,
     Executor,
+    Growing,
     Host,
     HostEvents,
     Labelled,
@@ -296,6 +297,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             labels=request.labels,
             resources=request.resources,
             together=request.together,
+            grow=request.grow,
         )
         return self._granted(wanted, request)
 
@@ -320,13 +322,13 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         if not isinstance(answer, Refusal):
             return tuple(answer)
         rule = "a slot takes a whole Dask worker"
+        how = "can never fit" if answer.never else f"did not become free within {request.timeout:g} s"
+        if not answer.never and answer.asked is not None:
+            rule += f"; the adaptive cluster was asked for {answer.asked} workers, and has a maximum of its own"
+        text = words(request, f"{how} ({rule})")
         if not answer.rows:
-            how = f"can never fit: the Dask cluster at {self._connection.address} has no workers"
-            raise PlacementError(words(request, how).removesuffix(":"))
-        if answer.never:
-            raise PlacementError(words(request, f"can never fit ({rule})"), nodes=answer.rows)
-        how = f"did not become free within {request.timeout:g} s ({rule})"
-        raise PlacementTimeout(words(request, how), nodes=answer.rows)
+            text = f"{text} the Dask cluster at {self._connection.address} has no workers"
+        raise (PlacementError if answer.never else PlacementTimeout)(text, nodes=answer.rows)
 
     def _start_keepers(
         self, held: Lot, grants: Sequence[Grant], request: Request, key: bytes | None
@@ -398,7 +400,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             slot.lost(event["words"])
 
 
-class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled):
+class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled, Growing):
     """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:

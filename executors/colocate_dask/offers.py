@@ -31,6 +31,7 @@ class Wanted:
     labels: Mapping[str, str] = attrs.field(factory=dict)  # as that of `Request`, by `name` and `host` of Dask workers
     resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's, of each
     together: str = ""  # as that of `Request`
+    grow: bool | None = False  # as that of `Request`
 
 
 @attrs.frozen
@@ -108,10 +109,14 @@ class Grant:
 
 @attrs.frozen
 class Refusal:
-    """Nothing is held: never possible, or not within the time. `rows` is the table of nodes."""
+    """Nothing is held: never possible, or not within the time.
+
+    `rows` is the table of nodes; `asked` how many workers an adaptive cluster was last asked for, if it is one.
+    """
 
     never: bool
     rows: tuple[dict[str, str], ...]
+    asked: int | None = None
 
 
 def host_key(address: str) -> tuple[object, ...]:

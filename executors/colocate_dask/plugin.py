@@ -22,7 +22,7 @@ def colocate_about() -> About:
     joined = "dask with address=…"
     return About(
         capabilities={
-            **dict.fromkeys(("Detachable", "Watchable", "Labelled"), joined),
+            **dict.fromkeys(("Detachable", "Watchable", "Labelled", "Growing"), joined),
             **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots"), "dask"),
         },
         distributions=("distributed",),

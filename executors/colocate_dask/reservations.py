@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,10 @@ _KILL_S = 3.0
 # A nanny replaces a worker within a second or so. Until then the worker counts as one that isn't free, lest a request
 # be refused for ever that can be met in a moment.
 _REPLACED_S = 15.0
+# An adaptive cluster asks by itself how many workers it is to have, every second if nobody says otherwise. Until it has
+# had the time to, nobody knows whether it is one; and it is one no more when it hasn't asked for long.
+_LISTENS_S = 2.0
+_ADAPTS_S = 60.0
 
 
 @attrs.define(eq=False)
@@ -66,7 +71,9 @@ class Reservations(SchedulerPlugin):
         self._silent: set[str] = set()  # workers that were asked what they are, and don't answer
         self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: its nanny, and what it offered when last looked at
         self._replaced: dict[str, Offer] = {}  # by nanny: what the worker offered that it is replacing
-        self._waiting: dict[str, str] = {}  # reservations to be, with their clients
+        self._waiting: dict[str, Wanted] = {}  # reservations to be
+        self._adapted = -math.inf  # when an adaptive cluster has asked last
+        self._asked_for: int | None = None  # how many workers it was told to have
         self._registrations: dict[
             str, tuple[str, str, Registration]
         ] = {}  # detached: by name the reservation, its lead, and the rest
@@ -80,13 +87,15 @@ class Reservations(SchedulerPlugin):
         self._asked: dict[str, asyncio.Task[Any]] = {}  # by worker
         for worker in scheduler.workers:
             self.add_worker(scheduler, worker)
+        self._listens_until = time.monotonic() + _LISTENS_S
+        undocumented.follow_adaptive(scheduler, self._target, self._tell_adaptive)
 
     # -- what drivers ask for
 
     async def reserve(self, wanted: Wanted, version: Facts) -> Sequence[Grant] | Refusal:
         """Hold all slots, or none."""
         deadline = time.monotonic() + wanted.timeout
-        self._waiting[wanted.reservation] = wanted.client
+        self._waiting[wanted.reservation] = wanted
         heard: set[str] = set()  # workers that have just answered
         try:
             while True:
@@ -100,11 +109,10 @@ class Reservations(SchedulerPlugin):
                         heard |= await self._ask(doubtful, _DOUBT_S)
                         continue
                     return [self._hold(wanted, offer) for offer in chosen]
-                if choose(offers, wanted) is None:
-                    return Refusal(True, table(offers, wanted))
-                left = deadline - time.monotonic()
+                never = choose(offers, wanted) is None and not self._grows(wanted)
+                left = (self._known_at(wanted, deadline) if never else deadline) - time.monotonic()
                 if left <= 0:
-                    return Refusal(False, table(offers, wanted))
+                    return Refusal(never, table(offers, wanted), self._asked_for if self._is_adaptive else None)
                 heard.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), min(left, _ASK_AGAIN_S) if self._silent else left)
@@ -225,7 +233,7 @@ class Reservations(SchedulerPlugin):
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """A driver is gone: its slots are freed."""
-        self._waiting = {key: of for key, of in self._waiting.items() if of != client}
+        self._waiting = {key: wanted for key, wanted in self._waiting.items() if wanted.client != client}
         self._windows = {id: (of, window) for id, (of, window) in self._windows.items() if of != client}
         self._news()
         self._background(self._end_all(lambda hold: hold.client == client))
@@ -248,6 +256,48 @@ class Reservations(SchedulerPlugin):
             self._background(self.release(msg["over"]))
         if self._waiting and isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
             self._news()
+
+    # -- clusters that grow
+
+    def _grows(self, wanted: Wanted) -> bool:
+        """Whether workers may come for a request: it says so, the cluster is adaptive, or has none so far."""
+        if wanted.grow is not None:
+            return wanted.grow
+        return not self._scheduler.workers or self._is_adaptive
+
+    @property
+    def _is_adaptive(self) -> bool:
+        return time.monotonic() < self._adapted + _ADAPTS_S
+
+    def _known_at(self, wanted: Wanted, deadline: float) -> float:
+        """When it is known that none will."""
+        return -math.inf if wanted.grow is not None else min(deadline, self._listens_until)
+
+    def _tell_adaptive(self, own: int) -> int:
+        """See `_target`; an adaptive cluster asks."""
+        if not self._is_adaptive:
+            self._news()
+        self._adapted = time.monotonic()
+        self._asked_for = self._target(own)
+        return self._asked_for
+
+    def _target(self, own: int) -> int:
+        """How many workers an adaptive cluster is to have, where the scheduler itself would have so many.
+
+        Those that are held, those that are waited for, and those that would do for these but have tasks or data; and
+        one more when tasks have no worker because all are held.
+        """
+        waiting = [wanted for wanted in self._waiting.values() if self._grows(wanted)]
+        free = [worker for worker in self._scheduler.workers if worker not in self._holds]
+        busy = [
+            worker
+            for worker in free
+            if any((offer := self._offer(worker, each.share)).taken and offer.suits(each) for each in waiting)
+        ]
+        target = len(self._holds) + len(busy) + sum(wanted.slots for wanted in waiting)
+        if self._holds and not free and undocumented.has_tasks_to_place(self._scheduler):
+            target += 1
+        return max(own, target)
 
     # -- inside
 

@@ -61,6 +61,24 @@ def keep_busy(scheduler: Any, count: int) -> None:
     scheduler._active_graph_updates += count
 
 
+def follow_adaptive(scheduler: Any, shown: Callable[[int], int], told: Callable[[int], int]) -> None:
+    """Have functions say how many workers adaptive clusters are to have, from what the scheduler itself says.
+
+    Args:
+        scheduler: The scheduler.
+        shown: For the scheduler's own pages.
+        told: For an adaptive cluster that asks.
+    """
+    own = scheduler.adaptive_target
+    scheduler.adaptive_target = lambda target_duration=None: shown(own(target_duration))
+    scheduler.handlers["adaptive_target"] = lambda target_duration=None: told(own(target_duration))
+
+
+def has_tasks_to_place(scheduler: Any) -> bool:
+    """Whether there are tasks that no worker has."""
+    return bool(scheduler.queued or scheduler.unrunnable)
+
+
 def is_running(state: Any) -> bool:
     """Whether a worker is given tasks."""
     return bool(state.status.name == "running")

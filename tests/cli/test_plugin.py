@@ -60,12 +60,12 @@ def test_executors(colocate: CommandLine) -> None:
     assert local["options"]["cpus"]["about"] == "CPUs to hand out; None doesn't count them."
     dask = shown(colocate, "dask")
     assert dask["capabilities"] == {
-        **dict.fromkeys(("Detachable", "Watchable", "Labelled"), "dask with address=…"),
+        **dict.fromkeys(("Detachable", "Watchable", "Labelled", "Growing"), "dask with address=…"),
         **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots"), "dask"),
     }
     assert (
         "capabilities: Detachable (dask with address=…), Watchable (dask with address=…), "
-        "Labelled (dask with address=…), OwnProcess, MultiNode, "
+        "Labelled (dask with address=…), Growing (dask with address=…), OwnProcess, MultiNode, "
         "SharedSlots" in colocate("plugins", "dask").stdout
     )
 

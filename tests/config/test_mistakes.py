@@ -98,6 +98,7 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
             "pools: {a: {slots: 1, together: rack}}",
             "pools.a.together: executor 'local' knows no labels of nodes, and no resources but CPUs, GPUs and memory",
         ),
+        ("pools: {a: {slots: 1, grow: true}}", "executor 'local' has the nodes that it has: none are to come"),
         ("executor: [local]", "executor: must be a mapping, not a list"),
         (
             "executor: {use: local, with: {collective_timeout: 0}}",

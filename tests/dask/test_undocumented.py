@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from distributed import Client, Scheduler, Status
+from distributed import Adaptive, Client, Scheduler, Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.serialize import Serialize, Serialized, deserialize, serialize, to_serialize
 from tornado.ioloop import PeriodicCallback
@@ -32,6 +32,14 @@ def test_scheduler() -> None:
     assert {"paused", "running"} <= {status.name for status in Status}
     assert "if self._active_graph_updates > 0:" in inspect.getsource(Scheduler.check_idle)
     assert '"action": "worker-status-change"' in inspect.getsource(Scheduler.handle_worker_status_change)
+
+
+def test_adaptive_target() -> None:
+    """Adaptive clusters ask by its handler, pages by the method; what has no worker is in two collections."""
+    assert '"adaptive_target": self.adaptive_target' in inspect.getsource(Scheduler)
+    assert parameters(Scheduler.adaptive_target) == {"self", "target_duration"}
+    assert "self.scheduler.adaptive_target(" in inspect.getsource(Adaptive.target)
+    assert "concat([self.queued, self.unrunnable.keys()])" in inspect.getsource(Scheduler.adaptive_target)
 
 
 def test_client() -> None:

@@ -39,7 +39,7 @@ from colocate._system.numbers import (
 from colocate._system.printer import told_when_slow
 from colocate._system.room import spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
-from colocate.executor import Detachable, Executor, Labelled, OwnProcess, Request, SharedSlots
+from colocate.executor import Detachable, Executor, Growing, Labelled, OwnProcess, Request, SharedSlots
 
 if TYPE_CHECKING:
     from colocate_report.trace import Trace
@@ -171,6 +171,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         labels: Mapping[str, str] | None = None,
         resources: Mapping[str, float] | None = None,
         together: str | None = None,
+        grow: bool | None = None,
     ) -> Pool:
         """Reserve slots together, all or none.
 
@@ -199,6 +200,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
                 "in(A100,H100)", or any but some, "!H100" and "!in(A100,H100)".
             resources: How much each has of what its node offers besides, by name, as `{"tpu_host": 1}`.
             together: A label of which all their nodes have one value, as "ray.io/gpu-domain".
+            grow: Whether slots are waited for, up to `timeout`, for which the cluster has to grow: its autoscaler is
+                told. By default where the cluster says that it has one.
 
         Raises:
             PlacementError: It can never fit; has a table of the nodes.
@@ -209,7 +212,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         connection.check()
         labels, resources = labels or {}, resources or {}
         where = labels, resources, together
-        _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups, *where)
+        _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups, *where, grow)
         timeout = seconds(timeout, "reserve(timeout)")
         regrow_timeout = seconds(regrow_timeout, "reserve(regrow_timeout)")
         if (problem := amount_problem(spares, whole=True)) is not None:
@@ -220,6 +223,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             connection.require(OwnProcess, "set the environment of a worker (env=)")
         if any(where):
             connection.require(Labelled, "place slots by what nodes say of themselves (labels=, resources=, together=)")
+        if grow:
+            connection.require(Growing, "wait for nodes that are to come (grow=)")
         if detachable:
             connection.require(Detachable, "give a pool to its cluster (detachable=)")
         budget = Budget.of(device_memory, host_memory)
@@ -234,7 +239,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         ports = connection.services.ports
         what = slots, gpus, cpus, budget.host, strategy, timeout
         where = dict(labels), dict(resources), together or ""
-        request = Request(*what, chosen, variables, id, detachable, ports, groups, *where)
+        request = Request(*what, chosen, variables, id, detachable, ports, groups, *where, grow)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
@@ -337,6 +342,7 @@ def _check_request(
     labels: Any,
     resources: Any,
     together: Any,
+    grow: Any,
 ) -> None:
     found = {
         "slots": amount_problem(slots, whole=True, least=1),
@@ -350,6 +356,7 @@ def _check_request(
         "labels": labels_problem(labels),
         "resources": resources_problem(resources),
         "together": together_problem(together),
+        "grow": None if grow is None or isinstance(grow, bool) else f"must be True, False or None, not {shown(grow)}",
     }
     mistakes = [Mistake(name, None, problem) for name, problem in found.items() if problem is not None]
     if strategy not in _STRATEGIES:

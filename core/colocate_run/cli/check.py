@@ -18,7 +18,7 @@ from colocate_run.screen import console, show_table
 
 _SIZES = ("device_memory", "host_memory", "reserve_activations")
 _OTHERS = ("residency", "step", "sleep")
-_WHERE = ("labels", "resources", "together")
+_WHERE = ("labels", "resources", "together", "grow")
 
 
 @guarded
@@ -45,7 +45,7 @@ def plan_of(config: Config) -> dict[str, Any]:
         "executor": {"use": executor["use"], "from": origins[executor["use"]], "with": executor["with"]},
         "pools": {
             name: {each: pool[each] for each in ("slots", "cpus", "gpus", "strategy", "env")}
-            | {each: pool[each] for each in _WHERE if pool[each]}
+            | {each: pool[each] for each in _WHERE if pool[each] not in ({}, None)}
             | ({"where": found} if (found := where(config.pools[name])) else {})
             | _memory(pool)
             for name, pool in plain["pools"].items()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from colocate.errors import PluginError
-from colocate.executor import Detachable, Labelled, MultiNode, OwnProcess, SharedSlots
+from colocate.executor import Detachable, Growing, Labelled, MultiNode, OwnProcess, SharedSlots
 from colocate.plugins import (
     FoundJob,
     FoundRole,
@@ -97,7 +97,7 @@ def _executor(name: str) -> dict[str, Any]:
     about = about_executor(name)
     can = {
         each.__name__: name
-        for each in (OwnProcess, MultiNode, SharedSlots, Labelled, Detachable)
+        for each in (OwnProcess, MultiNode, SharedSlots, Labelled, Growing, Detachable)
         if issubclass(cls, each)
     }
     return {

@@ -11,7 +11,7 @@ import attrs
 
 from colocate import RoleSpec
 from colocate.errors import ConfigError, PluginError
-from colocate.executor import Executor, Labelled, OwnProcess, SharedSlots
+from colocate.executor import Executor, Growing, Labelled, OwnProcess, SharedSlots
 from colocate.plugins import (
     check_of,
     find_executor,
@@ -203,7 +203,7 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
 
 
 def _labelled(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
-    """Whether slots can be placed by what nodes say of themselves."""
+    """Whether slots can be placed by what nodes say of themselves, and nodes can come."""
     if executor is not None and not issubclass(executor, Labelled):
         for name in ("labels", "resources", "together"):
             if getattr(pool, name):
@@ -211,6 +211,8 @@ def _labelled(pool: PoolConfig, executor: type[Executor] | None, place: Place, d
                     f"executor {executor.name!r} knows no labels of nodes, and no resources but CPUs, GPUs and memory"
                 )
                 document.wrong((*place, name), text)
+    if pool.grow and executor is not None and not issubclass(executor, Growing):
+        document.wrong((*place, "grow"), f"executor {executor.name!r} has the nodes that it has: none are to come")
 
 
 def _environment(env: Mapping[str, str], executor: type[Executor] | None, place: Place, document: Document) -> None:

@@ -62,6 +62,8 @@ class PoolConfig:
             `"!H100"` for any other.
         resources: How much each has of what its node offers besides, as in `{tpu_host: 1}`.
         together: A label of which all their nodes have one value, as `ray.io/gpu-domain`.
+        grow: Whether slots are waited for, up to `timeout`, for which the cluster has to grow; null where the cluster
+            says that it does.
     """
 
     slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
@@ -78,6 +80,7 @@ class PoolConfig:
     labels: Annotated[dict[str, str], Checked(labels_problem)] = attrs.field(factory=dict)
     resources: Annotated[dict[str, float], Checked(resources_problem)] = attrs.field(factory=dict)
     together: Annotated[str | None, Checked(together_problem)] = None
+    grow: bool | None = None
 
 
 @attrs.frozen

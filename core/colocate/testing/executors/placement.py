@@ -21,7 +21,7 @@ import colocate
 from colocate import Pool, Runtime, gpus
 from colocate._plugins.plugins import about_executor
 from colocate.errors import CapabilityError, ColocateError, ConfigError, PlacementError, PlacementTimeout
-from colocate.executor import Detachable, Labelled, MultiNode, OwnProcess, Watchable
+from colocate.executor import Detachable, Growing, Labelled, MultiNode, OwnProcess, Watchable
 from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
@@ -231,6 +231,19 @@ class Placement(ExecutorCase):
             ) as caught:
                 runtime.reserve(1, cpus=0, **each)
             assert caught.value.capability == "Labelled"
+
+    @of_executor
+    def test_nodes_that_are_to_come(self, runtime: Runtime) -> None:
+        """What can never fit is waited for, where the executor knows clusters that grow; otherwise that is refused."""
+        if not isinstance(runtime._node.services.executor, Growing):
+            with pytest.raises(CapabilityError, match=r"\(grow=\): it lacks Growing"):
+                runtime.reserve(1, cpus=0, grow=True)
+            return
+        for grow, kind in ((True, PlacementTimeout), (False, PlacementError)):
+            with pytest.raises(PlacementError) as caught:
+                runtime.reserve(1, cpus=100_000, grow=grow, timeout=0.2)
+            assert type(caught.value) is kind
+        assert not runtime.audit()
 
     @of_executor
     def test_gpus(self, two_gpus: Runtime) -> None:

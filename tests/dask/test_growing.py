@@ -1,0 +1,117 @@
+"""Clusters that get workers while slots are waited for, and lose those that nobody needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.clusters import started
+
+import colocate
+from colocate import Runtime
+from colocate.errors import PlacementError, PlacementTimeout
+from colocate.testing.leaks import Watch
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate_dask import reservations
+
+pytest.importorskip("distributed", reason="Dask is not installed")
+_WAITS_S = 0.3
+
+Tell = Callable[[str], None]
+
+
+@pytest.fixture(autouse=True)
+def workers_come_and_go(_colocate_watch: Watch) -> None:
+    """The cluster's own affair."""
+    _colocate_watch.shares_engines = True
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[Tell, str]]:
+    """One without workers: what tells it something, and its address."""
+    command = [sys.executable, str(Path(__file__).with_name("adaptive.py"))]
+    with started("dask", command, own_temporary=True, stderr=subprocess.DEVNULL) as (process, options):
+
+        def tell(line: str) -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(line, file=process.stdin, flush=True)
+            assert process.stdout.readline() == "done\n"
+
+        yield tell, options["address"]
+
+
+@pytest.fixture
+def tell(cluster: tuple[Tell, str]) -> Tell:
+    return cluster[0]
+
+
+@pytest.fixture
+def runtime(cluster: tuple[Tell, str]) -> Iterator[Runtime]:
+    with colocate.connect("dask", address=cluster[1]) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def client(cluster: tuple[Tell, str]) -> Iterator[Any]:
+    from distributed import Client
+
+    made: Any = Client
+    with made(cluster[1], set_as_default=False) as client:
+        yield client
+
+
+def workers(client: Any) -> int:
+    return len(client.scheduler_info()["workers"])
+
+
+def waited_for(client: Any) -> int:
+    """How many reservations the scheduler knows of that wait."""
+
+    def look(dask_scheduler: Any) -> int:
+        return len(reservations._table(dask_scheduler)._waiting)
+
+    return int(client.run_on_scheduler(look))
+
+
+def test_adaptive(tell: Tell, runtime: Runtime, client: Any) -> None:
+    """It is told of what is waited for and of what is held; tasks beside a pool get a worker; what is freed goes."""
+    tell("adapt 3")
+    with runtime.reserve(2) as pool:
+        assert workers(client) == 2
+        echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        assert client.submit(sum, [1, 2], pure=False).result(timeout=PATIENCE_S) == 3
+        wait_until(lambda: workers(client) == 2, "the worker of tasks goes, and those that are held stay")
+        assert echo.noop() == [None, None]
+    wait_until(lambda: workers(client) == 0, "those that were freed go")
+
+
+def test_more_than_an_adaptive_cluster_has(tell: Tell, runtime: Runtime, client: Any) -> None:
+    """The error says what the cluster was asked for; a pool that doesn't want to wait for it is refused at once."""
+    tell("adapt 1")
+    with pytest.raises(PlacementTimeout, match=r"the adaptive cluster was asked for 2 workers, and has a maximum"):
+        runtime.reserve(2, timeout=2)
+    with pytest.raises(PlacementError, match="can never fit"):
+        runtime.reserve(2, grow=False)
+
+
+def test_scaled(tell: Tell, runtime: Runtime, client: Any) -> None:
+    """Of a cluster that was told to have workers these are waited for: all of them if so said, else the first."""
+    with pytest.raises(PlacementError, match=r"can never fit .*: the Dask cluster at tcp://.* has no workers"):
+        runtime.reserve(1, grow=False)
+    with pytest.raises(PlacementTimeout, match=r"did not become free within 0\.3 s .*: the Dask cluster at .* has no"):
+        runtime.reserve(1, timeout=_WAITS_S)
+    with ThreadPoolExecutor(1) as threads:
+        for grow, count in ((None, 1), (True, 2)):
+            coming = threads.submit(runtime.reserve, count, grow=grow)
+            wait_until(lambda: waited_for(client) == 1, "it is waited for")
+            tell(f"scale {count}")
+            coming.result(PATIENCE_S).close()
+    with pytest.raises(PlacementError, match="can never fit"):
+        runtime.reserve(3)
