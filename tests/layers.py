@@ -69,7 +69,8 @@ ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
 AROUND = {
     "executors/colocate_local": ["machine", "threads processes", "local", "plugin"],
     "executors/colocate_ray": [
-        "terms nodes",
+        "silence terms",
+        "nodes",
         "private listing holder",
         "envoy joining names holders",
         "executor leftovers placing",

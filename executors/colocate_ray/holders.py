@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from colocate.errors import ColocateError
 from colocate_ray.holder import Holder, end_process
 from colocate_ray.listing import KEEPERS, PREFIX
+from colocate_ray.nodes import Nodes
 
 _ENDED_WITHIN_S = 10.0
 
@@ -99,10 +100,9 @@ def _made(node: str, name: str) -> Holding:
     actor_class = remote(concurrency_groups={"watch": 1, "ends": 8})(Holder)
     actor = actor_class.options(
         name=name,
-        num_cpus=0,
         max_restarts=0,
         max_task_retries=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        **Nodes.at(node),
     ).remote()
     return Holding(node, actor, actor.watch.remote())
 

@@ -14,11 +14,10 @@ from ray.runtime_env import RuntimeEnv
 
 from colocate.errors import ConfigError, EngineError
 from colocate_ray.private import PrivateFolder, engine_error
+from colocate_ray.silence import HELLO
 from colocate_ray.terms import Cluster
 
 _DIAL_S = 5.0
-# What any gRPC client says first; a server answers with its settings.
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _SETTINGS = "RAY_USE_TLS=1, RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT and RAY_TLS_SERVER_KEY"
 _QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
 # What Ray raises over a runtime environment; whatever else goes wrong is none of these.
@@ -162,7 +161,7 @@ def _tls_context() -> ssl.SSLContext:
 def _answers(sock: socket.socket) -> bool:
     """Whether the other side answers; one that only takes its time is given the benefit of the doubt."""
     try:
-        sock.sendall(_HELLO)
+        sock.sendall(HELLO)
         return bool(sock.recv(1))
     except TimeoutError:
         return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 import re
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,16 @@ from typing import Any
 import ray
 from ray.exceptions import RpcError
 from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from colocate.errors import EngineError, PlacementError
 from colocate.executor import Node, Request
 from colocate.placement import can_ever_fit, table, words
+from colocate_ray.silence import ANSWERS_WITHIN_S, ID, Silence, answering
 
-_ANSWERS_WITHIN_S = 1.0
 _HEAD_ANSWERS_WITHIN_S = 4.0
 _COUNTED = ("CPU", "GPU", "memory", "object_store_memory")
+_HEAD, _LEAST = "node:__internal_head__", 0.0001  # the least that Ray counts
 
 
 class Nodes:
@@ -30,6 +32,7 @@ class Nodes:
     def __init__(self) -> None:
         """Look when asked."""
         self._names: dict[str, str] = {}
+        self._silence = Silence()
         self._lock = threading.Lock()
 
     def offers(self) -> list[Node]:
@@ -54,8 +57,12 @@ class Nodes:
         offers = self.offers()
         if not offers:
             raise EngineError("the Ray cluster has no node that is alive: it has ended, or is just ending")
-        if not can_ever_fit(offers, request):
+        if not self.possible(request):
             raise PlacementError(words(request, "can never fit"), nodes=self.table(request))
+
+    def possible(self, request: Request) -> bool:
+        """Whether it would fit if all were free."""
+        return can_ever_fit(self.offers(), request)
 
     def fits_now(self, request: Request) -> bool:
         """Whether it would fit into what Ray says is free."""
@@ -63,7 +70,13 @@ class Nodes:
 
     def table(self, request: Request) -> tuple[dict[str, str], ...]:
         """A row for each node: what is wanted in all, what the node has, what of it is free."""
-        return table(request, self._offers_and_free())
+        silent, nodes = self.silent(), self._offers_and_free()
+        rows = zip(nodes, table(request, nodes), strict=True)
+        return tuple(row | ({"free": "doesn't answer"} if each.labels[ID] in silent else {}) for (each, _), row in rows)
+
+    def silent(self) -> frozenset[str]:
+        """Ids of the nodes that don't answer, and that Ray has not found to be gone: it would wait on them for ever."""
+        return self._silence.among({node["NodeID"]: _address(node) for node in self._alive()})
 
     def _offers_and_free(self) -> list[tuple[Node, Node]]:
         """What each node has, and what of it is free."""
@@ -73,6 +86,26 @@ class Nodes:
             for node in self._alive()
         ]
 
+    def one_that_answers(self) -> str:
+        """The id of a node that answers."""
+        silent, alive = self.silent(), [node["NodeID"] for node in self._alive()]
+        found: str = random.choice([each for each in alive if each not in silent] or alive)
+        return found
+
+    @staticmethod
+    def at(node_id: str) -> dict[str, Any]:
+        """How an actor is placed on a node: it holds next to nothing of what each node has a whole one of.
+
+        Ray has any node place an actor that holds nothing, be it one that doesn't answer.
+        """
+        (found,) = (node["Resources"] for node in _every() if node["NodeID"] == node_id)
+        itself = next((name for name in found if name.startswith("node:") and name != _HEAD), None)
+        return {
+            "num_cpus": 0,
+            "resources": {itself: _LEAST} if itself else {},
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
+
     @staticmethod
     def holding(group_id: str) -> set[str]:
         """Ids of the nodes that still set something aside for a placement group."""
@@ -81,7 +114,8 @@ class Nodes:
     @staticmethod
     def gone(node_ids: set[str]) -> set[str]:
         """Those of some nodes that don't answer. Ray itself finds out only after many seconds."""
-        return {node["NodeID"] for node in _every() if node["NodeID"] in node_ids and not _answers(node)}
+        alive = {node["NodeID"]: _address(node) for node in _every() if node["Alive"] and node["NodeID"] in node_ids}
+        return node_ids - answering(alive, ANSWERS_WITHIN_S)
 
     def _alive(self) -> list[dict[str, Any]]:
         alive = [node for node in _every() if node["Alive"]]
@@ -118,12 +152,8 @@ def head_silent() -> str | None:
     return None
 
 
-def _answers(node: dict[str, Any]) -> bool:
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _ANSWERS_WITHIN_S).close()
-    except OSError:
-        return False
-    return bool(node["Alive"])
+def _address(node: dict[str, Any]) -> tuple[str, int]:
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
 
 
 def _free() -> dict[str, dict[str, float]]:

@@ -39,10 +39,10 @@ class OwnedPlacing(Placing):
             name=name,
             namespace=names.NAMESPACE,
             lifetime="detached",
-            num_cpus=0,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=8,
+            **self.nodes.at(self.nodes.one_that_answers()),
         ).remote()
         self._undialled[name] = actor
         address: Any

@@ -27,6 +27,7 @@ from colocate_ray.holder import Gpus, gpus_here
 from colocate_ray.holders import Holders, Holding
 from colocate_ray.joining import last_words
 from colocate_ray.nodes import Nodes, head_silent, natural
+from colocate_ray.silence import elsewhere
 from colocate_ray.terms import Cluster, Slot
 
 _ACTORS_START_WITHIN_S = 120.0
@@ -37,6 +38,7 @@ _DOUBT_AFTER_S = 0.5
 # Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
 _SETTLES_WITHIN_S = 5.0
 _LOOKS_AFTER_NODE_S = 60.0
+_LOOKS_AGAIN_S = 2.0  # which nodes answer, while slots are waited for
 _STEP_S = 0.02
 _REPLACED_STEP_S = 0.1
 _WITHDRAWN = "the reservation was withdrawn"
@@ -65,6 +67,20 @@ class Held:
             if self.released.is_set():
                 raise ColocateError(_WITHDRAWN)
             yield
+
+    def make_group(self, request: Request | None) -> None:
+        """Have a placement group made in place of the one that it has, which hasn't got its slots; None: have none.
+
+        Raises:
+            ColocateError: It has been withdrawn.
+        """
+        with self.making():
+            if self.group is not None:
+                remove_placement_group(self.group)
+                self.group = None
+            if request is not None:
+                name = f"{listing.PREFIX}{request.id}"
+                self.group = placement_group([_bundle(request)] * request.slots, name=name, **_where(request))
 
     def stop(self) -> None:
         """Have nothing more made, and wait for what Ray is just making: it is noted here when this returns."""
@@ -130,17 +146,13 @@ class Placing:
             ColocateError: The actors can't be started.
         """
         self.nodes.check_possible(request)
-        fits = self.nodes.fits_now(request)
         held = Held(request)
         with self._lock:
             if self._abandoned or number in self._withdrawn:
                 raise ColocateError(_WITHDRAWN)
             self._held[number] = held
         try:
-            name = f"{listing.PREFIX}{request.id}"
-            with held.making():
-                held.group = placement_group([_bundle(request)] * request.slots, name=name, **_where(request))
-            placed = _wait_placed(held, max(request.timeout, _SETTLES_WITHIN_S) if fits else request.timeout)
+            placed = self._place(held)
             slots = self._open(number, held, key, range(request.slots)) if placed else []
         except Exception:
             withdrawn = held.released.is_set()  # it then failed because of that, in one of several ways
@@ -153,6 +165,28 @@ class Placing:
             text = words(request, f"did not become free within {request.timeout:g} s")
             raise PlacementTimeout(text, nodes=self.nodes.table(request))
         return slots
+
+    def _place(self, held: Held) -> bool:
+        """Have a placement group made, and wait until it has its slots; False when it has none in time.
+
+        On nodes that answer: as long as Ray waits on another one it places nothing, for anybody, even after it has
+        found that one to be gone.
+        """
+        request, silent = held.request, None
+        deadline = time.monotonic() + request.timeout
+        while True:
+            if (now := frozenset() if self.cluster.private else self.nodes.silent()) != silent:
+                silent, asked = now, attrs.evolve(request, labels={**elsewhere(now), **request.labels})
+                if not silent or self.nodes.possible(asked):
+                    if self.nodes.fits_now(asked):
+                        deadline = max(deadline, time.monotonic() + _SETTLES_WITHIN_S)
+                    held.make_group(asked)
+                else:
+                    held.make_group(None)
+            if _wait_placed(held, min(deadline, time.monotonic() + _LOOKS_AGAIN_S)):
+                return True
+            if time.monotonic() >= deadline:
+                return False
 
     def replace(self, number: int, indices: Sequence[int], request: Request, key: bytes) -> list[Slot] | None:
         """Hold bundles again of which the node or the holder is gone: Ray places them anew, where there is room.
@@ -374,11 +408,9 @@ def _where(request: Request) -> dict[str, Any]:
     return found
 
 
-def _wait_placed(held: Held, patience: float) -> bool:
-    """Wait until a placement group has its slots; False when it has none in time."""
-    assert held.group is not None
-    deadline = time.monotonic() + patience
-    while _state(held.group) != "CREATED":
+def _wait_placed(held: Held, deadline: float) -> bool:
+    """Wait until a placement group has its slots; False when it has none in time, or there is none."""
+    while held.group is None or _state(held.group) != "CREATED":
         if held.released.wait(_STEP_S):
             raise ColocateError(_WITHDRAWN)
         if time.monotonic() > deadline:

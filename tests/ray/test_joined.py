@@ -19,7 +19,7 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import Runtime
-from colocate.errors import CapabilityError, ColocateError, ConfigError, EngineError, PlacementError
+from colocate.errors import CapabilityError, ColocateError, ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Request
 from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
@@ -339,6 +339,29 @@ def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool
     finally:
         send(head.pid, signal.SIGCONT)
     runtime.reserve(3, cpus=1, timeout=PATIENCE_S).close()
+
+
+def test_a_machine_that_is_silent(cluster: Any, runtime: Runtime) -> None:
+    """Others are had at once, by an owner too; who needs it is told which it is. Ray alone places nothing any more."""
+    before = _raylets(cluster)
+    cluster.tell("add")
+    (third,) = _raylets(cluster) - before
+    send(third, signal.SIGSTOP)
+    try:
+        for detachable in (False, True):
+            runtime.reserve(2, strategy="spread", detachable=detachable).close()
+        with pytest.raises(PlacementTimeout, match="doesn't answer") as caught:
+            runtime.reserve(4, timeout=0)
+        assert [row["free"] for row in caught.value.nodes].count("doesn't answer") == 1
+    finally:
+        send(third, signal.SIGCONT)
+        cluster.tell("remove")
+    everything_is_free(runtime)
+
+
+def _raylets(cluster: Any) -> set[int]:
+    below = psutil.Process(cluster.process.pid).children(recursive=True)
+    return {process.pid for process in below if process.name() == "raylet"}
 
 
 def test_lost_node(cluster: Any, runtime: Runtime) -> None:

@@ -72,6 +72,7 @@ KNOWN = {
     "colocate_ray.holders": "actors, by Ray",
     "colocate_ray.owners": "actors, by Ray",
     "colocate_ray.placing": "placement groups and actors, by Ray",
+    "colocate_ray.silence": "the first bytes of Ray's own servers, of all at once",
 }
 
 

@@ -1,0 +1,59 @@
+"""Which servers answer: all are asked at once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from colocate_ray.silence import HELLO, Silence, answering
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def _answer(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        assert connection.recv(len(HELLO), socket.MSG_WAITALL) == HELLO
+        connection.send(b"settings")
+
+
+def test_who_answers(server: socket.socket) -> None:
+    """A kernel that takes the connection is no answer; nor is one that refuses it, nor a machine that isn't there."""
+    thread = threading.Thread(target=_answer, args=(server,))
+    thread.start()
+    with socket.create_server(("127.0.0.1", 0)) as stopped, socket.create_server(("127.0.0.1", 0)) as refusing:
+        port = refusing.getsockname()[1]
+        refusing.close()
+        servers = {
+            "answers": server.getsockname(),
+            "stopped": stopped.getsockname(),
+            "refuses": ("127.0.0.1", port),
+            "nowhere": ("192.0.2.1", 1),  # for examples, of no network
+        }
+        assert answering(servers, 1.0) == {"answers"}
+    thread.join()
+
+
+def test_it_is_remembered(server: socket.socket) -> None:
+    """Who was silent is given less time, until it answers: then nobody is silent any more."""
+    silence, servers = Silence(), {"one": server.getsockname()}
+    began = time.monotonic()
+    assert silence.among(servers) == {"one"}
+    first = time.monotonic() - began
+    began = time.monotonic()
+    assert silence.among(servers) == {"one"}
+    assert time.monotonic() - began < first
+    for _ in range(2):  # those that have gone again
+        server.accept()[0].close()
+    answers = threading.Thread(target=_answer, args=(server,))
+    answers.start()
+    assert not silence.among(servers)
+    answers.join()
