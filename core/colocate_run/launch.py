@@ -96,7 +96,10 @@ def opened(config: Config, stage: Stage) -> Iterator[Launched]:
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
     """Reserve a pool as the config's entry describes it."""
     with made_for(config.origins.get(f"pools.{name}")):
-        return runtime.reserve(name=name, **attrs.asdict(config.pools[name], recurse=False))
+        given = attrs.asdict(config.pools[name], recurse=False)
+        if (least := given.pop("at_least")) is not None:
+            given["slots"] = least, given["slots"]
+        return runtime.reserve(name=name, **given)
 
 
 def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:

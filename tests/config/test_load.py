@@ -136,7 +136,7 @@ def test_a_dump_says_everything(write: Write) -> None:
         "name: demo\nseed: 0\ncall_timeout: null\nexecutor:\n  use: local\n  with: {}\n"
         "pools:\n  main:\n    slots: 1\n    gpus: 0\n    cpus: 1\n    host_memory: null\n"
         "    device_memory: null\n    strategy: pack\n    timeout: 60\n    env: {}\n    groups: 1\n"
-        "    regrow_timeout: 600\n    spares: 0\n"
+        "    regrow_timeout: 600\n    spares: 0\n    at_least: null\n"
         "    labels: {}\n    resources: {}\n    together: null\n    grow: null\n"
         "groups: {}\njob: null\nplugins:\n  allow: null\nobserve: []\ntrace: false\n"
     )

@@ -13,7 +13,7 @@ from colocate.testing.probes.plain import Echo
 HELD = ("alive", "close", "name", "owner", "state")
 SURFACE = {
     "runtime": (*HELD, "attach", "audit", "detached", "graph", "groups", "observe", "reserve", "seed", "trace"),
-    "pool": (*HELD, "detach", "groups", "slots", "spawn"),
+    "pool": (*HELD, "detach", "groups", "slots", "spares", "spawn"),
     "group": (
         *HELD,
         "checkpoint",
@@ -21,6 +21,7 @@ SURFACE = {
         "memory",
         "pause",
         "pipeline",
+        "resize",
         "restore",
         "resume",
         "role",

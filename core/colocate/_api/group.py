@@ -20,7 +20,7 @@ from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
-from colocate._views import checkpoint, functions, pausing, sleeping
+from colocate._views import checkpoint, functions, pausing, resizing, sleeping
 from colocate._views.pipeline import pipeline
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
@@ -373,6 +373,31 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             ConfigError: There is no such background role.
         """
         pausing.resume(self._node, role)
+
+    def resize(self, timeout: float | None = None) -> int:
+        """Go on with as many slots as there are now, where the pool may have fewer and had lost some.
+
+        Where there are more than it has, it is restarted from its last checkpoint, and waited for: so call it right
+        after `checkpoint`. Residents end as by any restart. Otherwise nothing happens.
+
+        Args:
+            timeout: Seconds to wait for it; None waits as long as it takes.
+
+        Returns:
+            How many slots it has now.
+
+        Raises:
+            ConfigError: It has `on_failure="fail"`, or no checkpoint to go on from.
+            ColocateError: Calls are pending, or it has failed for good, or is closed.
+            TimeoutError: It isn't ready yet.
+        """
+        node = self._node
+        node.check()
+        if (found := recording(node)) is not None:
+            found.refuse_call("resize")
+        limited = limit(timeout, "resize(timeout)")
+        refuse_to_wait(f"the resize of group {self.name!r}")
+        return off_main(lambda: resizing.resize(node, limited))
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called; after a restart calls are refused until somebody has.

@@ -36,7 +36,7 @@ from colocate._system.limits import (
 from colocate._system.numbers import amount_problem, limit, name_problem, shown, variable_problem
 from colocate._system.threads import Thread
 from colocate._system.tracebacks import without_own_frames
-from colocate._worker_group.spawn import Declared, declare
+from colocate._worker_group.spawn import Declared, declare, refuse_fixed
 from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError, Mistake, PlacementError
@@ -88,6 +88,7 @@ class Slots(Home):
         budget: Budget,
         regrow_timeout: float = REGROWN_WITHIN_S,
         spares: int = 0,
+        least: int | None = None,
     ) -> None:
         super().__init__("pool", name, connection)
         self.connection = connection
@@ -95,6 +96,7 @@ class Slots(Home):
         self.where = where(request)
         self.budget = budget
         self.regrow_timeout = regrow_timeout
+        self.least = request.slots if least is None else least  # with how many its groups go on
         self.wanted = attrs.evolve(request, slots=request.slots + spares)  # what is reserved
         self.reservation: Reservation | None = None
         self.epoch = 1
@@ -171,12 +173,16 @@ class Slots(Home):
         groups that have lost the same slots the first does so, and the others find them. What doesn't fit, or can never
         fit into the machines that are left, is waited for: others may come.
         """
+        newly = any(map(self._is_lost, worker_group.indices))  # what it was without already isn't waited for again
         while True:
             with self._renewing:
                 missing = self._renew(worker_group)
-                if missing is None:
+                is_over = not newly or (self._regrows_until is not None and self._regrows_until.is_over)
+                if missing is None or (is_over and self._goes_on_with_fewer()):
                     self._regrows_until = None
                     worker_group.restarts.found()
+                    lost = () if missing is None else [index for index in worker_group.whole if self._is_lost(index)]
+                    worker_group.indices = [index for index in worker_group.whole if index not in lost]
                     return [self.places[index] for index in worker_group.indices]
                 if self._regrows_until is None:
                     self._regrows_until = Deadline(self.regrow_timeout)
@@ -188,17 +194,48 @@ class Slots(Home):
             worker_group.restarts.stopped_within(pause_s)
             worker_group.refuse_closed()
 
+    def regrow(self, worker_group: WorkerGroup) -> int:
+        """Return how many slots a group would have if it were restarted now."""
+        executor = self.connection.services.executor
+        with self._renewing:
+            missing = self.request.slots - len(self.places)
+            if not missing:
+                self._renew(worker_group)
+                return len([index for index in worker_group.whole if not self._is_lost(index)])
+            with contextlib.suppress(PlacementError):  # all are reserved anew if there are as many
+                request = attrs.evolve(self.request, slots=missing, timeout=REPLACED_EVERY_S)
+                executor.release(executor.reserve(request))
+                return self.request.slots
+            return len(self.places)
+
+    def _is_lost(self, index: int) -> bool:
+        """Whether a slot isn't held, or nothing can be launched there any more."""
+        if self.reservation is None or index >= len(self.places):
+            return True
+        return self.connection.services.executor.lost(self.places[index])
+
+    def _goes_on_with_fewer(self) -> bool:
+        """Whether there are slots for a group that may have fewer; where all were given back, reserve what there is."""
+        most = self.request.slots - 1
+        for slots in range(most, self.least - 1, -1) if self.reservation is None else ():
+            with contextlib.suppress(_Refused), _refused():
+                reserve = self.connection.services.executor.reserve
+                self.hold(reserve(attrs.evolve(self.request, slots=slots, timeout=0.0)))
+                break
+        lost = sum(map(self._is_lost, range(self.request.slots)))
+        return self.least <= self.request.slots - lost <= most
+
     def _renew(self, worker_group: WorkerGroup) -> PlacementError | None:
         """Have others in the place of a group's lost slots, if there are any; return why they can't be had now."""
-        executor = self.connection.services.executor
-        given_back = self.reservation is None  # by an attempt before this one
-        lost = [index for index in worker_group.indices if given_back or executor.lost(self.places[index])]
+        # By an attempt before this one, or fewer were reserved then.
+        given_back = self.reservation is None or len(self.places) < self.request.slots
+        lost = [index for index in worker_group.whole if given_back or self._is_lost(index)]
         for each in self.worker_groups:
             if lost and each is not worker_group and not set(lost).isdisjoint(each.indices):
                 each.workforce.wait_lost()
         with self.lock:
             self.check()
-            gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
+            gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost if index < len(self.places))
             if lost and self.attachment is not None:
                 raise PlacementError(
                     f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
@@ -208,7 +245,7 @@ class Slots(Home):
                 self._avoid(worker_group)
                 lost = [index for index in lost if not self._take_spare(index)]
         try:
-            if lost and not self._replace([self.places[index] for index in lost]):
+            if lost and (given_back or not self._replace([self.places[index] for index in lost])):
                 self._give_up_slots(worker_group, gone)
                 self._reserve_anew()
         except _Refused as refused:
@@ -231,7 +268,7 @@ class Slots(Home):
     def _avoid(self, worker_group: WorkerGroup) -> None:
         """Have spares elsewhere in the place of a group's slots on nodes on which workers died again and again."""
         avoided = [node for node, deaths in self._deaths.items() if deaths >= AVOIDED_AFTER_DEATHS]
-        for index in worker_group.indices if avoided and self.spares else ():
+        for index in worker_group.whole if avoided and self.spares else ():
             alone = all(each is worker_group or not each.live() for each in self.taken.get(index, ()))
             if self.places[index].node in avoided and alone:
                 self._take_spare(index, avoided)
@@ -254,8 +291,7 @@ class Slots(Home):
             _Refused: They can't be had now.
         """
         reservation = self.reservation
-        if reservation is None:
-            return False
+        assert reservation is not None
         request = attrs.evolve(self.request, slots=len(lost), timeout=REPLACED_EVERY_S)
         with _refused():
             found = self.connection.services.executor.replace(reservation, lost, request)
@@ -313,7 +349,7 @@ class Slots(Home):
             while self.closed_by is None and not deadline.is_over:
                 with self._renewing, contextlib.suppress(_Refused):
                     missing = [place for place in self.spares if lost(place)]
-                    if not missing or not self._replace(missing):
+                    if not missing or self.reservation is None or not self._replace(missing):
                         return
                 self._closing.wait(deadline.at_most(LOOKS_FOR_SLOTS_EVERY_S))
         except ColocateError as error:
@@ -345,7 +381,7 @@ class Slots(Home):
     def beside(self, worker_group: WorkerGroup, slot: int) -> list[Worker]:
         """Return the workers of other groups that share a slot of a group."""
         index = worker_group.indices[slot]
-        there = [each for each in self.taken.get(index, ()) if each is not worker_group]
+        there = [each for each in self.taken.get(index, ()) if each is not worker_group and index in each.indices]
         return [each.workforce.workers[each.indices.index(index)] for each in there]
 
     def others(self) -> Mapping[str, WorkerGroup]:
@@ -412,7 +448,8 @@ class Slot:
         index: Its index in the pool.
         node: Name of the machine.
         devices: Indices of its GPUs there.
-        state: "free", or the names of the groups that have it: "policy", "policy, judge".
+        state: "free", the names of the groups that have it ("policy", "policy, judge"), or "lost", where none goes on
+            with it.
     """
 
     index: int
@@ -460,11 +497,13 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     @property
     def slots(self) -> list[Slot]:
         """Its slots: node, devices, and the groups on each."""
-        taken = self._node.taken
-        return [
-            Slot(index, place.node, place.devices, ", ".join(each.name for each in taken.get(index, ())) or "free")
-            for index, place in enumerate(self._node.places)
-        ]
+        node = self._node
+        found = []
+        for index, place in enumerate(node.places):
+            groups = ", ".join(each.name for each in node.taken.get(index, ()) if index in each.indices)
+            state = groups or ("lost" if node._is_lost(index) else "free")
+            found.append(Slot(index, place.node, place.devices, state))
+        return found
 
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
@@ -571,6 +610,13 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             spec, kind = declared.specs[role], type(node.connection.services.executor)
             check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
         check_alone(declared.infos)
+        if on_failure == "restart" and node.least < node.request.slots:
+            refuse_fixed(declared.specs, mesh, node.least, node.request.slots)
+            if len(indices) < node.request.slots:
+                raise ConfigError(
+                    f"pool {node.name!r} has {node.least} to {node.request.slots} slots, so that a group that is "
+                    "restarted may go on with fewer: spawn it on all of them, or reserve a fixed number"
+                )
         making: Making[WorkerGroup] = Making(f"spawn(name={name!r})")
 
         def start() -> WorkerGroup:

@@ -155,7 +155,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
 
     def reserve(
         self,
-        slots: int = 1,
+        slots: int | tuple[int, int] = 1,
         gpus: int = 0,
         cpus: float = 1,
         host_memory: str | int | None = None,
@@ -176,7 +176,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """Reserve slots together, all or none.
 
         Args:
-            slots: How many.
+            slots: How many. Two numbers are the least and the most, as in `(6, 8)`: the most are reserved. A restart
+                that can't have as many within `regrow_timeout` goes on with what there is, and a later one, or
+                `group.resize()`, with all of them again.
             gpus: GPUs of each.
             cpus: CPUs of each.
             host_memory: The host's memory of each ("8GiB" or bytes): where the executor counts it, it is reserved; and
@@ -210,6 +212,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         connection = self._node
         connection.check()
+        least, slots = _least_and_most(slots, groups, detachable)
         labels, resources = labels or {}, resources or {}
         where = labels, resources, together
         _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups, *where, grow)
@@ -243,7 +246,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
-            slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout, spares))
+            slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout, spares, least))
             try:
                 connection.check()  # again: who has closed it meanwhile didn't see the pool
                 with told_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):
@@ -314,6 +317,18 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             ExceptionGroup: What went wrong, after everything has been freed.
         """
         self._node.close_by_caller(grace, force)
+
+
+def _least_and_most(slots: Any, groups: Any, detachable: Any) -> tuple[int | None, int]:
+    """Return both numbers of slots; None for a least one that nobody gave."""
+    if not isinstance(slots, tuple | list):
+        return None, slots
+    if len(slots) != 2 or any(amount_problem(each, whole=True, least=1) for each in slots) or slots[0] > slots[1]:
+        raise ConfigError(f"reserve(slots={slots!r}): give a number, or the least and the most, as in (6, 8)")
+    if groups != 1 or detachable:
+        what = "groups" if groups != 1 else "detachable"
+        raise ConfigError(f"reserve(slots={slots!r}, {what}={groups if groups != 1 else True}): one or the other")
+    return slots[0], slots[1]
 
 
 def _name_holders(error: PlacementTimeout, waited: Slots) -> None:

@@ -188,9 +188,12 @@ class RoleSpec(Generic[R]):
         return self.target if isinstance(self.target, str) else self.target.__qualname__
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class RoleInfo:
-    """One role of a group, as the driver knows it: its slots in order of rank, and where its class comes from."""
+    """One role of a group, as the driver knows it: its slots in order of rank, and where its class comes from.
+
+    `slots`, `meshes` and `ranks` become others when the group goes on with another number of slots; views look.
+    """
 
     name: str
     cls: type
@@ -203,6 +206,10 @@ class RoleInfo:
     ranks: Ranks = attrs.field(
         init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
     )
+
+    def resize(self, slots: range, meshes: Mapping[str, Mesh]) -> None:
+        """Have other slots from now on."""
+        self.slots, self.meshes, self.ranks = slots, meshes, Ranks(len(slots), meshes)
 
 
 def torchrun_problem(ranks: int, slots: int) -> str | None:

@@ -19,7 +19,7 @@ from colocate._system.numbers import FOREVER_S, shown
 from colocate._system.threads import Thread
 from colocate._values.dispatch import plan
 from colocate._views.sending import everyone, ready, refuse_inside, start
-from colocate._worker_group.saved import Checkpoint, Tag, does_nothing, refuse_others, savable
+from colocate._worker_group.saved import Checkpoint, Tag, does_nothing, refuse_others, savable, takes_other_ranks
 from colocate._worker_group.saving import Saves, Saving
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError, RoleError
@@ -112,6 +112,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
             def complete() -> None:
                 if not wait:
                     saves.finish(part)
+                _refuse_fixed(worker_group, part, saved)
                 files.update(_looked_at(worker_group.name, saves, part, saved))
                 record = {
                     "id": found.identity,
@@ -130,6 +131,24 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
         nbytes = sum(size for size, _ in files.values())
         told = CheckpointRecord(worker_group.name, tag, folder, nbytes, began, taken, time.time())
         worker_group.services.tell("colocate_group_checkpointed", told)
+
+
+def _refuse_fixed(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleInfo]) -> None:
+    """Refuse what only as many ranks could go on from, where a restart may have another number of them.
+
+    Raises:
+        RoleError: It is such.
+    """
+    for name, info in saved.items() if worker_group.may_resize else ():
+        if not takes_other_ranks(info.cls, part / name) and not does_nothing(info.cls):
+            raise RoleError(
+                f"group {worker_group.name!r} may have {worker_group.home.least} to {len(worker_group.whole)} slots, "
+                f"and what {name}.save() writes can be restored by {len(info.slots)} ranks alone: write it by "
+                "torch.distributed.checkpoint, or have restore(directory, ranks), which is told how many have saved",
+                group=worker_group.name,
+                role=name,
+                method="save",
+            )
 
 
 def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInfo]) -> dict[str, tuple[int, str]]:

@@ -89,7 +89,9 @@ def inspect(view: Any) -> Inspection:
 class ViewCall(OnDriver):
     """One method of a role, on its ranks."""
 
-    __slots__ = ("_consumer", "_label", "_nothing", "_packed", "_ranks", "_role", "_spec", "_timeout", "_worker_group")
+    __slots__ = (
+        *("_consumer", "_label", "_nothing", "_of", "_packed", "_ranks", "_role", "_spec", "_timeout", "_worker_group"),
+    )
 
     def __init__(
         self,
@@ -105,9 +107,15 @@ class ViewCall(OnDriver):
         self._timeout = timeout
         self._ranks = ranks
         self._label = f"{role.name}.{spec.name}"
-        self._consumer = Consumer(worker_group.name, role.slots, role.ranks.mesh)
+        self._look()
+
+    def _look(self) -> None:
+        """Look which ranks there are."""
+        role, spec = self._role, self._spec
+        self._of = role.ranks
+        self._consumer = Consumer(self._worker_group.name, role.slots, role.ranks.mesh)
         # How no arguments reach the ranks, where that is always the same.
-        is_plain = type(spec.dispatch) is Broadcast and ranks is None and not spec.required
+        is_plain = type(spec.dispatch) is Broadcast and self._ranks is None and not spec.required
         self._nothing = plan(spec.dispatch, {}, role.ranks) if is_plain else None
         self._packed: list[Any] | None = [None] * len(role.slots)
 
@@ -159,6 +167,8 @@ class ViewCall(OnDriver):
                 pipeline.refuse_call(label, "use .submit(...) or .keep(...), or ")
             if at_work():
                 refuse_to_wait(label)
+        if role.ranks is not self._of:
+            self._look()
         uses: list[Reference] = []
         packed, planned = self._packed, self._nothing
         if planned is None or args or kwargs:

@@ -60,7 +60,7 @@ class Checkpoint:
         savable({name: roles[name] for name in saved}, "be restored")
         for name, ranks in saved.items():  # what each of so many has written for itself
             role, here = roles[name], len(roles[name].slots)
-            if ranks != here and not (takes_ranks(role.cls) or any((place / name).rglob(".metadata"))):
+            if ranks != here and not (takes_other_ranks(role.cls, place / name) or does_nothing(role.cls)):
                 raise ConfigError(
                     f"the checkpoint in {folder} is of {ranks} ranks of role {name!r}, which has {here} here: restore "
                     f"it with {ranks}. Other numbers of ranks can go on from what save() writes by "
@@ -92,6 +92,11 @@ def found_in(folder: Path) -> dict[str, Path]:
         if written >= found.get(group, (0, path))[0]:
             found[group] = written, Path(place)
     return {group: place for group, (_, place) in found.items()}
+
+
+def takes_other_ranks(cls: type, folder: Path) -> bool:
+    """Whether another number of ranks can go on from what a role has saved in its folder."""
+    return takes_ranks(cls) or any(folder.rglob(".metadata"))
 
 
 def does_nothing(cls: type) -> bool:

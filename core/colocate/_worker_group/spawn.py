@@ -107,6 +107,31 @@ def _declare_one(
     return info, distribution
 
 
+def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | None, least: int, most: int) -> None:
+    """Refuse roles that can't go on with fewer slots than they have.
+
+    Raises:
+        ConfigError: All mistakes at once.
+    """
+    mistakes = []
+    for name, spec in specs.items():
+        if spec.slots is not None and max(spec.slots) >= least:
+            mistakes.append(Mistake(f"roles.{name}.slots", None, f"has slot {max(spec.slots)}, which may be lost"))
+        if spec.slots is None and (own := spec.mesh or mesh) is not None:
+            fixed = f"is {dict(own)}, which is of {most} ranks alone; without a mesh there is one axis, dp"
+            mistakes.append(Mistake(f"roles.{name}.mesh", None, fixed))
+    if mistakes:
+        words = f"the group can't be spawned on {least} to {most} slots, with any number of which it may go on:"
+        raise ConfigError(words, mistakes=tuple(mistakes))
+
+
+def resize(declared: Declared, slots: int) -> None:
+    """Have roles that live on all slots live on so many."""
+    for name, info in declared.infos.items():
+        if declared.specs[name].slots is None:
+            info.resize(range(slots), parse_meshes(None, slots))
+
+
 def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
     """The slots as a range where they lie evenly: messages name them, and a range is small whatever its length."""
     first, last = slots[0], slots[-1]

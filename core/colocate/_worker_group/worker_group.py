@@ -40,7 +40,7 @@ from colocate._worker_group.published import Published, Questions, Tell
 from colocate._worker_group.saved import Checkpoint, Tag
 from colocate._worker_group.saving import Saves, Saving
 from colocate._worker_group.sleepers import Sleepers
-from colocate._worker_group.spawn import Declared, warn_of_rebound
+from colocate._worker_group.spawn import Declared, resize, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, RoleStartError, WorkerDied
 from colocate.executor import Place, Request
@@ -65,6 +65,7 @@ class Home(Owned, abc.ABC):
     """What a worker group needs of the pool whose slots it has."""
 
     request: Request
+    least: int  # with how many slots a group that has all of it goes on
     attachment: Attachment | None
     telling: threading.Lock  # held while workers on a slot are told of one another, which is in order then
 
@@ -78,7 +79,11 @@ class Home(Owned, abc.ABC):
 
     @abc.abstractmethod
     def places_for(self, worker_group: WorkerGroup) -> Sequence[Place]:
-        """Return where its slots lie; reserved anew if the cluster has lost some."""
+        """Return where its slots lie, with others for lost ones; where it may have fewer, set which (`indices`)."""
+
+    @abc.abstractmethod
+    def regrow(self, worker_group: WorkerGroup) -> int:
+        """Return how many slots a group would have if it were restarted now."""
 
     @abc.abstractmethod
     def died(self, node: str) -> str:
@@ -294,7 +299,9 @@ class Restarts:
                 error.add_note(words)
             return error
         source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"
-        self._log(f"group {group.name!r} was restarted {source} (generation {group.generation})")
+        whole = len(group.whole)
+        fewer = f", with {group.size} of {whole} slots" if group.size != whole else ""
+        self._log(f"group {group.name!r} was restarted {source}{fewer} (generation {group.generation})")
         return None
 
     def _log(self, text: str) -> None:
@@ -318,7 +325,8 @@ class WorkerGroup(Link):
     ) -> None:
         super().__init__(name, home, services, len(places), base, generation)
         self.home = home
-        self.indices = indices  # the slots of the pool that it has
+        self.whole = indices  # the slots of the pool that were given to it
+        self.indices = indices  # those of them that it has now
         self.declared = declared  # its roles as they were declared
         self.roles: Mapping[str, RoleInfo] = declared.infos  # its roles by name
         self.seed = services.seed  # what the generators of its roles are derived from
@@ -575,6 +583,11 @@ class WorkerGroup(Link):
             self.life.fail(error, is_told=False, recovers=False)
             self._tell_state(State.FAILED, error)
 
+    @property
+    def may_resize(self) -> bool:
+        """Whether a restart may go on with another number of slots."""
+        return self.home.least < self.home.request.slots
+
     # -- its start
 
     def start(self, timeout: float | None, restore: Path | None) -> None:
@@ -631,6 +644,9 @@ class WorkerGroup(Link):
         with self.order.lock:
             self.refuse_closed()
             self.generation += 1
+            if len(places) != self.size:
+                self.size = len(places)
+                resize(self.declared, self.size)
             self.order.renew()
             self.published.renew()
             self.sleepers.renew()
@@ -638,7 +654,14 @@ class WorkerGroup(Link):
             self._begin(places)
             if (failure := self.life.told()) is not None:
                 self.residents.renew(failure)
-        self._start(lambda: self.restarts.checkpoint)
+        self._start(self._last_checkpoint)
+
+    def _last_checkpoint(self) -> Checkpoint | None:
+        """Return that which a restart goes on from; it may be of another number of ranks."""
+        found = self.restarts.checkpoint
+        if found is not None and self.may_resize:
+            Checkpoint.read(found.folder, self.roles)  # says so where roles can't be restored from that
+        return found
 
     # -- its end
 

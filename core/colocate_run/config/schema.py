@@ -58,6 +58,7 @@ class PoolConfig:
         groups: How many groups may share it; each has workers of its own on the same slots.
         regrow_timeout: Seconds that a restart waits for slots in the place of lost ones.
         spares: Slots held besides, which take the place of lost ones.
+        at_least: With how many a restart goes on, where it can't have all.
         labels: Labels of each slot's node, as in `{ray.io/accelerator-type: H100}`; `in(A100,H100)` for one of several,
             `"!H100"` for any other.
         resources: How much each has of what its node offers besides, as in `{tpu_host: 1}`.
@@ -77,6 +78,7 @@ class PoolConfig:
     groups: int = 1
     regrow_timeout: _Seconds = 600
     spares: int = 0
+    at_least: int | None = None
     labels: Annotated[dict[str, str], Checked(labels_problem)] = attrs.field(factory=dict)
     resources: Annotated[dict[str, float], Checked(resources_problem)] = attrs.field(factory=dict)
     together: Annotated[str | None, Checked(together_problem)] = None

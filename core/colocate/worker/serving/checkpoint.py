@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from colocate._role.context import running_call
+from colocate._role.context import derive_seed, running_call
 from colocate._role.method import RoleMethod
 from colocate._role.weights import Received
 from colocate._system.files import json_of, places
@@ -98,7 +98,15 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
         files = _files_of(role, folder)
         refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))  # its share of them
         restored = _restore(role, folder)
-        own = _own_file(role, folder, "weights")
+        # A rank that there wasn't goes on as the first one where all have the same, and draws numbers of its own.
+        own, first = (_own_file(role, folder, "calls", rank) for rank in (role.ctx.rank, 0))
+        is_new = first.exists() and not own.exists()
+        own = first if is_new else own
+        if own.exists():
+            told = json.loads(own.read_text(encoding="utf-8"))
+            role.ctx.calls_before, calls = told if isinstance(told, list) else (told, {})  # as versions of before do
+            role.ctx._calls = calls
+        own = _own_file(role, folder, "weights", rank=0 if is_new else None)
         version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("0", "", "")
         received = role.received
         if received is not None or own.exists():  # what it has may be of another age than what its source has
@@ -113,12 +121,10 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
             received.version = max(received.version, int(version))
             received.fail(why, whole=not torn)
             role.ctx.weights_version = received.version
-        if (own := _own_file(role, folder, "calls")).exists():
-            told = json.loads(own.read_text(encoding="utf-8"))
-            role.ctx.calls_before, calls = told if isinstance(told, list) else (told, {})  # as versions of before do
-            role.ctx._calls = calls
         own = _own_file(role, folder, "generator")
-        if own.exists():
+        if is_new and _own_file(role, folder, "generator", rank=0).exists():
+            role.ctx.generator.manual_seed(derive_seed(role.ctx.seed, "resized", role.name, role.ctx.calls_before))
+        elif own.exists():
             import torch
 
             state = torch.frombuffer(bytearray(own.read_bytes()), dtype=torch.uint8)
@@ -230,5 +236,5 @@ def _record(place: Path) -> Any:
     return json_of(place / RECORD)
 
 
-def _own_file(role: RoleInstance, folder: Path, what: str) -> Path:
-    return folder / OWN / f"{role.name}-{role.ctx.rank}.{what}"
+def _own_file(role: RoleInstance, folder: Path, what: str, rank: int | None = None) -> Path:
+    return folder / OWN / f"{role.name}-{role.ctx.rank if rank is None else rank}.{what}"

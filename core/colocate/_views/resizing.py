@@ -1,0 +1,31 @@
+"""`group.resize`: a group that has gone on with fewer slots has all of them again."""
+
+from __future__ import annotations
+
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate.errors import ColocateError, ConfigError
+
+
+def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
+    """Restart a group from its last checkpoint, if there are more slots for it now; return how many it has.
+
+    Raises:
+        ConfigError: It isn't restarted, or has no checkpoint.
+        ColocateError: Calls are pending.
+        TimeoutError: It isn't ready yet.
+    """
+    name, restarts = worker_group.name, worker_group.restarts
+    if not restarts.limit:
+        raise ConfigError(f"group {name!r} can't be resized: that is a restart, and it has on_failure='fail'")
+    if worker_group.size == len(worker_group.whole) or worker_group.home.regrow(worker_group) <= worker_group.size:
+        return worker_group.size
+    if restarts.checkpoint is None:
+        raise ConfigError(f"group {name!r} can't be resized: there is no checkpoint to go on from; make one before")
+    with restarts.writing:  # none is under way
+        if pending := worker_group.unsettled():
+            labels = ", ".join(dict.fromkeys(call.label for call in pending))
+            raise ColocateError(f"group {name!r} can't be resized while calls are pending: {labels}")
+        restarts.progressed()
+        worker_group.fail(ColocateError(f"group {name!r} is resized: there are more slots for it"))
+    restarts.wait(timeout)
+    return worker_group.size

@@ -1,0 +1,213 @@
+"""Groups that go on with fewer slots where some are lost, and with spares: on threads, of which some count as lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate.errors import ConfigError, GroupRestarted, PlacementError, RoleError, WorkerDied
+from colocate.executor import Place, Request, Reservation
+from colocate.testing.probes.lasting import Drawing, Lasting, Resizable
+from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Machines:
+    """What the executor is made to say of its slots: each is a machine, which may be lost, and others may come."""
+
+    def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, replaces: bool) -> None:
+        self.gone: list[Place] = []
+        self.there = 4  # how many machines there are
+        self.held: dict[int, int] = {}  # how many slots, by the reservation's handle
+        executor = runtime._node.services.executor
+        self._reserve, self._release = executor.reserve, executor.release
+        monkeypatch.setattr(executor, "lost", lambda place: any(place is each for each in self.gone))
+        monkeypatch.setattr(executor, "reserve", self.reserve)
+        monkeypatch.setattr(executor, "release", self.release)
+        if replaces:
+            monkeypatch.setattr(executor, "replace", self.replace)
+
+    def reserve(self, request: Request) -> Reservation:
+        if request.slots > self.there - sum(self.held.values()):
+            raise PlacementError("there are too few machines")
+        found = self._reserve(request)
+        self.held[id(found)] = request.slots
+        places = tuple(attrs.evolve(each, node=f"n{i}") for i, each in enumerate(found.places))
+        return Reservation(places, found)
+
+    def release(self, reservation: Reservation) -> None:
+        del self.held[id(reservation.handle)]
+        self._release(reservation.handle)
+
+    def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation:
+        assert request.slots == len(lost)
+        if len(reservation.places) > self.there:
+            raise PlacementError("there are too few machines")
+        new = [attrs.evolve(each, node="new") if any(each is x for x in lost) else each for each in reservation.places]
+        return attrs.evolve(reservation, places=tuple(new))
+
+    def lose(self, group: ColocatedGroup, slot: int) -> None:
+        """Have a slot of a group lost."""
+        place = group.owner._node.places[slot]
+        self.gone.append(place)
+        self.there = sum(self.held.values()) - 1
+        died(group, place.node)
+
+
+def died(group: ColocatedGroup, node: str) -> GroupRestarted:
+    """Have a group fail as by the death of a worker; what is told."""
+    group._node.fail(WorkerDied(f"a worker on {node} has died", node=node))
+    with pytest.raises(GroupRestarted) as caught:
+        group.run(lambda ctx: None)
+    return caught.value
+
+
+def sizes(group: ColocatedGroup) -> list[int]:
+    return group.run(lambda ctx: ctx.world_size)
+
+
+ROLES: dict[str, RoleSpec[Any]] = {
+    "count": colocate.role(Resizable),
+    "rows": colocate.role(Rows),
+    "drawing": colocate.role(Drawing),
+    "first": colocate.role(Rows).on(slots=[0]),
+}
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with colocate.connect("local") as runtime:
+        yield runtime
+
+
+@pytest.fixture(params=[True, False], ids=["replaces", "reserves anew"])
+def machines(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Machines:
+    return Machines(runtime, monkeypatch, request.param)
+
+
+def test_fewer_slots_and_all_of_them_again(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
+    """Views, batches, generators and what is restored are those of as many ranks as there are."""
+    pytest.importorskip("torch")
+    pool = runtime.reserve(slots=(2, 3), regrow_timeout=0.2)
+    group = pool.spawn(ROLES, on_failure="restart")
+    count, rows, drawing = group.role("count", Resizable), group.role("rows", Rows), group.role("drawing", Drawing)
+    seen = rows.seen
+    assert len(seen([1, 2, 3])) == 3
+    assert count.add() == [1, 1, 1]
+    before = drawing.draw()
+    group.checkpoint(tmp_path / "one")
+    machines.lose(group, 1)
+    assert group.wait_ready(PATIENCE_S) == "one"
+    assert sizes(group) == [2, 2]
+    assert seen([1, 2, 3]) == [([1, 2], 1), ([3], 1)] == rows.seen([1, 2, 3])
+    assert group.role("first", Rows).seen([1]) == [([1], 1)]
+    assert count.add(0) == [3, 3]
+    assert colocate.inspect(rows).ranks == 2
+    assert group.resize() == 2  # there are no more
+    assert group.generation == 1
+    group.checkpoint(tmp_path / "two")
+    machines.there = 4
+    assert group.resize(PATIENCE_S) == 3
+    assert sizes(group) == [3, 3, 3]
+    assert count.add(0) == [6, 6, 6]
+    assert len(seen([1, 2, 3])) == 3
+    now = drawing.draw()
+    assert len(set(map(tuple, [*now, *before]))) == 6  # also the rank that there wasn't draws others than before
+    died(group, "n0")
+    group.wait_ready(PATIENCE_S)
+    assert sizes(group) == [3, 3, 3]
+
+
+def test_not_fewer_than_the_least(runtime: Runtime, machines: Machines) -> None:
+    """The group fails for good when its time is over."""
+    group = runtime.reserve(slots=(2, 3), regrow_timeout=0.2).spawn(ROLES, on_failure="restart", restarts=1)
+    machines.gone.append(group.owner._node.places[2])
+    machines.lose(group, 1)
+    machines.there = 1
+    with pytest.raises(WorkerDied) as caught:
+        group.wait_ready(PATIENCE_S)
+    assert "too few machines" in caught.value.__notes__[0]
+
+
+def test_what_is_refused(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
+    """A range that can't work: of a pool, of roles, of what they save."""
+    for slots in [(3, 2), (0, 2), (1, 2, 3), ("1", 2)]:
+        with pytest.raises(ConfigError, match="the least and the most"):
+            runtime.reserve(slots=slots)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="groups=2"):
+        runtime.reserve(slots=(1, 2), groups=2)
+    with pytest.raises(ConfigError, match="spares"):
+        runtime.reserve(spares=-1)
+    pool = runtime.reserve(slots=(2, 3))
+    fixed = {
+        "a": colocate.role(Rows).on(slots=[2]),
+        "b": colocate.role(Rows).on(mesh={"dp": 3}),
+        "c": colocate.role(Rows).on(slots=[0, 1], mesh={"dp": 2}),
+    }
+    with pytest.raises(ConfigError, match="2 to 3 slots") as caught:
+        pool.spawn(fixed, on_failure="restart")
+    assert [each.path for each in caught.value.mistakes] == ["roles.a.slots", "roles.b.mesh"]
+    with pytest.raises(ConfigError, match="spawn it on all of them"):
+        pool[:2].spawn({"rows": colocate.role(Rows)}, on_failure="restart")
+    group = pool.spawn(fixed)
+    with pytest.raises(ConfigError, match="on_failure='fail'"):
+        group.resize()
+    group.close()
+    group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+    with pytest.raises(RoleError, match="can be restored by 3 ranks alone"):
+        group.checkpoint(tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+    machines.lose(group, 0)
+    wait_until(lambda: group._node.restarts._missing is not None, "it waits for slots")
+    machines.there = 4
+    group.wait_ready(PATIENCE_S)
+    assert sizes(group) == [3, 3, 3]
+
+
+def test_without_a_checkpoint(runtime: Runtime, machines: Machines) -> None:
+    """It goes on with fewer, as constructed, and isn't resized."""
+    group = runtime.reserve(slots=(1, 2), regrow_timeout=0).spawn(ROLES, on_failure="restart")
+    machines.lose(group, 1)
+    assert group.wait_ready(PATIENCE_S) is None
+    assert sizes(group) == [1]
+    machines.there = 4
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        group.resize()
+
+
+def test_spares(runtime: Runtime, machines: Machines) -> None:
+    """One takes the place of a lost slot, and another is reserved where the executor can; others go on meanwhile."""
+    replaces = runtime._node.services.executor.replace == machines.replace
+    pool = runtime.reserve(slots=2, spares=1)
+    machines.there = 2
+    group = pool[:1].spawn({"rows": colocate.role(Rows)}, on_failure="restart")
+    other = pool[1:].spawn({"rows": colocate.role(Rows)})
+    assert [(each.node, each.state) for each in pool.spares] == [("n2", "spare")]
+    machines.lose(group, 0)
+    group.wait_ready(PATIENCE_S)
+    assert [each.node for each in pool.slots] == ["n2", "n1"]
+    assert other.role("rows", Rows).seen([1]) == [([1], 1)]
+    assert [(each.node, each.state) for each in pool.spares] == [("n0", "lost")]
+    machines.there = 4
+    if replaces:
+        wait_until(lambda: [(each.node, each.state) for each in pool.spares] == [("new", "spare")], "there is a spare")
+
+
+def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> None:
+    """The second time its slot is a spare, and the spare has its place; who asks is told."""
+    pool = runtime.reserve(slots=2, spares=1)
+    group = pool.spawn({"rows": colocate.role(Rows)}, on_failure="restart", restarts=4)
+    told = []
+    for node in ("n1", "n1", "n2", "n2"):
+        told.append(str(died(group, node)))
+        group.wait_ready(PATIENCE_S)
+    assert "times" not in told[0] + told[2]
+    assert "have died 2 times on node n1, which is avoided: a spare takes its place" in told[1]
+    assert "have died 2 times on node n2" in told[3]
+    assert [each.node for each in pool.slots] == ["n0", "n2"]  # on n1 no fewer have died
