@@ -10,6 +10,7 @@ from colocate._role.budget import Budgets as Budgets
 from colocate._role.budget import Limit as Limit
 from colocate._role.budget import budgets as budgets
 from colocate._role.method_spec import MethodSpec as MethodSpec
+from colocate._role.role import fixed_problem as fixed_problem
 from colocate._role.role import methods_of as methods_of
 from colocate._role.role import torchrun_problem as torchrun_problem
 from colocate._signatures import (

@@ -124,10 +124,10 @@ class Reservations(SchedulerPlugin):
 
         Args:
             reservation: Its id.
-            only: Those of its workers that are freed; the others stay held.
+            only: Those of its workers that are freed, which isn't waited for; the others stay held.
         """
         if only is not None:
-            await self._end_all(lambda hold: hold.reservation == reservation and hold.grant.worker in only)
+            self._background(self._end_all(lambda each: each.reservation == reservation and each.grant.worker in only))
             return []
         self._waiting.pop(reservation, None)
         self._forget(reservation)

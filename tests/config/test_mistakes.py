@@ -238,6 +238,31 @@ def test_a_pool_of_no_slots(write: Write) -> None:
     ]
 
 
+def test_a_pool_that_may_have_fewer_slots(write: Write) -> None:
+    """Roles that can't go on with fewer are told where they say so."""
+    text = """
+        pools: {main: {slots: 3, at_least: AT_LEAST, spares: SPARES}}
+        groups:
+          g:
+            pool: main
+            on_failure: restart
+            roles:
+              a: {use: config_roles:Open, mesh: {dp: 3}}
+              b: {use: config_roles:Open, slots: [0, 2]}
+              c: {use: config_roles:Open, slots: [1], mesh: {dp: 1}}
+              d: {use: config_roles:Open}
+    """
+
+    def found(at_least: int, spares: int = 0) -> list[str]:
+        given = text.replace("AT_LEAST", str(at_least)).replace("SPARES", str(spares))
+        return [each.path for each in mistakes(write(textwrap.dedent(given)))]
+
+    assert found(2) == ["groups.g.roles.a.mesh", "groups.g.roles.b.slots"]
+    assert found(4) == ["pools.main.at_least"]
+    assert found(0, -1)[:2] == ["pools.main.spares", "pools.main.at_least"]
+    assert load_config(write(textwrap.dedent(text.replace("AT_LEAST", "3").replace("SPARES", "1"))))
+
+
 GROUP = """\
 pools: {main: {slots: 2}}
 groups:

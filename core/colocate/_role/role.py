@@ -222,6 +222,22 @@ def torchrun_problem(ranks: int, slots: int) -> str | None:
     )
 
 
+def fixed_problem(slots: Sequence[int] | None, mesh: Any, least: int) -> tuple[str, str] | None:
+    """Return why a role can't go on with fewer slots: of which key, and in words; None where it can.
+
+    Args:
+        slots: Those that it names; None for all.
+        mesh: Its own or its group's.
+        least: How many there may be.
+    """
+    if slots is not None:
+        lost = max(slots) >= least
+        return ("slots", f"has slot {max(slots)}, which may be lost: there may be {least}") if lost else None
+    if mesh is not None:
+        return "mesh", f"is {dict(mesh)}, which is of one number of ranks: leave it out (one axis, dp)"
+    return None
+
+
 @overload
 def role(target: str, /, **kwargs: Any) -> RoleSpec[Any]: ...
 @overload

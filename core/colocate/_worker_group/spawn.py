@@ -18,7 +18,7 @@ from colocate._definitions.sources import rebound
 from colocate._plugins.plugins import find_role
 from colocate._role.budget import NO_BUDGETS, Budgets
 from colocate._role.call import refuse_in_constructor
-from colocate._role.role import RoleInfo, RoleSpec, check_role, torchrun_problem
+from colocate._role.role import RoleInfo, RoleSpec, check_role, fixed_problem, torchrun_problem
 from colocate._system.installed import version_of
 from colocate._system.numbers import name_problem
 from colocate._values.collect import check_meshes
@@ -113,13 +113,8 @@ def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | N
     Raises:
         ConfigError: All mistakes at once.
     """
-    mistakes = []
-    for name, spec in specs.items():
-        if spec.slots is not None and max(spec.slots) >= least:
-            mistakes.append(Mistake(f"roles.{name}.slots", None, f"has slot {max(spec.slots)}, which may be lost"))
-        if spec.slots is None and (own := spec.mesh or mesh) is not None:
-            fixed = f"is {dict(own)}, which is of {most} ranks alone; without a mesh there is one axis, dp"
-            mistakes.append(Mistake(f"roles.{name}.mesh", None, fixed))
+    found = {name: fixed_problem(spec.slots, spec.mesh or mesh, least) for name, spec in specs.items()}
+    mistakes = [Mistake(f"roles.{name}.{each[0]}", None, each[1]) for name, each in found.items() if each is not None]
     if mistakes:
         words = f"the group can't be spawned on {least} to {most} slots, with any number of which it may go on:"
         raise ConfigError(words, mistakes=tuple(mistakes))

@@ -31,6 +31,7 @@ from colocate.signatures import (
     amount_problem,
     arguments_of,
     budgets,
+    fixed_problem,
     name_problem,
     options_of,
     parse_meshes,
@@ -189,6 +190,14 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
     _labelled(pool, executor, place, document)
     if (problem := amount_problem(pool.slots, whole=True, least=1)) is not None:
         document.wrong((*place, "slots"), problem)
+    if (problem := amount_problem(pool.spares, whole=True)) is not None:
+        document.wrong((*place, "spares"), problem)
+    if pool.at_least is not None and (problem := amount_problem(pool.at_least, whole=True, least=1)) is not None:
+        document.wrong((*place, "at_least"), problem)
+    elif pool.at_least is not None and pool.at_least > pool.slots:
+        document.wrong((*place, "at_least"), f"is {pool.at_least}, and the pool has {pool.slots} slots")
+    elif pool.at_least is not None and pool.groups != 1:
+        document.wrong((*place, "at_least"), "groups that share slots can't go on with fewer: leave out one of the two")
     if (problem := amount_problem(pool.groups, whole=True, least=1)) is not None:
         document.wrong((*place, "groups"), problem)
     elif pool.groups > 1 and executor is not None:
@@ -298,6 +307,9 @@ def _groups(
             document.wrong((*place, "restarts"), f"{problem}; a group that isn't restarted has on_failure: fail")
         for role_name, role in group.roles.items():
             below = (*place, "roles", role_name)
+            least = None if pool is None or group.on_failure == "fail" else pool.at_least
+            if least is not None and pool is not None and least < pool.slots:
+                _resizable(role, group, least, below, document)
             cls = _role(role_name, role, group, pool, trust, below, document)
             if cls is not None:
                 classes[name, role_name] = cls
@@ -359,6 +371,11 @@ def _role(
         before = dict(itertools.takewhile(lambda each: each[0] != name, specs.items()))
         _own(cls, arguments, role.with_, (specs[name], before), place, document)
     return cls
+
+
+def _resizable(role: RoleConfig, group: GroupConfig, least: int, place: Place, document: Document) -> None:
+    if (why := fixed_problem(role.slots, role.mesh or group.mesh, least)) is not None:
+        document.wrong((*place, why[0]), f"{why[1]} (at_least of pool {group.pool})")
 
 
 def _specs(group: GroupConfig) -> dict[str, RoleSpec[Any]]:
