@@ -20,6 +20,8 @@ from colocate._role.adapters import Part, merged, unwrapped
 from colocate._role.child_weights import receive_weights as receive_weights
 from colocate._role.child_weights import send_weights as send_weights
 from colocate._role.context import Context, context
+from colocate._role.saved_state import host_copy as host_copy
+from colocate._role.saved_state import save_state as save_state
 from colocate._role.weights import Weights, WeightSpec
 from colocate.errors import ConfigError
 

@@ -21,7 +21,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 
 def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | None = None) -> None:
-    """Write a role's model and the moments of its optimizer; of a sharded one each rank writes its part.
+    """Write a role's model and the moments of its optimizer, beside calls where the checkpoint doesn't wait.
+
+    Of a sharded one each rank writes its part.
 
     Args:
         ctx: The role's context.
@@ -29,12 +31,12 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
         model: The model.
         learner: What trains it.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save as save_state
+    from colocate.torch import save_state
 
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
     if learner is not None and (moments := learner.state()):
         state[_MOMENTS] = moments
-    save_state(state, checkpoint_id=directory, **_ranks(ctx))
+    save_state(state, directory, ctx)
     if ctx.rank == 0:
         config: Any = model.module.config
         config.save_pretrained(directory)

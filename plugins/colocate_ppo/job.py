@@ -59,6 +59,7 @@ def train(
     eval_every: int = 10,
     eval_problems: int = 256,
     checkpoint_every: int = 20,
+    checkpoint_waits: bool = True,
     on_step_failure: OnStepFailure = "retry",
     step_retries: int = 3,
 ) -> None:
@@ -95,6 +96,8 @@ def train(
             first step and after the last one only.
         eval_problems: Problems in an evaluation.
         checkpoint_every: PPO steps between checkpoints; 0 for one at the end only.
+        checkpoint_waits: Whether the next step begins when a checkpoint is written. Otherwise roles take a copy of what
+            they write, on the host, and it is written while steps go on.
         on_step_failure: What becomes of a step in which a role has raised. "retry": the part that failed is done again,
             with the same rows and random numbers; updates that were made aren't made twice. "restore": the job goes
             back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
@@ -123,6 +126,7 @@ def train(
         eval_every=eval_every,
         eval_problems=eval_problems,
         checkpoint_every=checkpoint_every,
+        checkpoint_waits=checkpoint_waits,
         on_step_failure=on_step_failure,
         step_retries=step_retries,
         job="ppo.train",

@@ -65,6 +65,7 @@ class Training:
         eval_every: Steps between evaluations.
         eval_problems: Problems in an evaluation.
         checkpoint_every: Steps between checkpoints.
+        checkpoint_waits: Whether the next step begins when a checkpoint is written.
         on_step_failure: What becomes of a step in which a role has raised.
         step_retries: How often the same part is done again.
         job: The job's name, for errors.
@@ -94,6 +95,7 @@ class Training:
         eval_every: int,
         eval_problems: int,
         checkpoint_every: int,
+        checkpoint_waits: bool,
         on_step_failure: OnStepFailure,
         step_retries: int,
         job: str,
@@ -105,6 +107,7 @@ class Training:
         self.longest = max_new_tokens or max(map(len, self._held_out.answers)) + 2
         self._warm_up = warm_up_steps, warm_up_batch, warm_up_ramp, flawed
         self._steps, self._eval_every, self._checkpoint_every = steps, eval_every, checkpoint_every
+        self._checkpoint_waits = checkpoint_waits
         self.begins_at: int | None = None
         self.progress, self._recovery = Progress(), Recovery(on_step_failure, step_retries, job)
 
@@ -190,7 +193,8 @@ class Training:
 
         def write() -> None:
             with self._run.checkpoint(progress.step) as directory:
-                self._workers.checkpoint(directory / self._workers.name, tag=progress.step)
+                folder = directory / self._workers.name
+                self._workers.checkpoint(folder, tag=progress.step, wait=self._checkpoint_waits)
                 progress.write(directory / _PROGRESS)
 
         self.part("checkpoint", write)

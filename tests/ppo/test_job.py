@@ -129,11 +129,13 @@ def test_every_step_is_logged(tiny: Recorder) -> None:
     assert [abs(row["kl"]) > 1e-7 for row in rows[1:]] == [False, False, False, True, True, True]
 
 
-def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> None:
-    """Stopped in the warm-up and in the middle of PPO: the same numbers to the last bit."""
-    first = run("ppo-small.yaml", TINY, tmp_path, stop_after=3)
-    second = run("ppo-small.yaml", TINY, tmp_path, stop_after=7, resumed=first.resumed)
-    third = run("ppo-small.yaml", TINY, tmp_path, resumed=second.resumed)
+@pytest.mark.parametrize("waits", ["true", "false"])
+def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path, waits: str) -> None:
+    """Stopped in the warm-up and in the middle of PPO: the same numbers to the last bit, whoever wrote meanwhile."""
+    changes = [*TINY, f"+job.with.checkpoint_waits={waits}"]
+    first = run("ppo-small.yaml", changes, tmp_path, stop_after=3)
+    second = run("ppo-small.yaml", changes, tmp_path, stop_after=7, resumed=first.resumed)
+    third = run("ppo-small.yaml", changes, tmp_path, resumed=second.resumed)
     assert first.rows == []
     assert [row["step"] for row in second.rows] == [0, 1, 2, 3]
     assert [*second.rows, *third.rows] == tiny.rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -460,6 +460,8 @@ class Context:
 
 _current: ContextVar[Context | None] = ContextVar("colocate_context", default=None)
 running_call: ContextVar[CallState | None] = ContextVar("colocate_call", default=None)
+second_halves: ContextVar[list[Generator[Any, Any, Any]] | None] = ContextVar("colocate_save", default=None)
+"""What is to go on when the role's `save` has returned that runs; None where none does."""
 set_current = _current.set
 reset_current = _current.reset
 current = _current.get

@@ -103,14 +103,14 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
             began = time.time()
             for name in saved:
                 (part / name).mkdir()
-            _submit(worker_group, part, wait=wait).result()
+            is_left = any(_submit(worker_group, part, wait=wait).result())
             taken = time.time()
             worker_group.residents.raise_untold()
 
             files: dict[str, tuple[int, str]] = {}
 
             def complete() -> None:
-                if not wait:
+                if is_left:
                     saves.finish(part)
                 _refuse_fixed(worker_group, part, saved)
                 files.update(_looked_at(worker_group.name, saves, part, saved))

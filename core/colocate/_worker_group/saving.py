@@ -37,7 +37,8 @@ class Saves:
             RoleError: What a `save` had left to do has failed.
             ColocateError: The group is gone.
         """
-        self._ask(dict.fromkeys(self._slots), folder)
+        while any(told.more for told in self._ask(dict.fromkeys(self._slots), folder)):
+            pass  # all have come as far
 
     def look(self, folder: Path, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return which files of a checkpoint some worker is writing yet, and the digests of all; each reads its share.

@@ -164,25 +164,33 @@ class SavingBeside(ExecutorCase):
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
     @pytest.mark.parametrize("wait", [True, False])
-    def test_halves_of_which_there_are_not_two(
-        self, halved: Callable[..., ColocatedGroup], tmp_path: Path, wait: bool
-    ) -> None:
-        """A third one is an error; one that ends before its `yield` has written all."""
-        group = halved(how="three")
-        role = group.role("halved", Halved)
+    def test_other_halves(self, halved: Callable[..., ColocatedGroup], tmp_path: Path, wait: bool) -> None:
+        """What comes after a second `yield` runs when all ranks have written. A `save` may end before its first one."""
+        with Gate() as gate:
+            group = halved(how="all")
+            role = group.role("halved", Halved)
+            role.add(7)
 
-        def checkpoint() -> None:
-            made: Call[None] | None = group.checkpoint(tmp_path / "one", wait=wait)
-            if made is not None:
-                made.result(PATIENCE_S)
+            def checkpoint() -> None:
+                made: Call[None] | None = group.checkpoint(tmp_path / "one", wait=wait)
+                if made is not None:
+                    made.result(PATIENCE_S)
 
-        with pytest.raises(RoleError, match=r"TypeError .*save\(\) yields twice"):
             checkpoint()
+            assert (tmp_path / "one" / "halved" / "all").read_text() == "77"
+            role.become("all", gate.address, 1)
+            with ThreadPoolExecutor(1) as pool:
+                going = pool.submit(checkpoint)
+                gate.wait_for()
+                with pytest.raises(TimeoutError):
+                    going.result(0.2)
+                gate.open()
+                going.result(PATIENCE_S)
+        assert (tmp_path / "one" / "halved" / "all").read_text() == "77"
         role.become("nothing to write")
-        role.add(2)
         checkpoint()
         group.restore(tmp_path / "one")
-        assert role.add() == [3, 3]
+        assert role.add() == [8, 8]
 
     @pytest.mark.parametrize("copies", [True, False])
     def test_state_that_was_not_copied(self, spawn: Spawn, tmp_path: Path, copies: bool) -> None:

@@ -37,7 +37,7 @@ def save(
     wait: bool,
     strict: bool,
 ) -> list[SecondHalf]:
-    """Have roles write their states; unless that is waited for, return what is left of it when they were taken.
+    """Have roles take their states, and write them if that is waited for; return what is left to do.
 
     Raises:
         ColocateError: This machine doesn't see the folder.
@@ -52,10 +52,7 @@ def save(
     for role in roles:
         with awake(role):
             half = _save(role, folder, strict)
-            if half is not None and wait:
-                role.run(half.finish)
-            elif half is not None:
-                half.watch()
+            if half is not None and (role.run(half.go_on) if wait else half.is_left()):
                 left.append(half)
         if role.received is not None:
             own = _own_file(role, folder, "weights")
@@ -229,7 +226,7 @@ def _restore(role: RoleInstance, folder: Path) -> bool:
 def _bound(role: RoleInstance, name: str) -> Callable[..., Any]:
     found = getattr(type(role.instance), name)
     bound = MethodType(found.spec.function, role.instance) if isinstance(found, RoleMethod) else None
-    return bound or getattr(role.instance, name)  # type: ignore[no-any-return]
+    return bound or getattr(role.instance, name)
 
 
 def _record(place: Path) -> Any:

@@ -55,14 +55,19 @@ class Functions:
         return awaited(result) if inspect.iscoroutine(result) else result
 
     @method
-    def save(self, directory: str, wait: bool) -> None:
-        """Have the roles write their states into a folder; or take them, and leave the writing to be asked for."""
+    def save(self, directory: str, wait: bool) -> bool:
+        """Have the roles take their states, and write them if that is waited for; return whether there is more to do.
+
+        That is left to be asked for.
+        """
         worker_context = self._worker_context
+        worker_context.saver.leave(())  # what is left of an earlier one, which came to nothing, takes memory
         awake, strict = partial(worker_context.residency.awake, why="to be saved"), worker_context.store.strict
         left = checkpoint.save(self._roles(), directory, awake, wait, strict)
-        if not wait:
+        if left:
             worker_context.device.end("the checkpoint")  # copies on the device are read on another thread then
-            worker_context.saver.leave(left)
+        worker_context.saver.leave(left)
+        return bool(left)
 
     @method
     def restore(self, directory: str, identity: str) -> None:

@@ -1,7 +1,8 @@
 """`Saver`: a checkpoint's second half, in which roles write what `save` has taken, beside the calls that go on.
 
 A role's `save` takes its state on the lane, in the order of its calls. What it leaves to be done (the rest of a
-generator, or a future that goes on by itself) is seen to here, on a thread that runs nothing else.
+generator, or a future that goes on by itself) is seen to here, on a thread that runs nothing else. Where a generator
+yields once more, it goes on when all ranks have come as far: one of them may then write what tells of all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
-from colocate._role.context import reset_current, set_current
+from colocate._role.context import reset_current, second_halves, set_current
 from colocate._system.jobs import JobThread, report_exception
 from colocate._values.codec import Codec
 from colocate._values.leaving import Watch
@@ -43,68 +44,73 @@ class SecondHalf:
         """Nothing is left yet. Args: strict: Whether contents of what it writes are compared, too."""
         self.role = role
         self._strict = strict
-        self._rest: Generator[Any, Any, Any] | None = None
+        self._rests: list[Generator[Any, Any, Any]] = []
         self._going_on: list[Any] = []
-        self._watched: dict[str, Watch] = {}
+        self._watched: list[tuple[str, Watch]] = []
 
     @calls_role_code
     def take_state(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
         """Run the first half: a `save`, up to its `yield` where it has one."""
-        found = hook(*args)
-        if inspect.isgenerator(found):
-            try:
-                next(found)
-            except StopIteration as end:  # it has nothing to write here
-                found = end.value
-            else:
-                self._rest = found
-                return
-        self._going_on += going_on(name, found)
-
-    def watch(self) -> None:
-        """Notice it from now on when what is still to be written changes."""
-        frame: FrameType | None = getattr(self._rest, "gi_frame", None)
-        if frame is not None:
-            self._watched = {name: Watch(value, self._strict) for name, value in _read_later(frame).items()}
+        token = second_halves.set(self._rests)
+        try:
+            found = hook(*args)
+            if inspect.isgenerator(found):
+                try:
+                    next(found)
+                except StopIteration as end:  # it has nothing to write here
+                    found = end.value
+                else:
+                    self._rests.append(found)
+                    return
+            self._going_on += going_on(name, found)
+        finally:
+            second_halves.reset(token)
 
     def add(self, going_on: Sequence[Any]) -> None:
         """Have it wait for more that goes on by itself."""
         self._going_on += going_on
 
+    def is_left(self) -> bool:
+        """Return whether there is more to do. What is to be written is watched from then on."""
+        for rest in self._rests:
+            for name, value in _read_later(getattr(rest, "gi_frame", None)).items():
+                self._watched.append((name, Watch(value, self._strict)))
+        return bool(self._rests or self._going_on)
+
     @calls_role_code
-    def finish(self) -> None:
-        """Do what is left, and wait for it.
+    def go_on(self) -> bool:
+        """Do what is left, up to the next `yield`, and return whether there is one.
 
         Raises:
             BaseException: What that has failed of.
-            TypeError: There is a third half.
             RuntimeError: What was written has changed meanwhile.
         """
         token = set_current(self.role.ctx)
         try:
-            if self._rest is not None:
-                try:
-                    next(self._rest)
-                except StopIteration as end:
-                    self._going_on.append(end.value)
-                else:
-                    self.drop()
-                    raise TypeError(f"{SAVE}() yields twice: once, when it has taken its state; the rest writes it")
-            for each in self._going_on:
-                wait_until_over(SAVE, each)
+            self._rests = [rest for rest in self._rests if not self._ends(rest)]
+            while self._going_on and not self._rests:
+                wait_until_over(SAVE, self._going_on.pop())
         finally:
             reset_current(token)
-            self._rest = None
-        if changed := [name for name, watch in self._watched.items() if watch.written()]:
+        watched, self._watched = self._watched, []
+        if changed := [name for name, watch in watched if watch.written()]:
             raise RuntimeError(
                 f"what {SAVE}() writes after its yield has changed meanwhile, in {', '.join(changed)}: it is the "
                 "role's own, whose calls go on. Take copies before the yield (colocate.torch.host_copy(state))"
             )
+        return self.is_left()
+
+    def _ends(self, rest: Generator[Any, Any, Any]) -> bool:
+        try:
+            next(rest)
+        except StopIteration as end:
+            self._going_on.append(end.value)
+            return True
+        return False
 
     def drop(self) -> None:
         """Nobody wants it any more."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
+        for rest in self._rests:
             rest.close()
 
 
@@ -132,7 +138,7 @@ class Saver:
         self._left: list[SecondHalf] = []
 
     def leave(self, halves: Sequence[SecondHalf]) -> None:
-        """Have these done when the driver asks for it. What is left of an earlier checkpoint came to nothing."""
+        """Have these done when the driver asks for it, and not what is left of an earlier checkpoint."""
         former, self._left = self._left, [*halves]
         for half in former:
             self._thread.soon(half.drop)
@@ -152,6 +158,7 @@ class Saver:
         open_ones: Sequence[str] = ()
         digests: Mapping[str, str] = {}
         left: list[SecondHalf] = []
+        later: list[SecondHalf] = []  # when all ranks have come as far
         try:
             if asked.names is not None:
                 folder = Path(asked.directory)
@@ -160,34 +167,35 @@ class Saver:
                 left, self._left = self._left, []
                 with self._device.aside():
                     while left:
-                        left[0].finish()
+                        if left[0].go_on():
+                            later.append(left[0])
                         del left[0]
         except BaseException as error:
             self._refuse(asked, error, left[0].role.name if left else None)
-            for half in left:
+            for half in left + later:
                 half.drop()
         else:
-            self._say(from_worker.Saved(asked.token, open_ones, digests, None), None)
+            self._left += later
+            self._say(from_worker.Saved(asked.token, bool(later), open_ones, digests, None), None)
 
     def _refuse(self, asked: to_worker.AskSaved, error: BaseException, role: str | None) -> None:
         told, body = failure.failed(error, self._codec, self._definitions, role, False)
-        self._say(from_worker.Saved(asked.token, (), {}, told), body)
+        self._say(from_worker.Saved(asked.token, False, (), {}, told), body)
 
 
-def _read_later(frame: FrameType) -> Mapping[str, Any]:
+def _read_later(frame: FrameType | None) -> Mapping[str, Any]:
     """Return the variables of a frame that its code reads from here on, before it sets them anew, by name."""
+    if frame is None:
+        return {}
     first: dict[str, bool] = {}  # whether the first thing done to each is to read it
     for each in dis.get_instructions(frame.f_code):
-        if each.offset > frame.f_lasti and (
-            "_FAST" in each.opname or "DEREF" in each.opname or "CLOSURE" in each.opname
-        ):
+        if each.offset > frame.f_lasti and any(kind in each.opname for kind in ("_FAST", "DEREF", "CLOSURE")):
             names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            steps = [step for step in each.opname.split("_") if step in ("LOAD", "STORE", "DELETE")]
+            steps = [step for step in each.opname.split("_") if step in ("LOAD", "STORE", "DELETE", "CLEAR")]
             for name, step in zip(names, steps, strict=False):
-                first.setdefault(name, step == "LOAD")
-    values = dict(frame.f_locals)
+                if steps[-1] != "CLEAR":  # else it is put aside, as a comprehension has one of its name
+                    first.setdefault(name, step == "LOAD")
+    values = {name: value for name, value in frame.f_locals.items() if first.get(name)}
     return {
-        name: values[name]
-        for name, reads in first.items()
-        if reads and name in values and any(base.__name__ in _KINDS for base in type(values[name]).__mro__)
+        name: value for name, value in values.items() if any(each.__name__ in _KINDS for each in type(value).__mro__)
     }

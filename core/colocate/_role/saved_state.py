@@ -1,0 +1,142 @@
+"""A state as a role's `save` takes it, and how torch.distributed.checkpoint writes that while calls go on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from colocate._role.context import Context, context, second_halves
+
+T = TypeVar("T")
+
+
+def host_copy(state: T) -> T:
+    """Copy a state to memory of the host, for a role's `save` to take before its `yield`.
+
+    What lies on a GPU goes to pinned memory, which torch keeps for the next time. Of a tensor that ranks share
+    (a DTensor) it is this rank's part. Tied tensors stay tied.
+
+    Args:
+        state: Tensors, NumPy arrays and other values in dicts, lists and tuples, as `state_dict()` has them.
+
+    Returns:
+        The same structure, with nothing in it that changes when the role goes on.
+    """
+    copies = _Copies()
+    copied: T = copies.of(state)
+    copies.wait()
+    return copied
+
+
+def save_state(state: Mapping[str, Any], directory: str, ctx: Context | None = None) -> None:
+    """Write a state by torch.distributed.checkpoint, in the halves of a role's `save`, which calls this.
+
+    All ranks of the role write, each its part, and any number of ranks can load it, by
+    `torch.distributed.checkpoint.load`. In a checkpoint this takes a copy (`host_copy`), and has the ranks agree on who
+    writes what. It is written when `save` has returned, beside calls where the checkpoint doesn't wait, and uses no
+    process group then. Called elsewhere this writes at once.
+
+    Args:
+        state: The role's state, as for `torch.distributed.checkpoint.save`.
+        directory: What `save` was given, or a folder in it.
+        ctx: The role's context; by default that of the role whose code runs.
+    """
+    ctx = context() if ctx is None else ctx
+    if (halves := second_halves.get()) is None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        ranks: dict[str, Any] = {"no_dist": True} if ctx.world_size == 1 else {"process_group": ctx.process_group()}
+        save(dict(state), checkpoint_id=directory, **ranks)
+        return
+    found = _in_halves(dict(state), directory, ctx)
+    next(found)
+    halves.append(found)
+
+
+def _in_halves(state: dict[str, Any], directory: str, ctx: Context) -> Generator[None, None, None]:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    is_first, folder = ctx.rank == 0, Path(directory)
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(directory)
+    planner.set_up_planner(host_copy(state), writer.storage_meta(), is_first)
+    writer.set_up_storage_writer(is_first)
+    plans = _of_all(ctx, writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planner.create_global_plan(plans)  # the same on all ranks
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ctx.rank])
+    del state, plans
+    yield
+    written = writer.write_data(plan, planner)
+    written.wait()
+    _results(folder, ctx.rank).write_bytes(pickle.dumps(written.value()))
+    yield  # until all ranks have written
+    if is_first:
+        paths = [_results(folder, rank) for rank in range(ctx.world_size)]
+        writer.finish(metadata, [pickle.loads(path.read_bytes()) for path in paths])  # just written
+        for path in paths:
+            path.unlink()
+
+
+def _results(folder: Path, rank: int) -> Path:
+    return folder / f".written-{rank}"
+
+
+def _of_all(ctx: Context, plan: Any) -> list[Any]:
+    if ctx.world_size == 1:
+        return [plan]
+    import torch.distributed as dist
+
+    plans: list[Any] = [None] * ctx.world_size
+    dist.all_gather_object(plans, plan, group=ctx.process_group())
+    return plans
+
+
+class _Copies:
+    """Those of the values of one state, each once."""
+
+    def __init__(self) -> None:
+        self._done: dict[Any, Any] = {}
+        self._devices: set[torch.device] = set()
+
+    def of(self, value: Any) -> Any:
+        """Return the copy of a value."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # a state_dict() has an attribute, too
+            copied.update((key, self.of(item)) for key, item in value.items())
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(self.of(item) for item in value)
+        return copy.deepcopy(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        flatten: Any = getattr(tensor, "__tensor_flatten__", None)  # of a DTensor, say: a tensor with others in it
+        if flatten is not None:
+            names, kept = flatten()
+            inner = {name: getattr(tensor, name) for name in names}  # since torch 2.13 its mesh, too
+            inner = {name: self._tensor(it) if isinstance(it, torch.Tensor) else it for name, it in inner.items()}
+            made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, kept, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+            return made
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided:
+            return tensor.to("cpu", copy=True)
+        key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if key not in self._done or not tensor.numel():
+            on_host = tensor.device.type == "cpu"
+            target = torch.empty_like(tensor, device="cpu", pin_memory=not on_host)
+            self._done[key] = target.copy_(tensor, non_blocking=not on_host)
+            if not on_host:
+                self._devices.add(tensor.device)
+        found: torch.Tensor = self._done[key]
+        return found
+
+    def wait(self) -> None:
+        """Wait until they are there."""
+        for device in self._devices:
+            torch.get_device_module(device).current_stream(device).synchronize()
