@@ -23,6 +23,7 @@ PARTS = (
     "memory",
     "ledger",
     "sleep",
+    "checkpoints",
     "budget",
     "ppo",
     "staleness",
