@@ -195,8 +195,8 @@ class Placing:
             Their slots. None where the placement group has been withdrawn.
 
         Raises:
-            PlacementTimeout: They have no place yet.
-            ColocateError: The actors can't be started.
+            PlacementTimeout: They have no place yet, or the actors can't be started there.
+            ColocateError: They have been given back.
         """
         held = self._held.get(number)
         if held is None or held.group is None:
@@ -214,7 +214,12 @@ class Placing:
                 raise PlacementTimeout(text, nodes=self.nodes.table(request))
             found = _table(held.group)
         held.placed = found["placed"]
-        return self._open(number, held, key, indices)
+        try:
+            return self._open(number, held, key, indices)
+        except ColocateError as error:
+            if held.released.is_set():
+                raise
+            raise PlacementTimeout(str(error)) from error  # a machine that has come may be going: others may come
 
     def end_slot(self, number: int, index: int) -> None:
         """End the process of a keeper that doesn't answer; returns when it is gone."""
