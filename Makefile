@@ -27,7 +27,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions pythons trainers engines verl-tests verl-upstream docs check bench bench-before chaos mutants gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions pythons trainers engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -177,6 +177,9 @@ chaos: install  ## random programs under random faults, until there are COUNT of
 
 mutants: install  ## slips in a copy of core, each of which its test has to find; a quarter of an hour
 	$(BIN)/python -m tests.mutants
+
+clusters: install  ## machines out of namespaces, a Slurm, Ray and Dask on them: root, iproute2, util-linux; apt-get install slurm-wlm slurm-wlm-basic-plugins munge
+	$(BIN)/python -m pytest tests/clusters
 
 gpu-wheels: install  ## what a machine with a GPU and without a network lacks, for Python 3.12 there: a folder to carry along
 	$(BIN)/python -m tests.gpu.wheels gpu-wheels

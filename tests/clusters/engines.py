@@ -1,0 +1,118 @@
+"""A Ray or a Dask on machines: the books on the first, which has no slots, and nodes on the others."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+from tests.clusters.machines import Machine, Machines
+
+from colocate.testing.waiting import wait_until
+
+SPARSE = {  # what Dask's workers do by themselves keeps small machines busy
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
+}
+_COUNTS_RAYS = "import ray; ray.init(address='auto', logging_level='ERROR', log_to_driver=False); {}"
+_COUNTS_RAYS = _COUNTS_RAYS.format("print(sum(node['Alive'] for node in ray.nodes()))")
+_COUNTS_DASKS = """
+from distributed import Client
+with Client("{}") as client:
+    print(len(client.scheduler_info(n_workers=-1)["workers"]))
+"""
+
+
+@attrs.define(eq=False)
+class OnMachines:
+    """An engine there.
+
+    Attributes:
+        engine: `ray` or `dask`.
+        address: What drivers on these machines join it by.
+        machines: Where it is.
+    """
+
+    engine: str
+    address: str
+    machines: Machines
+    _join: Callable[[Machine], object]
+    _count: Callable[[], int]
+
+    def join(self, machine: Machine) -> None:
+        """Have a machine be one of its nodes; again, after it has booted."""
+        self._join(machine)
+
+    def nodes(self) -> int:
+        """Return how many nodes, or workers of Dask's, are alive as it says."""
+        return self._count()
+
+    def wait_for(self, count: int) -> None:
+        """Wait until it has so many nodes, the first of Ray's included."""
+        wait_until(lambda: self.nodes() == count, f"{self.engine} has {count} nodes")
+
+    def driver(self, script: Path | str, *args: str, on: int = 0, **env: str) -> subprocess.Popen[str]:
+        """Start a Python program on a machine; its arguments are the engine, its address, and more."""
+        command = ["python", str(script), self.engine, self.address, *args]
+        return self.machines[on].start(*command, env=env)
+
+
+def ray_on(
+    machines: Machines, *, cpus: int = 4, head_cpus: int = 0, options: Sequence[str] = (), env: Mapping[str, str] = {}
+) -> OnMachines:
+    """Start a Ray: its head on n0, a node on each of the others."""
+    head = machines[0]
+    small = ["--object-store-memory=100000000", "--disable-usage-stats", *options]
+
+    def join(machine: Machine) -> None:
+        own = [f"--address={head.address}:6379", f"--node-ip-address={machine.address}", f"--num-cpus={cpus}"]
+        machine.run("ray", "start", *own, *small, env=env)
+
+    books = ["--head", "--port=6379", f"--node-ip-address={head.address}", f"--num-cpus={head_cpus}"]
+    head.run("ray", "start", *books, "--include-dashboard=false", *small, env=env)
+    _each(machines, join)
+
+    def count() -> int:
+        done = head.run("python", "-c", _COUNTS_RAYS, check=False)
+        return int(done.stdout.split()[-1]) if done.stdout.split() else 0
+
+    return OnMachines("ray", f"{head.address}:6379", machines, join, count)
+
+
+def dask_on(
+    machines: Machines,
+    *,
+    workers: int = 1,
+    options: Sequence[str] = (),
+    scheduler: Sequence[str] = (),
+    env: Mapping[str, str] = {},
+) -> OnMachines:
+    """Start a Dask: its scheduler on n0, so many workers on each of the others."""
+    head = machines[0]
+    address = f"tcp://{head.address}:8786"
+    books = ["dask", "scheduler", "--host", head.address, "--port", "8786", "--no-dashboard", *scheduler]
+    head.start(*books, log=machines.state / "scheduler.log", env={**SPARSE, **env})
+
+    def join(machine: Machine) -> None:
+        command = ["dask", "worker", address, "--host", machine.address, "--nworkers", str(workers), "--nthreads", "2"]
+        more = ["--no-dashboard", "--memory-limit", "2GB", "--local-directory", "/tmp", *options]
+        machine.start(*command, *more, log=machines.state / f"{machine.name}.log", env={**SPARSE, **env})
+
+    def count() -> int:
+        done = head.run("python", "-c", _COUNTS_DASKS.format(address), check=False)
+        return int(done.stdout.split()[-1]) if done.stdout.split() else 0
+
+    _each(machines, join)
+    found = OnMachines("dask", address, machines, join, count)
+    found.wait_for(workers * (len(machines) - 1))
+    return found
+
+
+def _each(machines: Machines, join: Callable[[Machine], object]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    nodes = [*machines][1:]
+    with ThreadPoolExecutor(max(1, len(nodes))) as threads:
+        for _ in threads.map(join, nodes):
+            pass
