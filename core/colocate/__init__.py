@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         StaleWeightsError,
         WorkerDied,
     )
-    from colocate_report.record import LogRecord, RunInfo, RunRecord
+    from colocate_report.record import Leaving, LogRecord, RunInfo, RunRecord
     from colocate_report.trace import Trace
     from colocate_run.config.load import load_config
     from colocate_run.launch import launch
@@ -100,6 +100,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _BESIDE = {  # what packages beside core have, which core imports for whoever uses one of these names, and else never
+    "Leaving": "colocate_report.record",
     "LogRecord": "colocate_report.record",
     "RunInfo": "colocate_report.record",
     "RunRecord": "colocate_report.record",
@@ -140,6 +141,7 @@ __all__ = [
     "GroupMemory",
     "GroupRestarted",
     "Inspection",
+    "Leaving",
     "LogRecord",
     "MemoryBudgetError",
     "Mesh",

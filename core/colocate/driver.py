@@ -115,6 +115,18 @@ class Driver:
         workers = () if worker_group is None else worker_group.workforce.workers
         return [Place(each.slot, each.boot.node, each.boot.device) for each in workers]
 
+    @property
+    def foresees(self) -> bool:
+        """Whether its executor can say of nodes that they are to go."""
+        from colocate.executor import Executor
+
+        return type(self.executor).leaving is not Executor.leaving
+
+    def leaving(self) -> dict[str, float | None]:
+        """Return which nodes of its groups' workers are to go, and until when; see `Executor.leaving`."""
+        used = {place.node for group in list(self._node.worker_groups) for place in self.places_of(group)}
+        return {node: until for node, until in self.executor.leaving().items() if node in used}
+
     def glance(self, recent: Recent) -> list[dict[str, Any]]:
         """Return what its groups do just now, as plain data."""
         return glance(self._node, recent)

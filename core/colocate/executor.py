@@ -349,6 +349,13 @@ class Executor(abc.ABC):
         """
         return None
 
+    def leaving(self) -> Mapping[str, float | None]:
+        """Return the nodes that are to go, by name: until when, in seconds of `time.time()`; None: nobody has said.
+
+        It is asked every few seconds while a run goes on, if the executor has this at all.
+        """
+        return {}
+
     @abc.abstractmethod
     def running(self) -> Sequence[Running]:
         """What the cluster has for this runtime: workers, reservations, and what else it keeps for these.

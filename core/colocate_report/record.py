@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,6 +52,25 @@ class LogRecord:
     scalars: Mapping[str, float]
     seconds: Mapping[str, float]
     time: float
+
+
+@attrs.frozen
+class Leaving:
+    """Something under a run is to go: what it has learned since its last checkpoint would go along.
+
+    Attributes:
+        who: The node, as in "node n2", or the batch job.
+        until: When it goes at the latest, in seconds of `time.time()`; None where nobody has said.
+    """
+
+    who: str
+    until: float | None
+
+    def __str__(self) -> str:
+        if self.until is None:
+            return f"{self.who} is about to go"
+        at = time.strftime("%H:%M:%S", time.localtime(self.until))
+        return f"{self.who} goes at {at}, in {max(0.0, self.until - time.time()):.0f} s"
 
 
 @attrs.frozen(repr=False)

@@ -23,7 +23,7 @@ from colocate_run.screen import Screen, short
 if TYPE_CHECKING:
     from colocate.driver import Driver
 
-_STARTED, LOGGED, _, _FINISHED = OF_RUNS
+_STARTED, LOGGED, _, LEAVING, _FINISHED = OF_RUNS
 _log = logging.getLogger("colocate")
 
 

@@ -29,9 +29,10 @@ from colocate_run.config.schema import Config
 from colocate_run.config.secrets import config_text, without_secrets
 from colocate_run.environment import environment, origin
 from colocate_run.folder import RunFolder
+from colocate_run.leaving import Notices
 from colocate_run.lock import LOCK, FolderLock, locked
 from colocate_run.log import RunLog, tail_of
-from colocate_run.observing import RunObservers
+from colocate_run.observing import LEAVING, RunObservers
 from colocate_run.run import Run
 from colocate_run.screen import Screen
 from colocate_run.stopping import Asked, StopSignals
@@ -186,7 +187,9 @@ def _recording(
         driver.soon(partial(begun.observers.colocate_group_spawned, group))
     started = time.time() - start_up
     resumed = None if begun.step is None else folder.checkpoints()[-1][1]
-    run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics, begun.observers)
+    notices = Notices(driver, partial(begun.observers.soon, driver, LEAVING))
+    parts = folder, screen, signals, begun.metrics, begun.observers, notices
+    run = Run(name, runtime, groups, folder.path, resumed, *parts)
     recorded = partial(_record, begun, run, calls, started, start_up)
     try:
         with (
@@ -194,6 +197,7 @@ def _recording(
             window(runtime, name),
             runtime.trace(folder.free("trace", ".json")) if begun.trace else contextlib.nullcontext(),
             screen.running(name, folder.path, begun.step),
+            notices,
         ):
             try:
                 yield run

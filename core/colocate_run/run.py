@@ -13,9 +13,10 @@ import attrs
 from colocate.driver import Driver, Restarts, fail, found_in, restarts_of
 from colocate.errors import ClosedError, GroupRestarted
 from colocate.texts import shown
-from colocate_report.record import LogRecord, Row, RunRecord, scalars_of
+from colocate_report.record import Leaving, LogRecord, Row, RunRecord, scalars_of
 from colocate_report.trace import Trace
 from colocate_run.folder import RunFolder
+from colocate_run.leaving import Notices
 from colocate_run.observing import LOGGED, RunObservers
 from colocate_run.saving import Checkpoints
 from colocate_run.stopping import Asked, StopSignals
@@ -53,6 +54,7 @@ class Run:
     _signals: StopSignals
     _metrics: list[Row]
     _observers: RunObservers | None = None
+    _notices: Notices | None = None
     record: RunRecord | None = attrs.field(default=None, init=False)
     _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
@@ -72,6 +74,26 @@ class Run:
     def stopping(self) -> bool:
         """Whether the user (Ctrl-C) or the system (SIGTERM) wants it to end: write a checkpoint and return."""
         return self._signals.received is not None
+
+    @property
+    def leaving(self) -> Leaving | None:
+        """What goes first of all under this run that is to go: a node of its groups, or the batch job; None: nothing.
+
+        A cluster says so when it takes a node back or down (Ray drains it, a Dask worker's `--lifetime` ends), Slurm
+        by its time limit. When a node has gone, a group with `on_failure: restart` restarts elsewhere.
+        """
+        found = self._notices.found if self._notices is not None else ()
+        return found[0] if found else None
+
+    def is_due(self, step: int, every: int = 0) -> bool:
+        """Whether a checkpoint is due after a step: each `every` steps, as it is to stop, and once after each notice.
+
+        Args:
+            step: The step that has been done.
+            every: Steps between checkpoints; 0 for none but those.
+        """
+        noticed = self._notices is not None and self._notices.are_new
+        return self.stopping or noticed or (every > 0 and step % every == 0)
 
     def log(self, step: int, **scalars: float) -> None:
         """Add a line to metrics.jsonl, and show it.
@@ -245,8 +267,11 @@ class Run:
                 f"run.checkpoint: step={step} is before the run's last checkpoint, of step {complete[-1][0]}, from "
                 "which the run would go on; steps count up"
             )
+        noticed = self._notices.found if self._notices is not None else ()
         with self._checkpoints.write(step) as directory:
             yield directory
+        if self._notices is not None:
+            self._notices.saved(noticed)
 
     def _complete(self, step: int, directory: Path) -> None:
         """A checkpoint is."""

@@ -67,11 +67,17 @@ class StopSignals:
                 raise KeyboardInterrupt(number)
 
 
-def time_limit() -> str | None:
-    """Return when a batch system will end this job, as far as it has said; None where it hasn't."""
+def ends_at() -> float | None:
+    """Return when a batch system will end this job, in seconds of `time.time()`; None where none has said."""
     try:
-        ends = int(os.environ["SLURM_JOB_END_TIME"])
+        return float(int(os.environ["SLURM_JOB_END_TIME"]))
     except (KeyError, ValueError):
+        return None
+
+
+def time_limit() -> str | None:
+    """Return the same in words."""
+    if (ends := ends_at()) is None:
         return None
     left = ends - time.time()
     return f"Slurm's time limit is at {time.strftime('%H:%M:%S', time.localtime(ends))}, in {left:.0f} s"

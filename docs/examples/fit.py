@@ -44,7 +44,7 @@ def fit(run: Run, *, steps: int = 300, rows: int = 64, every: int = 100) -> None
     run.total(steps)
     for step in range(done + 1, steps + 1):
         loss = learner.learn(rows)
-        if step % every == 0 or run.stopping:
+        if run.is_due(step, every):
             run.log(step, loss=loss)
             with run.checkpoint(step) as directory:
                 group.checkpoint(directory / "learners", tag=step)

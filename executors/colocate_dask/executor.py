@@ -403,6 +403,11 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled, Growing):
     """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
 
+    def leaving(self) -> Mapping[str, float | None]:
+        """Return the machines whose workers retire."""
+        found: dict[str, float | None] = self._connection.on_scheduler(reservations.leaving, within_s=ANSWER_S)
+        return found
+
     def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Register the name; then have the keepers go on."""
         held: Lot = reservation.handle

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 
 import colocate
 from colocate import gpus
@@ -56,10 +57,12 @@ class _OnWorker:
 _on_workers: weakref.WeakKeyDictionary[Any, _OnWorker] = weakref.WeakKeyDictionary()
 
 
-def describe() -> Facts:
+def describe(dask_worker: Any = None) -> Facts:
     """What this process is."""
     python = ".".join(platform.python_version_tuple()[:2])
-    return Facts(python, colocate.__version__, gpus.listed(), "dask_cuda" in sys.modules)
+    lifetime = getattr(dask_worker, "lifetime", None)  # since it was made, which was soon after its process began
+    retires = psutil.Process().create_time() + lifetime if lifetime else None
+    return Facts(python, colocate.__version__, gpus.listed(), "dask_cuda" in sys.modules, retires)
 
 
 async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:

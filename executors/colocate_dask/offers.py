@@ -57,6 +57,7 @@ class Facts:
     colocate: str  # version of colocate
     visible: tuple[str, ...] | None = None  # the GPUs that `CUDA_VISIBLE_DEVICES` names there; None when it isn't set
     dask_cuda: bool = False  # whether dask-cuda started it, so that the first visible GPU is its own
+    retires: float | None = None  # when it closes by itself (`--lifetime`), in seconds of time.time()
 
     def unlike(self, driver: Facts) -> str | None:
         """In which version it differs from the driver, and what to do; None when they can talk."""

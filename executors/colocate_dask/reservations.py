@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import attrs
+from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from colocate.executor import Window
@@ -201,6 +202,17 @@ class Reservations(SchedulerPlugin):
     async def silent(self, workers: Collection[str]) -> list[str]:
         """Those of some workers that don't answer."""
         return sorted({*workers} & {*self._scheduler.workers} - await self._ask(workers, _DOUBT_S))
+
+    def leaving(self) -> dict[str, float | None]:
+        """Machines with held workers that are about to close, or that are told to; until when, if that is known."""
+        found: dict[str, float | None] = {}
+        for worker, hold in self._holds.items():
+            facts, state = self._facts.get(worker), self._scheduler.workers.get(worker)
+            if state is not None and state.status is Status.closing_gracefully:
+                found[hold.grant.host] = None
+            elif isinstance(facts, Facts) and facts.retires is not None:
+                found.setdefault(hold.grant.host, facts.retires)
+        return found
 
     async def offers(self) -> list[Offer]:
         """Every worker, as it is now."""
@@ -485,6 +497,11 @@ async def release(reservation: str, only: Collection[str] | None = None, *, dask
 async def offers(*, dask_scheduler: Any) -> list[Offer]:
     """See `Reservations.offers`."""
     return await _table(dask_scheduler).offers()
+
+
+def leaving(*, dask_scheduler: Any) -> dict[str, float | None]:
+    """See `Reservations.leaving`."""
+    return _table(dask_scheduler).leaving()
 
 
 async def silent(workers: Collection[str], *, dask_scheduler: Any) -> list[str]:

@@ -305,6 +305,11 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable):
         held = [owned.request for owned in self._owned.values()]
         return [*self._keepers.running(), *self._envoy.call("list_running", held, within_s=LISTED_WITHIN_S)]
 
+    def leaving(self) -> Mapping[str, float | None]:
+        """Return the nodes that Ray drains."""
+        found: dict[str, float | None] = self._envoy.call("list_leaving", within_s=LISTED_WITHIN_S)
+        return found
+
     def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Register the name; then have the keepers go on."""
         owned = self._owned[reservation.handle]

@@ -117,6 +117,12 @@ class Nodes:
         alive = {node["NodeID"]: _address(node) for node in _every() if node["Alive"] and node["NodeID"] in node_ids}
         return node_ids - answering(alive, ANSWERS_WITHIN_S)
 
+    def leaving(self) -> dict[str, float | None]:
+        """Nodes that are drained, by name, with their deadline if they have one; Ray has no public way to ask."""
+        from ray._private.state import state
+
+        return {self.name(node): until / 1000 or None for node, until in state.get_draining_nodes().items()}
+
     def _alive(self) -> list[dict[str, Any]]:
         alive = [node for node in _every() if node["Alive"]]
         with self._lock:

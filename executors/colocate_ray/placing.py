@@ -129,6 +129,10 @@ class Placing:
         """What the cluster offers."""
         return self.nodes.offers()
 
+    def list_leaving(self) -> dict[str, float | None]:
+        """What the cluster drains."""
+        return self.nodes.leaving()
+
     def list_running(self) -> list[Running]:
         """What Ray has for this driver."""
         return listing.of_this_job(self.nodes)

@@ -29,7 +29,7 @@ def running(workers: Sequence[dict[str, Any]], *more: str, port: int = 0) -> Ite
     """A cluster, of that port if need be; its address."""
     script = Path(__file__).with_name("clusters.py")
     command = [sys.executable, str(script), json.dumps(workers), str(port), *more]
-    with started("dask", command, stderr=subprocess.DEVNULL) as (_, options):
+    with started("dask", command, stderr=subprocess.DEVNULL, own_temporary=True) as (_, options):
         yield options["address"]
 
 

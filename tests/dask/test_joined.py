@@ -8,18 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distributed
 import psutil
 import pytest
 from distributed import Status
 from tests.closing import ended
-from tests.dask.conftest import planted, script
+from tests.dask.conftest import planted, running, script
 
 import colocate
-from colocate import Pool, Runtime
+from colocate import Leaving, Pool, Runtime
 from colocate.errors import PlacementError, PlacementTimeout, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
@@ -345,3 +347,27 @@ def test_nanny(cluster: str, runtime: Runtime, other: Any, tmp_path: Path) -> No
         workers.wait()
         workers.close()
         everything_is_free(runtime, timeout=PATIENCE_S)
+
+
+def test_workers_that_retire(tmp_path: Path) -> None:
+    """A run is told of their machine: at the end of a lifetime, and as they are told to close."""
+
+    def retire(host: str, dask_scheduler: Any) -> None:
+        for state in dask_scheduler.workers.values():
+            if state.host == host:
+                dask_scheduler.handle_worker_status_change("closing_gracefully", state, "test")
+
+    workers = [{"host": "127.0.0.1", "nthreads": 1, "lifetime": "5 minutes"}, {"host": "127.0.0.2", "nthreads": 1}]
+    with running(workers) as address, colocate.connect("dask", address=address) as own:
+        own.reserve(2, cpus=0).spawn({"echo": colocate.role(Echo)})
+        with colocate.record(own, tmp_path / "run") as run:
+            wait_until(lambda: run.leaving is not None, "it is noticed")
+            first = run.leaving
+            assert first is not None
+            assert first.who == "node 127.0.0.1"
+            assert first.until == pytest.approx(time.time() + 300, abs=PATIENCE_S)
+            assert run.is_due(1)
+            with distributed.Client(address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
+                client.run_on_scheduler(retire, host="127.0.0.2")
+                wait_until(lambda: run.leaving != first, "so is the other")
+            assert run.leaving == Leaving("node 127.0.0.2", None)

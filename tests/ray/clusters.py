@@ -1,16 +1,19 @@
 """A cluster of two raylets on this machine, in a process of its own: tests join it as drivers do.
 
-Prints what to connect with; then obeys lines: `add` another node, `remove` it as a machine that fails goes. Ends with
-its input.
+Prints what to connect with; then obeys lines: `add` another node, `drain` it as a cloud does that takes it back,
+`remove` it as a machine that fails goes. Ends with its input.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 
 def main() -> None:
@@ -24,6 +27,11 @@ def main() -> None:
     for line in sys.stdin:
         if line == "add\n":
             third = cluster.add_node(num_cpus=1)
+        elif line == "drain\n":
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            deadline = int(1000 * (time.time() + 300))
+            accepted, why = GcsClient(address=cluster.address).drain_node(third.node_id, reason, "spot", deadline)
+            assert accepted, why
         else:
             cluster.remove_node(third, allow_graceful=False)
         print("done", flush=True)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tests.ray.conftest import tls
 from tests.ray.deaths import death_of
 
 import colocate
-from colocate import Runtime
+from colocate import Leaving, Runtime
+from colocate.driver import Driver
 from colocate.errors import CapabilityError, ColocateError, ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Request
 from colocate.gpus import VARIABLE
@@ -375,6 +377,42 @@ def test_lost_node(cluster: Any, runtime: Runtime) -> None:
     assert "keeper" not in str(death_of(group))  # the user knows of Ray's nodes and actors
     pool.close()
     everything_is_free(runtime)
+
+
+def test_a_drained_node(cluster: Any, runtime: Runtime, tmp_path: Path) -> None:
+    """A run is told of it, if it has workers there, and asks for a checkpoint, once."""
+    cluster.tell("add")
+    told: list[Leaving] = []
+    with runtime.reserve(3, cpus=1, strategy="spread") as pool:
+        pool.spawn({"echo": colocate.role(Echo)})
+        with colocate.record(runtime, tmp_path / "run", observe=[Noticing(told)]) as run:
+            assert run.leaving is None
+            assert not run.is_due(1)
+            cluster.tell("drain")
+            wait_until(lambda: run.is_due(1), "it is noticed")
+            assert run.leaving is not None
+            assert run.leaving.who in {f"node {slot.node}" for slot in pool.slots}
+            assert run.leaving.until == pytest.approx(time.time() + 300, abs=PATIENCE_S)
+            with run.checkpoint(1):
+                pass
+            assert not run.is_due(2)
+            assert run.is_due(2, 2)
+            left = run.leaving
+    assert told == [left]
+    with runtime.reserve(1) as pool, colocate.record(runtime, tmp_path / "elsewhere", observe=[Noticing(told)]) as run:
+        pool.spawn({"echo": colocate.role(Echo)})
+        assert Driver(runtime).executor.leaving()
+        assert Driver(runtime).leaving() == {}
+    cluster.tell("remove")
+    everything_is_free(runtime)
+
+
+class Noticing:
+    def __init__(self, told: list[Leaving]) -> None:
+        self.told = told
+
+    def colocate_run_leaving(self, leaving: Leaving) -> None:
+        self.told.append(leaving)
 
 
 @pytest.mark.long

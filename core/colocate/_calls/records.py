@@ -61,7 +61,13 @@ HOOKS = (
 )
 """What observers of a runtime are told."""
 
-OF_RUNS = ("colocate_run_started", "colocate_run_logged", "colocate_run_checkpointed", "colocate_run_finished")
+OF_RUNS = (
+    "colocate_run_started",
+    "colocate_run_logged",
+    "colocate_run_checkpointed",
+    "colocate_run_leaving",
+    "colocate_run_finished",
+)
 """What those of a run are told besides."""
 
 
