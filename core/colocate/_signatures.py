@@ -484,6 +484,7 @@ _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
     "collective_timeout": partial(duration_problem, positive=True),
     "spill_dir": spill_problem,
     "ports": ports_problem,
+    "cut_s": partial(duration_problem, positive=True),
 }
 
 

@@ -62,6 +62,8 @@ class Request:
         together: A label of which all of their nodes have one value; empty for none.
         grow: Whether what can never fit into the nodes that there are is waited for all the same, as nodes may come.
             None: if the cluster says by itself that it grows. True only to an executor that is `Growing`.
+        cut_s: How long nothing may be heard of a machine until connections with it are taken for cut
+            (`Keeper(cut_s=...)`); None for what is usual.
     """
 
     slots: int
@@ -80,6 +82,7 @@ class Request:
     resources: Mapping[str, float] = attrs.field(factory=dict)
     together: str = ""
     grow: bool | None = None
+    cut_s: float | None = None
 
 
 @attrs.frozen
@@ -130,6 +133,7 @@ class Boot:
             imported. None: it is to be none, for the driver has modules of its own in place of Python's.
         log_levels: The levels that the driver's loggers were given, by name, where it shows logs.
         ports: The first and the last TCP port that it may listen on; None for any.
+        cut_s: As `Request.cut_s`.
     """
 
     worker: str
@@ -147,6 +151,7 @@ class Boot:
     imports: tuple[str, ...] | None = ()
     log_levels: Mapping[str, int] = attrs.field(factory=dict)
     ports: tuple[int, int] | None = None
+    cut_s: float | None = None
 
 
 @attrs.frozen
@@ -306,6 +311,12 @@ class Executor(abc.ABC):
             PlacementTimeout: It doesn't fit now; nothing stays pending.
             EngineError: The cluster doesn't answer, or is gone.
             ConfigError: The cluster has no word for what is wanted.
+        """
+
+    def bear(self, cut_s: float) -> None:  # noqa: B027  # it may do nothing
+        """Take connections for cut after so many seconds in which nothing is heard of a machine (`Keepers.bear`).
+
+        Called before anything else, if the user has said so. `Request.cut_s` and `Boot.cut_s` are the same.
         """
 
     def withdraw(self, request: Request) -> None:  # noqa: B027  # it may do nothing

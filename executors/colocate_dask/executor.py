@@ -196,6 +196,10 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             raise
         return Reservation(places, held)
 
+    def bear(self, cut_s: float) -> None:
+        """By its connections to keepers."""
+        self._keepers.bear(cut_s)
+
     def withdraw(self, request: Request) -> None:
         """Nobody waits for them any more."""
         self._withdrawn.add(request.id)
@@ -359,7 +363,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         tls = self._connection.tls is not None
         env = {**own, **request.env}
         secret, detachable = key or self._keepers.key, key is not None
-        return far.Plan(held.id, secret, host, env, tls, request.id, detachable, request.ports)
+        return far.Plan(held.id, secret, host, env, tls, request.id, detachable, request.ports, request.cut_s)
 
     # -- freeing
 

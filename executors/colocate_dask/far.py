@@ -44,6 +44,7 @@ class Plan:
     label: str = ""  # the reservation's name among those of all drivers (`Request.id`)
     detachable: bool = False  # whether other drivers may follow this one
     ports: tuple[int, int] | None = None  # the first and the last that it may listen on; None for any
+    cut_s: float | None = None
 
 
 @attrs.define(eq=False)
@@ -84,6 +85,7 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         plan.key,
         host=plan.host,
         ports=plan.ports,
+        cut_s=plan.cut_s,
         env=plan.env,
         tls=tls,
         name=plan.label,

@@ -153,6 +153,10 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         finally:
             self._asked.pop(request.id, None)
 
+    def bear(self, cut_s: float) -> None:
+        """By its connections to keepers."""
+        self._keepers.bear(cut_s)
+
     def withdraw(self, request: Request) -> None:
         """Nobody waits for them any more."""
         self._withdrawn.add(request.id)

@@ -75,6 +75,7 @@ class Holder:
                         key,
                         host=host,
                         ports=request.ports,
+                        cut_s=request.cut_s,
                         env=env,
                         tls=tls,
                         name=request.id,

@@ -36,9 +36,7 @@ class Owner:
         self._name = ""
         self._ending = threading.Lock()
 
-    def open(
-        self, version: str, key: bytes, name: str, cluster: Cluster, ports: tuple[int, int] | None
-    ) -> str | Failure:
+    def open(self, version: str, key: bytes, name: str, cluster: Cluster, request: Request) -> str | Failure:
         """Make the keeper; return its address, or an error when the version is another, or it can't listen."""
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return Failure(ColocateError, f"the Python that Ray runs in the cluster {words}", {})
@@ -50,7 +48,8 @@ class Owner:
             self._keeper = Keeper(
                 key,
                 host=address_of_node(),
-                ports=ports,
+                ports=request.ports,
+                cut_s=request.cut_s,
                 tls=tls_of_environment(),
                 detachable=True,
                 dialled_within_s=_DIALLED_WITHIN_S,

@@ -47,7 +47,7 @@ class OwnedPlacing(Placing):
         self._undialled[name] = actor
         address: Any
         try:
-            opening = actor.open.remote(colocate.__version__, key, name, self.cluster, request.ports)
+            opening = actor.open.remote(colocate.__version__, key, name, self.cluster, request)
             address = ray.get(opening, timeout=_OPENS_WITHIN_S)
         except RayError as error:
             ray.kill(actor, no_restart=True)

@@ -114,6 +114,7 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
             "executor.with.ports: must be the first and the last of some ports from 1024 to 65535, as "
             "'20000-20100', not 20100",
         ),
+        ("executor: {use: ray, with: {cut_s: 0}}", "executor.with.cut_s: must be a number of seconds, more than 0"),
         ("executor: {use: ray, cpus: 2}", "unknown key 'cpus'; known here: use, with; options go under 'with'"),
         ("executor: {use: local, with: {seed: 1}}", "executor 'local' has no parameter 'seed'"),
         (

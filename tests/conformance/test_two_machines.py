@@ -17,6 +17,7 @@ from colocate import RoleSpec
 from colocate.errors import WorkerDied
 from colocate.testing.executors import ExecutorSuite, Smoke
 from colocate.testing.gate import Gate
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes
@@ -153,8 +154,21 @@ ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": coloca
 
 
 def test_a_cable_that_is_pulled(cable: Cable) -> None:
-    """The group fails, with the machine's name, and nothing is left on either side though nobody can tell the other."""
-    with colocate.connect("far", **TestTwoMachines.options) as runtime, Gate() as gate:
+    """The group fails, with the machine's name, and nothing is left on either side though nobody can tell the other.
+
+    One of who bears longer silences goes on when the cable is back: its calls and its process groups.
+    """
+    patient = colocate.connect("far", **TestTwoMachines.options, cut_s=PATIENCE_S)
+    with (
+        patient,
+        colocate.connect("far", **TestTwoMachines.options, cut_s=2) as runtime,
+        Gate() as gate,
+        Gate() as other_gate,
+    ):
+        both = patient.reserve(2, cpus=0, strategy="spread").spawn({**ROLES, "all": colocate.role(Collective)})
+        both.role("all", Collective).sum(1.0)
+        waits = both.role("faulty", Faulty).wait.options(ranks=[0]).submit(other_gate.address)
+        other_gate.wait_for()
         pool = runtime.reserve(2, cpus=0, strategy="spread")
         group = pool.spawn(ROLES)
         with Processes([pid for pid, *_ in group.role("echo", Echo).place()]) as workers:
@@ -167,5 +181,10 @@ def test_a_cable_that_is_pulled(cable: Cable) -> None:
                 assert "node there)" in str(error)
                 workers.wait()
                 pool.close()
+                late = both.role("echo", Echo).noop.submit()
             finally:
                 cable.plug()
+        other_gate.open()
+        assert waits.result(PATIENCE_S) == [0]
+        assert late.result(PATIENCE_S) == [None, None]
+        assert both.role("all", Collective).sum(1.0) == [2.0, 2.0]

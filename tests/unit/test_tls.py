@@ -147,5 +147,5 @@ def test_a_machine_that_vanishes_is_noticed_by_the_kernel() -> None:
     with connect(listening.address, KEY) as dialled, accepted.get(timeout=WAIT_S) as met:
         for end in (dialled, met):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 15000
     event_loop.close()

@@ -35,6 +35,7 @@ def connect(
     collective_timeout: float = 1800.0,
     spill_dir: str | os.PathLike[str] | None = None,
     ports: str | None = None,
+    cut_s: float | None = None,
     replace: bool = False,
     **options: Any,
 ) -> Runtime:
@@ -52,6 +53,8 @@ def connect(
             None for the folder of temporary files, or `/var/tmp`.
         ports: The first and the last of the TCP ports that colocate may listen on, as "20000-20100", on every machine;
             None for any that are free. Ray, Dask, gloo and NCCL have ports of their own.
+        cut_s: Seconds in which nothing may be heard of another machine until what runs there is given up; None for 15,
+            unless its executor knows better. Shorter cuts of a network are waited out.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
             cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.
@@ -70,7 +73,9 @@ def connect(
     from colocate._api.runtime import begin
 
     with _suggesting(connect, cls):
-        return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, ports, replace)
+        return begin(
+            executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, ports, cut_s, replace
+        )
 
 
 def spawn(

@@ -52,6 +52,7 @@ class Connection(Owned):
         collective_timeout: float,
         spill_dir: str | None,
         ports: tuple[int, int] | None,
+        cut_s: float | None,
     ) -> None:
         super().__init__("runtime", name, None)
         runtime_id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
@@ -64,6 +65,7 @@ class Connection(Owned):
             collective_timeout,
             spill_dir,
             ports,
+            cut_s,
             timers=JobThread(f"colocate-timers-{runtime_id}", self._timers_failed),
             dispatcher=Dispatcher(f"{DISPATCHER}{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),

@@ -57,6 +57,7 @@ def begin(
     collective_timeout: float,
     spill_dir: str | os.PathLike[str] | None,
     ports: str | None,
+    cut_s: float | None,
     replace: bool,
 ) -> Runtime:
     """As `connect`, whose executor has been found."""
@@ -68,6 +69,7 @@ def begin(
     if spill is not None and (problem := spill_problem(spill)) is not None:
         raise ConfigError(f"connect(spill_dir) {problem}")
     span = port_range(ports, "connect(ports)")
+    cut_s = limit(cut_s, "connect(cut_s)", positive=True)
     making: Making[Connection] = Making(f"connect({executor!r})")
 
     def start() -> Connection:
@@ -81,7 +83,10 @@ def begin(
                 mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
                 raise ConfigError(f"connect({executor!r}, ...): the options don't fit", mistakes=mistakes)
             connected = cls.connect(**accepted.built(options))
-        return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout, spill, span))
+            if cut_s is not None:
+                connected.bear(cut_s)
+        told = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
+        return making.made(Connection(executor, connected, *told))
 
     return making.run(start, Runtime._of)
 
@@ -239,10 +244,10 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
                 )
         chosen, id = connection.pool_name(name)
         variables = {key: str(value) for key, value in (env or {}).items()}
-        ports = connection.services.ports
+        ports, cut_s = connection.services.ports, connection.services.cut_s
         what = slots, gpus, cpus, budget.host, strategy, timeout
         where = dict(labels), dict(resources), together or ""
-        request = Request(*what, chosen, variables, id, detachable, ports, groups, *where, grow)
+        request = Request(*what, chosen, variables, id, detachable, ports, groups, *where, grow, cut_s)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:

@@ -36,6 +36,7 @@ class Services:
         collective_timeout: Seconds that an operation of a process group may take.
         spill_dir: Where memory that sleeps lies on the workers' machines; None for one of the usual folders.
         ports: The first and the last TCP port that may be listened on; None for any.
+        cut_s: Seconds in which nothing may be heard of another machine; None for what is usual.
         timers: Keeps deadlines; nothing of the user's runs there.
         dispatcher: Runs users' callbacks.
         printer: Prints what workers print, and logs.
@@ -52,6 +53,7 @@ class Services:
     collective_timeout: float
     spill_dir: str | None
     ports: tuple[int, int] | None
+    cut_s: float | None
     timers: JobThread
     dispatcher: Dispatcher
     printer: Printer

@@ -260,6 +260,7 @@ class Workforce:
                     generation=link.generation,
                     log_levels=levels,
                     ports=request.ports,
+                    cut_s=request.cut_s,
                 ),
             )
             for slot, place in enumerate(places)

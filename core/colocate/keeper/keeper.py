@@ -108,7 +108,8 @@ class Keeper:
         host: Address under which other machines reach this one; None when the driver is on this machine.
         bind: Address to listen on, where that isn't `host`: "0.0.0.0" behind a translation of addresses.
         ports: The first and the last port of those to listen on, where others are closed; None for any.
-        cut_s: How long nothing may be heard of the driver's machine until its connections are taken for cut.
+        cut_s: How long nothing may be heard of the driver's machine until its connections are taken for cut
+            (`Request.cut_s`); None for what is usual within a cluster.
         env: Environment of the workers on top of this process's own; None when there will be no workers.
         tls: What connections with other machines are encrypted with; None leaves them in clear text.
         name: Whose it is (`Request.id`), for whoever looks at the processes of its machine.
@@ -125,7 +126,7 @@ class Keeper:
         host: str | None = None,
         bind: str | None = None,
         ports: tuple[int, int] | None = None,
-        cut_s: float = wire.CUT_AFTER_S,
+        cut_s: float | None = None,
         env: Mapping[str, str] | None = None,
         tls: wire.Tls | None = None,
         name: str = "",
@@ -141,7 +142,7 @@ class Keeper:
         self._starts = env is not None
         self._tls = tls
         self._on_end = on_end
-        self._cut_s = cut_s
+        self._cut_s = wire.CUT_AFTER_S if cut_s is None else cut_s
         # First: it may raise, and there is nothing to be undone yet.
         listeners = wire.listen_widely(host, tls, bind=bind, ports=ports, what=f"a keeper of {name or 'a pool'}")
         self.event_loop = wire.EventLoop("keeper", on_death=self._hub_ended)

@@ -116,6 +116,10 @@ class Keepers:
         """Let go of a slot when all of it is closed."""
         self._slots.add(slot)
 
+    def bear(self, cut_s: float) -> None:
+        """Have connections taken for cut after so long (for `Executor.bear`)."""
+        self.patience = attrs.evolve(self.patience, cut_s=cut_s)
+
     def running(self) -> list[Running]:
         """The workers (for `Executor.running`), as the keepers on their machines find them. Takes a bounded time."""
         deadline = Deadline(LISTED_WITHIN_S)

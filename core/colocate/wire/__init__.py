@@ -8,7 +8,7 @@ from colocate.wire.framing import HOLE, Area, Frame, Head, InFile, Message, enco
 from colocate.wire.hello import KEY_BYTES, connect, new_key
 from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane, posting
 from colocate.wire.peer import PeerChannel
-from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, hand_on, take_over
+from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, cut_here_after, hand_on, take_over
 from colocate.wire.turns import Turns
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "anew",
     "connect",
     "cut_after",
+    "cut_here_after",
     "encode",
     "explain",
     "hand_on",

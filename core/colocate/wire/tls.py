@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from colocate.wire._secured import Secured
 
 _NO_TLS = b"-"
-CUT_AFTER_S = 8.0
+CUT_AFTER_S = 15.0
 """A connection to a machine that is gone without a word is taken for cut after so long, unless somebody says more."""
-_PROBES = 3
+_PROBED_EVERY_S = 1
+_LONGEST_MS = 2**31 - 1
+_here: list[float] = [CUT_AFTER_S]  # in this process
 
 
 @attrs.frozen
@@ -157,22 +159,28 @@ def tune_tcp(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # what was said for this connection stays
-        cut_after(sock, CUT_AFTER_S)
+        cut_after(sock, _here[0])
+
+
+def cut_here_after(seconds: float | None) -> None:
+    """Have connections that this process makes from now on taken for cut after so long; None leaves it as it is."""
+    if seconds is not None:
+        _here[0] = seconds
 
 
 def cut_after(sock: socket.socket, seconds: float) -> None:
-    """Have a connection to another machine taken for cut when nothing of that is heard for so long; whole seconds.
+    """Have a connection to another machine taken for cut when nothing of that is heard for so long.
 
     The kernel asks and answers: a process that is stopped, or busy, isn't taken for a machine that is gone. Nothing is
-    changed of connections within a machine.
+    changed of connections within a machine. One that has been started anew says at once that it knows nothing of the
+    connection.
     """
     if sock.family == socket.AF_UNIX:
         return
-    every_s = max(1, round(seconds / (_PROBES + 1)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, every_s * (_PROBES + 1) * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBED_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBED_EVERY_S)
+    # It counts for both: probes that go unanswered, and what was sent and isn't confirmed.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(seconds * 1000, _LONGEST_MS)))
 
 
 def _proof(secret: bytes, server: bool) -> bytes:

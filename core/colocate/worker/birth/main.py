@@ -99,6 +99,7 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
     """Set the process up as the boot says, and make the host. On the event loop's thread."""
     os.environ.update(boot.env)
+    wire.cut_here_after(boot.cut_s)
     if "RAY_ADDRESS" not in os.environ:  # a library that asks Ray where it runs would start a whole Ray in each worker
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     interface: str | None = "lo"

@@ -70,6 +70,10 @@ class Outposts(Executor, OwnProcess, SharedSlots):
         """Start a post for a slot. On another machine: what gets a command there, and the address of that machine."""
         return Post(self._keepers, place, request, self._gpus)
 
+    def bear(self, cut_s: float) -> None:
+        """By its connections to keepers."""
+        self._keepers.bear(cut_s)
+
     def withdraw(self, request: Request) -> None:
         """Nobody waits for them any more."""
         self._ledger.withdraw(request)
@@ -120,7 +124,8 @@ class Post:
         command = [*through, sys.executable, "-m", "outpost.post"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
-        told = {"key": keepers.key.hex(), "env": env, "name": request.id, "host": host, "ports": request.ports}
+        where = {"host": host, "ports": request.ports, "cut_s": request.cut_s}
+        told = {"key": keepers.key.hex(), "env": env, "name": request.id, "where": where}
         print(json.dumps(told), file=self._process.stdin, flush=True)
         self._watch = threading.Thread(target=self._wait, name="outpost-watch", daemon=True)
 

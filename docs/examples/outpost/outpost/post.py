@@ -10,8 +10,7 @@ from colocate.keeper import Keeper
 def main() -> None:
     told = json.loads(sys.stdin.readline())
     key = bytes.fromhex(told["key"])
-    where = {"host": told["host"], "ports": told["ports"]}
-    keeper = Keeper(key, **where, env=told["env"], name=told["name"], on_end=lambda: os._exit(0))
+    keeper = Keeper(key, **told["where"], env=told["env"], name=told["name"], on_end=lambda: os._exit(0))
     print(keeper.address, flush=True)
     sys.stdin.read()  # until the driver closes it, or is gone
     keeper.close()
