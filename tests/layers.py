@@ -69,7 +69,7 @@ ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
 AROUND = {
     "executors/colocate_local": ["machine", "threads processes", "local", "plugin"],
     "executors/colocate_ray": [
-        "silence terms",
+        "growing silence terms",
         "nodes",
         "private listing holder",
         "envoy joining names holders",

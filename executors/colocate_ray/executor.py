@@ -19,6 +19,7 @@ from colocate.executor import (
     Adopted,
     Boot,
     Executor,
+    Growing,
     Host,
     HostEvents,
     Labelled,
@@ -251,7 +252,7 @@ class _Owned:
     keepers: PoolKeepers
 
 
-class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable):
+class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
     """A cluster that others use too. Ray's store has the names; an owner has the lead keeper, and owns the slots."""
 
     def __init__(self, cluster: Cluster) -> None:

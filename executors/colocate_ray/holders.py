@@ -29,6 +29,7 @@ class Holding:
     actor: Any  # the actor
     watch: Any  # the call that ends with it
     process: tuple[int, float] | None = None  # its process id, and when that was made, once it has said so
+    users: set[int] = attrs.field(factory=set)  # the reservations that need it
 
     @property
     def is_gone(self) -> bool:
@@ -64,8 +65,8 @@ class Holders:
         self._over = False
         self._lock = threading.Lock()
 
-    def at(self, node: str, owner: str) -> Holding:
-        """The one on a node; made, if there is none.
+    def at(self, node: str, owner: str, user: int) -> Holding:
+        """The one on a node, for a reservation; made, if there is none.
 
         Raises:
             ColocateError: None are made any more.
@@ -73,12 +74,29 @@ class Holders:
         with self._lock:
             present = self._at.get(node)
             if present is not None and not present.is_gone:
+                present.users.add(user)
                 return present
             if self._over:
                 raise ColocateError("its driver has let go")
             self._at[node] = made = _made(node, f"{PREFIX}{owner}{KEEPERS}{secrets.token_hex(4)}")
+            made.users.add(user)
         made.watch.future().add_done_callback(partial(self._ended, made))
         return made
+
+    def left(self, user: int, end: bool) -> None:
+        """A reservation has gone.
+
+        Args:
+            user: Its number.
+            end: Whether those end that no other needs: a node that holds something is no idle one to an autoscaler.
+        """
+        with self._lock:
+            for holder in self._at.values():
+                holder.users.discard(user)
+            idle = [node for node, holder in self._at.items() if end and not holder.users]
+            ended = [self._at.pop(node) for node in idle]
+        for holder in ended:
+            ray.kill(holder.actor, no_restart=True)
 
     def stop(self) -> None:
         """Have no more made, and wait for what Ray is just making."""

@@ -17,12 +17,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import colocate
-from colocate.errors import CapabilityError, ColocateError, EngineError, PlacementTimeout
+from colocate.errors import CapabilityError, ColocateError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Node, Request, Running
 from colocate.gpus import indices as numbers
 from colocate.keeper import Thread
 from colocate.placement import words
 from colocate_ray import listing
+from colocate_ray.growing import Autoscaler, autoscaler
 from colocate_ray.holder import Gpus, gpus_here
 from colocate_ray.holders import Holders, Holding
 from colocate_ray.joining import last_words
@@ -149,7 +150,11 @@ class Placing:
             PlacementTimeout: They don't fit now.
             ColocateError: The actors can't be started.
         """
-        self.nodes.check_possible(request)
+        try:
+            self.nodes.check_possible(request)
+        except PlacementError:
+            if not self._grows(request):
+                raise
         held = Held(request)
         with self._lock:
             if self._abandoned or number in self._withdrawn:
@@ -165,10 +170,18 @@ class Placing:
                 raise ColocateError(_WITHDRAWN) from None
             raise
         if not placed:
+            says = self._autoscaler()
             self.release(number)
-            text = words(request, f"did not become free within {request.timeout:g} s")
-            raise PlacementTimeout(text, nodes=self.nodes.table(request))
+            how = f"did not become free within {request.timeout:g} s" + (f" ({says.words})" if says else "")
+            raise PlacementTimeout(words(request, how), nodes=self.nodes.table(request))
         return slots
+
+    def _grows(self, request: Request) -> bool:
+        """Whether nodes may come for a request."""
+        return self._autoscaler() is not None if request.grow is None else request.grow
+
+    def _autoscaler(self) -> Autoscaler | None:
+        return None if self.cluster.private else autoscaler()
 
     def _place(self, held: Held) -> bool:
         """Have a placement group made, and wait until it has its slots; False when it has none in time.
@@ -181,7 +194,7 @@ class Placing:
         while True:
             if (now := frozenset() if self.cluster.private else self.nodes.silent()) != silent:
                 silent, asked = now, attrs.evolve(request, labels={**elsewhere(now), **request.labels})
-                if not silent or self.nodes.possible(asked):
+                if not silent or self.nodes.possible(asked) or self._grows(request):
                     if self.nodes.fits_now(asked):
                         deadline = max(deadline, time.monotonic() + _SETTLES_WITHIN_S)
                     held.make_group(asked)
@@ -248,6 +261,8 @@ class Placing:
             self._wait_shown(held, held.group)
             remove_placement_group(held.group)
             self._confirm(held.group.id.hex(), held.request.owner or "a pool")
+        if held.holders:
+            self._holders.left(number, end=self._autoscaler() is not None)
 
     def abandon(self) -> None:
         """The driver is gone: have nothing more made, and wait for what Ray is just making.
@@ -304,7 +319,7 @@ class Placing:
         """Have keepers made in some bundles."""
         request, placed = held.request, {index: held.placed[index] for index in indices}
         with held.making():
-            holders = {node: self._holders.at(node, self._owner(request)) for node in set(placed.values())}
+            holders = {node: self._holders.at(node, self._owner(request), number) for node in set(placed.values())}
             held.holders.update({index: holders[node] for index, node in placed.items()})
         gpus = self._gpus(held, indices)
         with held.making():

@@ -22,7 +22,7 @@ def colocate_about() -> About:
     joined = "ray with address=…"
     return About(
         capabilities={
-            **dict.fromkeys(("Detachable", "Watchable"), joined),
+            **dict.fromkeys(("Detachable", "Watchable", "Growing"), joined),
             **dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots", "Labelled"), "ray"),
         },
         distributions=("ray",),
