@@ -416,6 +416,31 @@ class Noticing:
 
 
 @pytest.mark.long
+def test_restart_when_another_node_has_come(cluster: Any, runtime: Runtime) -> None:
+    """The cluster is full without the lost node: its slot is waited for, and what lives on the others goes on."""
+    before = {node.name for node in runtime._node.services.executor.nodes()}
+    cluster.tell("add")
+    with runtime.reserve(4, cpus=1) as pool:
+        (index,) = (slot.index for slot in pool.slots if slot.node not in before)
+        group = pool[index : index + 1].spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
+        parts = [pool[each : each + 1] for each in range(4) if each != index]
+        others = [part.spawn({"lasting": colocate.role(Lasting)}).role("lasting", Lasting) for part in parts]
+        cluster.tell("remove")
+        wait_until(lambda: group.state == "restarting", "its worker has died")
+        with pytest.raises(TimeoutError, match="waits for slots in place of lost ones"):
+            wait_until(lambda: group._node.restarts._missing is not None, "the slot is waited for")
+            group.wait_ready(0)
+        assert [other.add() for other in others] == [[1]] * 3
+        cluster.tell("add")
+        group.wait_ready(PATIENCE_S)
+        assert group.role("lasting", Lasting).add() == [1]
+        assert [other.add() for other in others] == [[2]] * 3
+        assert not runtime.audit()
+    cluster.tell("remove")
+    everything_is_free(runtime)
+
+
+@pytest.mark.long
 def test_restart_after_a_lost_node(cluster: Any, runtime: Runtime) -> None:
     """The pool is reserved anew on the nodes that are left, if it fits there."""
     cluster.tell("add")
