@@ -427,8 +427,8 @@ def test_restart_when_another_node_has_come(cluster: Any, runtime: Runtime) -> N
         others = [part.spawn({"lasting": colocate.role(Lasting)}).role("lasting", Lasting) for part in parts]
         cluster.tell("remove")
         wait_until(lambda: group.state == "restarting", "its worker has died")
+        wait_until(lambda: group._node.restarts._missing is not None, "the slot is waited for")
         with pytest.raises(TimeoutError, match="waits for slots in place of lost ones"):
-            wait_until(lambda: group._node.restarts._missing is not None, "the slot is waited for")
             group.wait_ready(0)
         assert [other.add() for other in others] == [[1]] * 3
         cluster.tell("add")
