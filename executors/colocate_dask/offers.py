@@ -10,6 +10,8 @@ import attrs
 from colocate.keeper import difference
 from colocate.placement import matches
 
+_SHOWN = 8  # values of a label, of the workers of one machine
+
 
 @attrs.frozen
 class Wanted:
@@ -192,8 +194,9 @@ def _workers(count: int) -> str:
 
 
 def _values(offers: Sequence[Offer], label: str) -> str:
-    values = dict.fromkeys(offer.labels[label] for offer in offers if label in offer.labels)
-    return f"{label}={'|'.join(values)}" if values else f"no {label}"
+    values = sorted({offer.labels[label] for offer in offers if label in offer.labels})
+    shown = "|".join([*values[:_SHOWN], *(["..."] if values[_SHOWN:] else [])])
+    return f"{label}={shown}" if values else f"no {label}"
 
 
 def _amounts(offers: Sequence[Offer], wanted: Wanted) -> str:
