@@ -199,6 +199,14 @@ def test_spares(runtime: Runtime, machines: Machines) -> None:
         wait_until(lambda: [(each.node, each.state) for each in pool.spares] == [("new", "spare")], "there is a spare")
 
 
+def test_a_spare_that_is_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced before anybody needs it."""
+    machines = Machines(runtime, monkeypatch, replaces=True)
+    pool = runtime.reserve(slots=1, spares=1)
+    machines.gone.append(pool._node.spares[0])
+    wait_until(lambda: [(each.node, each.state) for each in pool.spares] == [("new", "spare")], "there is a spare")
+
+
 def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> None:
     """The second time its slot is a spare, and the spare has its place; who asks is told."""
     pool = runtime.reserve(slots=2, spares=1)

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,9 @@ from colocate._system.limits import (
     LOOKS_FOR_SLOTS_EVERY_S,
     REGROWN_WITHIN_S,
     REPLACED_EVERY_S,
+    SLOW_EVERY_S,
+    SPARED_EVERY_S,
+    THREAD_ENDS_WITHIN_S,
 )
 from colocate._system.numbers import amount_problem, limit, name_problem, shown, variable_problem
 from colocate._system.threads import Thread
@@ -107,7 +111,7 @@ class Slots(Home):
         self.lock = Section()
         self._renewing = threading.Lock()  # held while lost slots are reserved anew, for all groups on them
         self._regrows_until: Deadline | None = None  # when slots are lost, and others are waited for
-        self._renews_spares = False
+        self._spares_thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._deaths: Counter[str] = Counter()  # of workers, by node
         self.telling = threading.Lock()
@@ -125,6 +129,11 @@ class Slots(Home):
                 self.reservation = reservation
                 self.places = reservation.places[: self.request.slots]
                 self.spares = reservation.places[self.request.slots :]
+                if self.spares and self._spares_thread is None:
+                    keeping = Thread(target=self._keep_spares, name=f"colocate-spares-{self.name}")
+                    with contextlib.suppress(RuntimeError):  # no thread is to be had: what there is will do
+                        keeping.start()
+                        self._spares_thread = keeping
                 return
         self._give_back(reservation)
         self.check()
@@ -250,14 +259,16 @@ class Slots(Home):
                 self._reserve_anew()
         except _Refused as refused:
             return refused.why
-        self._renew_spares()
         return None
 
     def _take_spare(self, index: int, avoided: Collection[str] = ()) -> bool:
         """Have a spare in the place of a slot, which is the spare from then on; whether there was one."""
         lost, here = self.connection.services.executor.lost, self.places[index].node
-        # What lies on the machine of a lost slot is perhaps about to be lost.
-        for which, spare in sorted(enumerate(self.spares), key=lambda each: each[1].node == here):
+
+        def worse(spare: Place) -> tuple[bool, bool]:  # what lies on the machine of a lost slot may be about to be lost
+            return spare.node == here, self._deaths[spare.node] >= AVOIDED_AFTER_DEATHS
+
+        for which, spare in sorted(enumerate(self.spares), key=lambda each: worse(each[1])):
             if spare.node not in avoided and not lost(spare):
                 places, spares = list(self.places), list(self.spares)
                 places[index], spares[which] = spare, places[index]
@@ -284,7 +295,7 @@ class Slots(Home):
         then = ", which is avoided: a spare takes its place" if spared else ""
         return f"workers of pool {self.name!r} have died {deaths} times on node {node}{then}"
 
-    def _replace(self, lost: Sequence[Place]) -> bool:
+    def _replace(self, lost: Sequence[Place], within_s: float = REPLACED_EVERY_S) -> bool:
         """Have the executor hold others in the place of lost slots; False where it can't.
 
         Raises:
@@ -292,7 +303,7 @@ class Slots(Home):
         """
         reservation = self.reservation
         assert reservation is not None
-        request = attrs.evolve(self.request, slots=len(lost), timeout=REPLACED_EVERY_S)
+        request = attrs.evolve(self.request, slots=len(lost), timeout=within_s)
         with _refused():
             found = self.connection.services.executor.replace(reservation, lost, request)
         if found is None:
@@ -334,29 +345,21 @@ class Slots(Home):
                 if request is self.request:
                     raise
 
-    def _renew_spares(self) -> None:
-        """Have others in the place of lost spares, on a thread of its own."""
-        lost = self.connection.services.executor.lost
-        with self.lock:
-            if self._renews_spares or not any(map(lost, self.spares)):
-                return
-            self._renews_spares = True
-        Thread(target=self._look_for_spares, name=f"colocate-spares-{self.name}").start()
-
-    def _look_for_spares(self) -> None:
-        deadline, lost = Deadline(self.regrow_timeout), self.connection.services.executor.lost
-        try:
-            while self.closed_by is None and not deadline.is_over:
+    def _keep_spares(self) -> None:
+        """Have others in the place of lost spares, until the pool is closed. On a thread of its own."""
+        lost, told = self.connection.services.executor.lost, ""
+        while not self._closing.wait(LOOKS_FOR_SLOTS_EVERY_S):
+            try:
                 with self._renewing, contextlib.suppress(_Refused):
                     missing = [place for place in self.spares if lost(place)]
-                    if not missing or self.reservation is None or not self._replace(missing):
+                    if missing and self.reservation is not None and not self._replace(missing, SPARED_EVERY_S):
                         return
-                self._closing.wait(deadline.at_most(LOOKS_FOR_SLOTS_EVERY_S))
-        except ColocateError as error:
-            words = f"pool {self.name!r} has no spare in the place of a lost one: {message_of(error)}"
-            self.connection.services.printer.soon(lambda: _log.warning(words))
-        finally:
-            self._renews_spares = False
+            except ColocateError as error:  # the cluster doesn't answer, say
+                words = f"pool {self.name!r} has no spare in the place of a lost one: {message_of(error)}"
+                if not self._closing.is_set() and words != told:
+                    self.connection.services.printer.soon(partial(_log.warning, words))
+                    told = words
+                self._closing.wait(SLOW_EVERY_S)
 
     def unreserved(self, what: str = "") -> ColocateError:
         """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
@@ -420,6 +423,8 @@ class Slots(Home):
             except Exception as error:
                 errors.append(error)
             finally:
+                if self._spares_thread is not None:
+                    self._spares_thread.join(THREAD_ENDS_WITHIN_S)
                 self.disown()
                 self.life.end()
         raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)

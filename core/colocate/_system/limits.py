@@ -65,6 +65,7 @@ LONGEST_BACKOFF_S = 30.0  # before any try
 REGROWN_WITHIN_S = 600.0  # slots come in place of lost ones, unless the user says otherwise: as machines do in clouds
 REPLACED_EVERY_S = 2.0  # at a time, for slots in place of lost ones: who closes the pool meanwhile waits for that
 AVOIDED_AFTER_DEATHS = 2  # of workers on a node: a restart takes a spare elsewhere, if there is one
+SPARED_EVERY_S = 0.5  # likewise for spares: a restart may wait for that
 LOOKS_FOR_SLOTS_EVERY_S = 0.5  # whether there are some in place of lost ones, where the cluster lacks the machines
 
 # -- connections
