@@ -7,6 +7,7 @@ MONARCH := .venv/monarch
 OLDEST := .venv/oldest
 NEWEST := .venv/newest
 TRAINERS := .venv/trainers
+STORES := .venv/stores
 TORCH := .venv/torch
 ENGINES := .venv/engines
 VERL_TESTS := .venv/verl-tests
@@ -27,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions pythons trainers engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions pythons trainers stores engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -81,6 +82,18 @@ $(TRAINERS)/.installed: $(INSTALLED)  # libraries that people train with, beside
 
 trainers: $(TRAINERS)/.installed  ## what the docs say of Accelerate, Lightning Fabric and PEFT; GRPO's loss beside TRL's
 	$(TRAINERS)/bin/python -m pytest tests/trainers
+
+$(STORES)/.installed: $(INSTALLED)  # s3fs, which wants an older python-dateutil, and a server for it, beside everything that .venv has
+	$(PYTHON) -m venv $(STORES)
+	$(call BESIDE,$(STORES))
+	$(STORES)/bin/python -m pip install --quiet --no-deps s3fs==2026.9.0 aiobotocore==3.10.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 \
+		aioitertools==0.13.0 aiosignal==1.4.0 blinker==1.9.0 boto3==1.43.117 botocore==1.43.117 flask==3.1.3 flask-cors==6.0.5 \
+		frozenlist==1.8.0 itsdangerous==2.2.0 jmespath==1.1.0 moto==5.2.5 multidict==7.2.1 propcache==0.5.4 \
+		python-dateutil==2.9.0.post0 responses==0.26.3 s3transfer==0.19.3 wrapt==2.5.2 xmltodict==1.0.4 yarl==1.25.1
+	touch $@
+
+stores: $(STORES)/.installed  ## checkpoints in object stores: what all hold, on a server that speaks S3
+	$(STORES)/bin/python -m pytest tests/stores
 
 $(ENGINES)/.installed: pyproject.toml constraints-engines.txt  # vLLM, which dictates torch and transformers: gigabytes
 	$(PYTHON) -m venv $(ENGINES)

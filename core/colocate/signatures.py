@@ -50,5 +50,6 @@ from colocate._system.numbers import labels_problem as labels_problem
 from colocate._system.numbers import name_problem as name_problem
 from colocate._system.numbers import resources_problem as resources_problem
 from colocate._system.numbers import together_problem as together_problem
+from colocate._system.numbers import url_problem as url_problem
 from colocate._system.numbers import variable_problem as variable_problem
 from colocate._values.mesh import parse_meshes as parse_meshes

@@ -29,13 +29,15 @@ class RunFolder:
     _metrics: GrowingFile | None = attrs.field(default=None, init=False)
 
     @classmethod
-    def create(cls, name: str, root: Path) -> RunFolder:
-        """A new folder for a run of this name."""
+    def create(cls, name: str, root: Path, is_taken: Callable[[str], bool] = lambda name: False) -> RunFolder:
+        """A new folder for a run of this name, where no other place has one of that."""
         path = root
         try:
             root.mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
                 path = (root / (name if number == 1 else f"{name}-{number}")).absolute()
+                if is_taken(path.name):
+                    continue
                 with contextlib.suppress(FileExistsError):
                     path.mkdir()
                     break

@@ -36,6 +36,7 @@ from colocate_run.observing import LEAVING, RunObservers
 from colocate_run.run import Run
 from colocate_run.screen import Screen
 from colocate_run.stopping import Asked, StopSignals
+from colocate_run.store import Store
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup
@@ -56,6 +57,7 @@ class Begun:
     config: Mapping[str, Any] = attrs.field(factory=dict)  # its config as plain data; empty for a run that has none
     trace: bool = False  # whether a trace is written
     job: Callable[[Run], object] | None = None  # what it does; None where the code of a block does it
+    store: Store | None = None  # where its checkpoints are kept besides
     observers: RunObservers = attrs.field(init=False)  # who is told of it
     environment: Mapping[str, str] = attrs.field(init=False)  # versions, machine, command line and commit
     # whether all is there that the job needs; until then there is nothing to report but what went wrong
@@ -83,10 +85,11 @@ def begin(config: Config, log: RunLog, *, resume: Resume, screen: Screen) -> Abs
     function = find_job(config.job.use).load()
     options = arguments_of(function, config.job.use, skip=1).built(config.job.with_)
     with contextlib.ExitStack() as stack:
-        folder, step, metrics = _folder(config.name, resume, screen, stack)
+        store = None if config.checkpoints is None else Store(config.checkpoints)
+        folder, step, metrics = _folder(config.name, resume, screen, stack, store)
         folder.write("config.yaml", config.dump())
         plain, job = without_secrets(config.plain()), lambda run: function(run, **options)
-        begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, job)
+        begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, job, store)
         return _in_its_folder(begun, log, config.observe, stack.pop_all().close)
 
 
@@ -188,7 +191,7 @@ def _recording(
     started = time.time() - start_up
     resumed = None if begun.step is None else folder.checkpoints()[-1][1]
     notices = Notices(driver, partial(begun.observers.soon, driver, LEAVING))
-    parts = folder, screen, signals, begun.metrics, begun.observers, notices
+    parts = folder, screen, signals, begun.metrics, begun.observers, notices, begun.store
     run = Run(name, runtime, groups, folder.path, resumed, *parts)
     recorded = partial(_record, begun, run, calls, started, start_up)
     try:
@@ -329,12 +332,14 @@ def _never_started(begun: Begun, started: float) -> RunRecord:
 
 
 def _folder(
-    name: str, resume: Resume, screen: Screen, stack: contextlib.ExitStack
+    name: str, resume: Resume, screen: Screen, stack: contextlib.ExitStack, store: Store | None
 ) -> tuple[RunFolder, int | None, list[Row]]:
     """Return the folder of a run, which has it for itself until the stack ends, and what it has so far."""
     root = Path("runs")
+    if resume and store is not None:
+        store.bring(name, root)
     found = _to_resume(name, root, resume, screen) if resume else None
-    folder = found or RunFolder.create(name, root)
+    folder = found or RunFolder.create(name, root, *([] if store is None else [store.has]))
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check
     if found is None:
         return folder, None, []

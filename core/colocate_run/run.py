@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from colocate_run.leaving import Notices
 from colocate_run.observing import LOGGED, RunObservers
 from colocate_run.saving import Checkpoints
 from colocate_run.stopping import Asked, StopSignals
+from colocate_run.store import Store
 
 if TYPE_CHECKING:
     from colocate import ColocatedGroup, Runtime
@@ -55,6 +57,7 @@ class Run:
     _metrics: list[Row]
     _observers: RunObservers | None = None
     _notices: Notices | None = None
+    _store: Store | None = None
     record: RunRecord | None = attrs.field(default=None, init=False)
     _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
@@ -64,7 +67,8 @@ class Run:
     _warned: set[str] = attrs.field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._checkpoints = Checkpoints(self._folder, self._restarts, self._complete)
+        bring = None if self._store is None else partial(self._store.put, self._folder, self.name)
+        self._checkpoints = Checkpoints(self._folder, self._restarts, self._complete, bring)
         self._goes_on_from(self.resumed)
 
     def __repr__(self) -> str:

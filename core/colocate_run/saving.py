@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from colocate.driver import Restarts, Saving, Thread
@@ -21,15 +22,20 @@ class Checkpoints:
         folder: The run's.
         restarts: Returns what is known of all groups' checkpoints.
         written: Is told of each that is complete: its step, and where it lies.
+        bring: Brings one to where it is kept besides, by its step; None for nowhere.
 
     Attributes:
         times: When the states that they have were taken, of those that are complete.
     """
 
     def __init__(
-        self, folder: RunFolder, restarts: Callable[[], list[Restarts]], written: Callable[[int, Path], object]
+        self,
+        folder: RunFolder,
+        restarts: Callable[[], list[Restarts]],
+        written: Callable[[int, Path], object],
+        bring: Callable[[int], object] | None,
     ) -> None:
-        self._folder, self._restarts, self._written = folder, restarts, written
+        self._folder, self._restarts, self._written, self._bring = folder, restarts, written, bring
         self.times: list[float] = []
         self._taken = 0.0
         self._under_way: tuple[int, Future[None]] | None = None
@@ -38,7 +44,8 @@ class Checkpoints:
     def write(self, step: int) -> Iterator[Path]:
         """A folder to write the checkpoint of a step into. It counts when the block ends well.
 
-        What groups have begun to write in it is waited for on a thread, before it counts.
+        What groups have begun to write in it is waited for on a thread, before it counts, and so is its way to where it
+        is kept besides.
         """
         whole = self._whole(step)
         directory = whole.__enter__()
@@ -53,14 +60,35 @@ class Checkpoints:
         self._taken = time.time()
         if not (begun := self._begun_in(directory)):
             whole.__exit__(None, None, None)
-            return
+            if self._bring is None:
+                self._written(step, self._folder.of(step))
+                return
         over: Future[None] = Future()
         self._under_way = step, over
-        go_on = Thread(target=_go_on, args=(whole, begun, over), name=f"colocate-checkpoint-{step}")
+        go_on = partial(self._go_on, step, whole, begun, over)
         try:
-            go_on.start()
+            Thread(target=go_on, name=f"colocate-checkpoint-{step}").start()
         except RuntimeError:  # no thread is to be had
-            _go_on(whole, begun, over)
+            go_on()
+
+    def _go_on(self, step: int, whole: AbstractContextManager[Path], begun: list[Saving], over: Future[None]) -> None:
+        """Complete a checkpoint: when groups have written what they have begun, and where it is kept besides."""
+        try:
+            if begun:
+                try:
+                    for each in begun:
+                        each.result()
+                except BaseException as error:
+                    whole.__exit__(type(error), error, error.__traceback__)
+                    raise
+                whole.__exit__(None, None, None)
+            if self._bring is not None:
+                self._bring(step)
+            self._written(step, self._folder.of(step))
+        except BaseException as error:
+            over.set_exception(error)
+        else:
+            over.set_result(None)
 
     def settle(self) -> None:
         """Wait for the one that is under way, if one is.
@@ -100,25 +128,8 @@ class Checkpoints:
         for each in self._restarts():
             each.moved(directory, self._folder.of(step))
             each.progressed()
-        self._written(step, self._folder.of(step))
 
     def _begun_in(self, directory: Path) -> list[Saving]:
         """Return what groups write there, or have failed to, and nobody was told."""
         begun = [each.saving for each in self._restarts()]
         return [each for each in begun if each is not None and each.is_open and each.folder.is_relative_to(directory)]
-
-
-def _go_on(whole: AbstractContextManager[Path], begun: list[Saving], over: Future[None]) -> None:
-    """Complete a checkpoint when groups have written what they have begun."""
-    try:
-        try:
-            for each in begun:
-                each.result()
-        except BaseException as error:
-            whole.__exit__(type(error), error, error.__traceback__)
-            raise
-        whole.__exit__(None, None, None)
-    except BaseException as error:
-        over.set_exception(error)
-    else:
-        over.set_result(None)

@@ -121,6 +121,13 @@ def resources_problem(value: object) -> str | None:
 _OWN_RESOURCES = {"cpu": "cpus", "gpu": "gpus", "memory": "host_memory"}
 
 
+def url_problem(url: object) -> str | None:
+    """Return why something can't be where checkpoints are kept, in words; None where it can."""
+    if url is None or (isinstance(url, str) and re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", url)):
+        return None
+    return f"must be the address of a folder in a store, as s3://bucket/folder, not {shown(url)}"
+
+
 def together_problem(value: object) -> str | None:
     """Return what is wrong with the name of a label that nodes are to share, in words; None when nothing is."""
     if value is None or (isinstance(value, str) and value):

@@ -17,6 +17,7 @@ from colocate.signatures import (
     labels_problem,
     resources_problem,
     together_problem,
+    url_problem,
 )
 from colocate_run.config.variables import literal
 
@@ -204,6 +205,8 @@ class Config:
         plugins: Which plugins may be used.
         observe: Who is told of the run, as in `[tensorboard, {use: mlflow, with: {experiment: sums}}]`.
         trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
+        checkpoints: Where the run's checkpoints are kept besides, as `s3://bucket/folder`: `--resume` goes on from
+            there on another machine. Extra `stores`.
         origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
             option of the command line, with line 0, where that has made it.
         withheld: Values with a secret of the environment's (`${HF_TOKEN}`), by place, as they were written: they are
@@ -220,6 +223,7 @@ class Config:
     plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
     observe: list[ObserverConfig] = attrs.field(factory=list)
     trace: bool = False
+    checkpoints: Annotated[str | None, Checked(url_problem)] = None
     origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
     withheld: Mapping[Place, str] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 

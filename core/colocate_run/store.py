@@ -1,0 +1,159 @@
+"""`Store`: what runs have saved, in an object store. A checkpoint counts there when the list of its files is put, last.
+
+For each run there is `RUN/step-000020/...`, and beside that `RUN/step-000020.json`, which is the list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from colocate.driver import atomic_folder
+from colocate.errors import ColocateError, ConfigError
+from colocate.texts import error_text
+from colocate_run.folder import RunFolder
+
+OF_RUN = ("config.yaml", "metrics.jsonl")
+"""Files of a run's folder that go along: who goes on elsewhere has what was logged."""
+_BESIDE = ".run"  # the folder of a checkpoint in which they are
+_LIST = re.compile(r"(step-(\d+))\.json")
+
+
+class Store:
+    """One folder of it.
+
+    Args:
+        url: Where that is: `s3://bucket/folder`, or what else fsspec knows.
+
+    Raises:
+        ConfigError: It isn't to be had.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            core = importlib.import_module("fsspec.core")  # an extra's
+            found: tuple[Any, str] = core.url_to_fs(
+                self.url, **({"auto_mkdir": True} if url.startswith("file:") else {})
+            )
+            self._files, self._root = found[0], found[1].rstrip("/")
+            if bucket := self._root.partition("/")[0]:
+                with contextlib.suppress(PermissionError):  # only what is in the folder may be looked at
+                    self._files.ls(bucket)
+            self._names("")
+        except ImportError as error:
+            raise ConfigError(
+                f"checkpoints: {url}: {error}; pip install 'colocate[stores]' brings it for s3"
+            ) from error
+        except Exception as error:  # of whatever library there is for it
+            raise ConfigError(f"checkpoints: {url} isn't to be had: {error_text(error)}") from error
+
+    def has(self, run: str) -> bool:
+        """Return whether there is anything of a run."""
+        return bool(self._names(run))
+
+    def put(self, folder: RunFolder, name: str, step: int) -> None:
+        """Bring a checkpoint of a run there; then remove what isn't in its folder any more.
+
+        Args:
+            folder: The run's.
+            name: What the run's config is called.
+            step: The checkpoint's.
+
+        Raises:
+            ColocateError: It can't be; those from before stay.
+        """
+        path, run = folder.of(step), folder.path.name
+        there = f"{self._root}/{run}"
+        target = f"{there}/{path.name}"
+        try:
+            names = self._names(run)
+            listed = {found[1] for each in names if (found := _LIST.fullmatch(each))}
+            halves = {each for each in names if not each.endswith(".json")} - listed  # of a run that was killed
+            self._remove(run, halves | {path.name})
+            files = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if each.is_file()}
+            sizes = {each: source.stat().st_size for each, source in files.items()}
+            self._files.put([str(source) for source in files.values()], [f"{target}/{each}" for each in files])
+            for each in OF_RUN:
+                if (source := folder.path / each).exists():
+                    data = source.read_bytes()  # to which the run may add meanwhile
+                    self._files.pipe_file(f"{target}/{_BESIDE}/{each}", data)
+                    sizes[f"{_BESIDE}/{each}"] = len(data)
+            self._look(target, sizes)
+            record = {"step": step, "name": name, "files": sizes}
+            self._files.pipe_file(f"{target}.json", json.dumps(record).encode())
+            self._remove(run, listed - {each.name for _, each in folder.checkpoints()})
+        except Exception as error:  # of whatever library there is for it
+            raise ColocateError(
+                f"the checkpoint of step {step} is in {path}, and couldn't be brought to {there}: {error_text(error)}"
+            ) from error
+
+    def bring(self, name: str, root: Path) -> None:
+        """Have the newest run of a name be on this machine, as far as it is saved, where that is farther than here.
+
+        Raises:
+            ConfigError: It can't be.
+        """
+        pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+        runs = [(int(match[1] or 1), run) for run in self._names("") if (match := pattern.fullmatch(run))]
+        for _, run in sorted(runs, reverse=True):
+            lists = [found for each in self._names(run) if (found := _LIST.fullmatch(each))]
+            if not lists:
+                continue
+            last = max(lists, key=lambda each: int(each[2]))
+            record = json.loads(self._files.cat_file(f"{self._root}/{run}/{last[0]}"))
+            if record["name"] != name:  # demo-2 may be the first of a config called so
+                continue
+            folder = RunFolder((root / run).absolute())
+            if not (here := folder.checkpoints()) or here[-1][0] < record["step"]:
+                try:
+                    self._get(folder, record)
+                except Exception as error:
+                    raise ConfigError(f"can't go on from {self.url}/{run}: {error_text(error)}") from error
+            return
+
+    def _get(self, folder: RunFolder, record: Mapping[str, Any]) -> None:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        source = f"{self._root}/{folder.path.name}/{folder.of(record['step']).name}"
+        with atomic_folder(folder.of(record["step"])) as part:
+            targets = {name: part / name for name in record["files"]}
+            for target in targets.values():
+                target.parent.mkdir(parents=True, exist_ok=True)
+            self._files.get([f"{source}/{name}" for name in targets], [str(target) for target in targets.values()])
+            wrong = [name for name, target in targets.items() if target.stat().st_size != record["files"][name]]
+            if wrong:
+                raise ColocateError(f"{', '.join(wrong[:3])} isn't what was saved there")
+            for path in (part / _BESIDE).glob("*"):
+                path.replace(folder.path / path.name)
+            (part / _BESIDE).rmdir()
+
+    def _look(self, prefix: str, sizes: Mapping[str, int]) -> None:
+        """See that files are there as they were put."""
+        self._files.invalidate_cache()
+        found = {path[len(prefix) + 1 :]: told["size"] for path, told in self._files.find(prefix, detail=True).items()}
+        if wrong := [name for name, size in sizes.items() if found.get(name) != size]:
+            raise ColocateError(f"{', '.join(wrong[:3])} isn't there as it was put")
+
+    def _names(self, run: str) -> list[str]:
+        """Return what lies in the folder of a run, or in that of all, by name."""
+        self._files.invalidate_cache()
+        folder = f"{self._root}/{run}".rstrip("/")
+        try:
+            found = self._files.ls(folder, detail=False)
+        except FileNotFoundError:
+            return []
+        names = {str(path).rstrip("/").rpartition("/")[2] for path in found if str(path).rstrip("/") != folder}
+        return sorted(names - {""})
+
+    def _remove(self, run: str, names: set[str]) -> None:
+        """Remove checkpoints: first the list by which each counts."""
+        there = set(self._names(run)) if names else set()
+        for name in sorted(names):
+            for each in (f"{name}.json", name):
+                if each in there:
+                    self._files.rm(f"{self._root}/{run}/{each}", recursive=True)

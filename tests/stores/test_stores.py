@@ -1,0 +1,166 @@
+"""Checkpoints of runs in object stores: they count when all of them is there, and a run goes on from them elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Role, Run, method
+from colocate.config import load_config
+from colocate.errors import ColocateError, ConfigError
+from colocate_run.folder import RunFolder
+from colocate_run.store import Store
+
+pytest.importorskip("fsspec", reason="the extra `stores`")
+
+
+def made(root: Path, name: str, *steps: int) -> RunFolder:
+    """The folder of a run that has saved itself after some steps."""
+    folder = RunFolder.create(name, root)
+    folder.write("config.yaml", load_config({"name": name}).dump())
+    for step in steps:
+        save(folder, step)
+    return folder
+
+
+def save(folder: RunFolder, step: int) -> None:
+    folder.append({"step": step})
+    folder.close()
+    with folder.checkpoint(step) as directory:
+        (directory / "policy" / ".own").mkdir(parents=True)
+        (directory / "policy" / ".own" / "weights").write_bytes(bytes([step]) * 100_000)
+        (directory / "step").write_text(str(step))
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {each.relative_to(path).as_posix(): each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+
+def test_a_checkpoint_there_and_back(url: str, tmp_path: Path) -> None:
+    """Byte for byte, with what the run has logged; those that its folder has no longer are gone there, too."""
+    store, here = Store(url), made(tmp_path / "here", "demo")
+    assert not store.has("demo")
+    for step in (1, 2, 10):
+        save(here, step)
+        store.put(here, "demo", step)
+    store.put(here, "demo", 10)  # it may be there already
+    assert Store(url)._names("demo") == ["step-000002", "step-000002.json", "step-000010", "step-000010.json"]
+    Store(url).bring("demo", tmp_path / "there")
+    there = RunFolder.latest("demo", tmp_path / "there")
+    assert [step for step, _ in there.checkpoints()] == [10]
+    assert files(there.of(10)) == files(here.of(10))
+    assert [row["step"] for row in there.rewind(10)] == [1, 2, 10]
+    assert sorted(path.name for path in there.path.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+
+
+def test_one_that_is_not_whole_does_not_count(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before is gone on from; what was left there is removed by the next."""
+    store, here = Store(url), made(tmp_path / "here", "demo", 1, 2)
+    store.put(here, "demo", 1)
+
+    def cut(*args: Any, **more: Any) -> None:
+        raise OSError("the connection was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, "pipe_file", cut)
+        with pytest.raises(ColocateError, match=r"step 2 is in .*, and couldn't be brought to .*connection was lost"):
+            store.put(here, "demo", 2)
+    assert "step-000002" in store._names("demo")
+    Store(url).bring("demo", tmp_path / "there")
+    assert [step for step, _ in RunFolder.latest("demo", tmp_path / "there").checkpoints()] == [1]
+    save(here, 3)
+    store.put(here, "demo", 3)
+    assert [name for name in store._names("demo") if "." not in name] == ["step-000003"]
+
+
+def test_whose_run_it_is(url: str, tmp_path: Path) -> None:
+    """The newest of this name; of a config that is called like a second one of it, none. Here it may be farther."""
+    store = Store(url)
+    for name, steps in {"demo": (1,), "demo-2": (5,)}.items():
+        store.put(made(tmp_path / "here", name, *steps), name, steps[-1])
+    store.bring("demo", tmp_path / "there")
+    assert RunFolder.latest("demo", tmp_path / "there").path.name == "demo"
+    farther = made(tmp_path / "farther", "demo", 1, 2)
+    store.bring("demo", tmp_path / "farther")
+    assert [step for step, _ in farther.checkpoints()] == [1, 2]
+    assert RunFolder.create("demo", tmp_path / "new", store.has).path.name == "demo-3"
+    store.bring("other", tmp_path / "there")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["demo"]
+
+
+class Counter(Role):
+    """Counts, and writes in two halves."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @method
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+    def save(self, directory: str) -> Any:
+        taken = self.count
+        yield
+        Path(directory, str(self.ctx.rank)).write_text(str(taken))
+
+    def restore(self, directory: str) -> None:
+        self.count = int(Path(directory, str(self.ctx.rank)).read_text())
+
+
+def count(run: Run, *, steps: int) -> None:
+    """A job that saves itself after each step, beside the next one."""
+    group = run.groups["policy"]
+    done = 0 if run.resumed is None else json.loads((run.resumed / "done").read_text())
+    for step in range(done + 1, steps + 1):
+        run.log(step, count=group["counter"].add(step)[0])
+        with run.checkpoint(step) as directory:
+            group.checkpoint(directory / "policy", wait=False)
+            (directory / "done").write_text(str(step))
+
+
+def test_a_run_goes_on_on_another_machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has none of its files: with the same numbers, and all that was logged. A new run gets another name."""
+
+    def rows(machine: str, steps: int, resume: bool) -> tuple[str, list[Any]]:
+        (tmp_path / machine).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / machine)
+        config = {
+            "name": "counts",
+            "checkpoints": url,
+            "pools": {"main": {"slots": 2}},
+            "groups": {"policy": {"pool": "main", "roles": {"counter": f"{__name__}:Counter"}}},
+            "job": {"use": f"{__name__}:count", "with": {"steps": steps}},
+        }
+        with colocate.launch(load_config(config)) as job:
+            record = job.run(resume=resume, quiet=True)
+        return record.directory.name, [(row["step"], row["count"]) for row in record.metrics]
+
+    assert rows("one", 2, False) == ("counts", [(1, 1), (2, 3)])
+    assert rows("two", 4, True) == ("counts", [(1, 1), (2, 3), (3, 6), (4, 10)])
+    assert rows("one", 5, True) == ("counts", [(1, 1), (2, 3), (3, 6), (4, 10), (5, 15)])
+    assert rows("three", 1, False) == ("counts-2", [(1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("nowhere://bucket/x", "nowhere"), ("s3:bucket", "must be the address of a folder in a store"), (3, "address")],
+)
+def test_what_is_no_store(wrong: Any, words: str) -> None:
+    def begin() -> None:
+        load_config({"name": "demo", "checkpoints": wrong})
+        Store(wrong)
+
+    with pytest.raises(ConfigError, match=words):
+        begin()
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_bucket_that_is_not_there() -> None:
+    """It is said before a worker starts."""
+    with pytest.raises(ConfigError, match="s3://no-such-bucket/x isn't to be had: FileNotFoundError"):
+        Store("s3://no-such-bucket/x")
