@@ -36,6 +36,7 @@ from colocate._system.recent import merged as merged
 from colocate._system.room import SpillFile as SpillFile
 from colocate._system.room import free_memory as free_memory
 from colocate._system.threads import Thread as Thread
+from colocate._views import resizing
 from colocate._worker_group.saved import found_in as found_in
 from colocate._worker_group.saving import Saving as Saving
 from colocate._worker_group.worker_group import Restarts as Restarts
@@ -155,6 +156,16 @@ class Driver:
 def restarts_of(group: ColocatedGroup) -> Restarts:
     """Return what is known of a group's restarts and of the checkpoints that these begin from."""
     return group._node.restarts
+
+
+def regrow(group: ColocatedGroup) -> ColocateError | None:
+    """Begin to restart a group that has fewer slots than it may, if there are more for it; return what it is told."""
+    node = group._node
+
+    def begin() -> ColocateError | None:
+        return resizing.begin(node) if resizing.has_more(node) else None
+
+    return off_main(begin) if node.size < len(node.whole) and node.restarts.checkpoint is not None else None
 
 
 def fail(group: ColocatedGroup, error: ColocateError) -> None:

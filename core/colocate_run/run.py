@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate.driver import Driver, Restarts, fail, found_in, restarts_of
+from colocate.driver import Driver, Restarts, fail, found_in, regrow, restarts_of
 from colocate.errors import ClosedError, GroupRestarted
 from colocate.texts import shown
 from colocate_report.record import Leaving, LogRecord, Row, RunRecord, scalars_of
@@ -65,6 +65,7 @@ class Run:
     _checkpoints: Checkpoints = attrs.field(init=False)
     _is_over: bool = attrs.field(default=False, init=False)
     _warned: set[str] = attrs.field(factory=set, init=False)
+    _looks_for_slots: bool = attrs.field(default=False, init=False)  # whether there is a checkpoint to go on from
 
     def __attrs_post_init__(self) -> None:
         bring = None if self._store is None else partial(self._store.put, self._folder, self.name)
@@ -111,8 +112,10 @@ class Run:
             ValueError: One has the name `seconds` or `time`, which a line has for `timed` and when it was logged, or is
                 too large for a float; or the step is, for 64 bits.
             ClosedError: The run is over.
+            GroupRestarted: A group that has gone on with fewer slots has all of them again (`at_least` of its pool).
         """
         self._check("log")
+        self._regrow()
         for name, what in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
             if name in scalars:
                 raise ValueError(f"run.log: {name!r} is where a line has {what}; call the number otherwise")
@@ -277,8 +280,21 @@ class Run:
         if self._notices is not None:
             self._notices.saved(noticed)
 
+    def _regrow(self) -> None:
+        """Have groups that have gone on with fewer slots go on with all of them, if there are more since a checkpoint.
+
+        Raises:
+            GroupRestarted: One does: the job begins again with that checkpoint. The step that it logs is done again.
+        """
+        looks, self._looks_for_slots = self._looks_for_slots, False
+        if looks and not self.stopping:
+            told = [error for group in self.groups.values() if group.alive and (error := regrow(group)) is not None]
+            for error in told[:1]:
+                raise error
+
     def _complete(self, step: int, directory: Path) -> None:
         """A checkpoint is."""
+        self._looks_for_slots = True
         self._warn_of_others(directory)
         if self._observers:
             self._observers.soon(Driver(self.runtime), "colocate_run_checkpointed", step, directory)

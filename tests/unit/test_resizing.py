@@ -42,8 +42,8 @@ class Machines:
         return Reservation(places, found)
 
     def release(self, reservation: Reservation) -> None:
-        del self.held[id(reservation.handle)]
-        self._release(reservation.handle)
+        ours = self.held.pop(id(reservation.handle), 0)
+        self._release(reservation.handle if ours else reservation)
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation:
         assert request.slots == len(lost)
@@ -219,3 +219,43 @@ def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> No
     assert "have died 2 times on node n1, which is avoided: a spare takes its place" in told[1]
     assert "have died 2 times on node n2" in told[3]
     assert [each.node for each in pool.slots] == ["n0", "n2"]  # on n1 no fewer have died
+
+
+def job(run: Any) -> None:
+    """Loses a slot after the first step, and finds another after the second."""
+    group, pool = run.groups["g"], run.runtime._node
+    count = group.role("count", Resizable)
+    begins = 0 if run.resumed is None else int(run.resumed.name.rpartition("-")[2]) + 1
+    with Path("seen").open("a") as file:
+        print(begins, len(sizes(group)), file=file)
+    if not begins:
+        pool.machines = Machines(run.runtime, pytest.MonkeyPatch(), replaces=True)
+    for step in range(begins, 4):
+        count.add()
+        run.log(step, slots=len(sizes(group)))
+        with run.checkpoint(step) as folder:
+            group.checkpoint(folder / "g")
+        if step == 0:
+            pool.machines.lose(group, 1)
+        pool.machines.there = 4 if step else -1
+
+
+def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins again after a checkpoint, when there are more slots."""
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "name": "resized",
+        "pools": {"main": {"slots": 3, "at_least": 2, "regrow_timeout": 0.1}},
+        "groups": {
+            "g": {
+                "pool": "main",
+                "on_failure": "restart",
+                "roles": {"count": "colocate.testing.probes.lasting:Resizable"},
+            }
+        },
+        "job": "tests.unit.test_resizing:job",
+    }
+    with colocate.launch(colocate.load_config(config)) as launched:
+        record = launched.run(quiet=True)
+    assert (tmp_path / "seen").read_text().split("\n") == ["0 3", "1 2", "2 3", ""]
+    assert [(row["step"], row["slots"]) for row in record.metrics] == [(0, 3), (1, 2), (2, 3), (3, 3)]
