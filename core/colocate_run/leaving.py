@@ -12,7 +12,7 @@ import attrs
 from colocate.driver import Driver, Thread
 from colocate.errors import ColocateError
 from colocate_report.record import Leaving
-from colocate_run.stopping import ends_at
+from colocate_run.slurm import ends_at
 
 LOOKS_S = 2.0
 """How often one looks."""

@@ -25,7 +25,7 @@ from colocate.texts import columns
 from colocate_report.contention import waits
 from colocate_report.record import RunRecord, saved, scalars_of, timed_phases, told_restarts
 from colocate_report.tables import keys_of
-from colocate_run.stopping import time_limit
+from colocate_run.slurm import time_limit
 
 if TYPE_CHECKING:
     from colocate_run.log import RunLog

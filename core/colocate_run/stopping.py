@@ -1,4 +1,4 @@
-"""`StopSignals`: how a run is asked to end, and until when it has time for that.
+"""`StopSignals`: how a run is asked to end.
 
 SIGTERM asks, however often it comes: schedulers send it several times (Slurm at a preemption twice within a moment),
 and have SIGKILL for what won't end. A second Ctrl-C, which somebody at a terminal has pressed, ends it at once.
@@ -6,10 +6,8 @@ and have SIGKILL for what won't end. A second Ctrl-C, which somebody at a termin
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
@@ -65,19 +63,3 @@ class StopSignals:
             self.count += 1
             if number == signal.SIGINT and (again or self.during == "the end"):
                 raise KeyboardInterrupt(number)
-
-
-def ends_at() -> float | None:
-    """Return when a batch system will end this job, in seconds of `time.time()`; None where none has said."""
-    try:
-        return float(int(os.environ["SLURM_JOB_END_TIME"]))
-    except (KeyError, ValueError):
-        return None
-
-
-def time_limit() -> str | None:
-    """Return the same in words."""
-    if (ends := ends_at()) is None:
-        return None
-    left = ends - time.time()
-    return f"Slurm's time limit is at {time.strftime('%H:%M:%S', time.localtime(ends))}, in {left:.0f} s"

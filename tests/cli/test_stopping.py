@@ -188,3 +188,16 @@ def test_the_time_limit_is_told(held: Callable[..., Held]) -> None:
     left = int(told.removesuffix(" s").rpartition(" ")[2])
     assert 3500 < left <= 3600
     assert run.ended()[0] == 128 + signal.SIGTERM
+
+
+def test_many_tasks_of_srun(colocate: CommandLine) -> None:
+    """They would be as many whole runs."""
+    colocate.write("demo.yaml", "job: beside:job\n")
+    colocate.write("beside.py", "def job(run):\n    print('ran')\n")
+    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # a batch script has these, and is one process
+    done = colocate("run", "demo.yaml", **batch)
+    assert (done.returncode, "ran\n" in done.stdout) == (0, True)
+    done = colocate("run", "demo.yaml", SLURM_STEP_NUM_TASKS="2", **batch)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: colocate run: srun has started it 2 times, this one as task 0: ")
+    assert "srun --ntasks=1 colocate run ..." in done.stderr

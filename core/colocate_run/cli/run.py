@@ -18,6 +18,7 @@ from colocate_run.launch import opened
 from colocate_run.log import RunLog
 from colocate_run.recording import Resume, begin, execute
 from colocate_run.screen import Screen, Unread
+from colocate_run.slurm import refuse_many_tasks
 from colocate_run.stopping import Asked, StopSignals
 
 _LOST = "everything is closed, what came after the last checkpoint is lost"
@@ -55,6 +56,7 @@ def _run(
     # What a job prints must not get between a script and the JSON it waits for.
     redirected = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
     with StopSignals(screen.stopping) as signals, redirected, log.listening():
+        refuse_many_tasks()
         config = load(file, executor, changes, allow_import=allow_import)
         with begin(config, log, resume=resume, screen=screen) as begun:
             with contextlib.ExitStack() as stack:

@@ -1,0 +1,97 @@
+"""The batch scripts of the page Operations on a Slurm: a job saves and goes on, whichever way it is asked to end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.clusters.machines import ROOT
+from tests.clusters.slurm import Slurm, idle, lacks, slurm_on
+
+from colocate.testing.waiting import wait_until
+
+SCRIPTS = ROOT / "docs" / "examples" / "operations"
+NODES = 3
+TIMES = int(os.environ.get("COLOCATE_TIMES", "1"))
+KINDS = {"one node": "train.sbatch", "ray": "ray-nodes.sbatch", "dask": "dask-nodes.sbatch"}
+# What happens, and the grace that preempted jobs have.
+WAYS = {
+    "preempted": 0,
+    "preempted with grace": 60,
+    "time limit": 0,
+    "scancel --signal": 0,
+    "scancel --full": 0,
+    "scancel": 0,
+    "requeue": 0,
+    "node killed": 0,
+}
+KILL_WAIT_S = 30
+
+
+@pytest.fixture
+def slurm(namespaces: None, request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """A Slurm whose preempted jobs have so much grace as the test's parameter says."""
+    missing = lacks()
+    if missing is not None:
+        pytest.skip(missing)
+    with slurm_on(NODES, grace=request.param, kill_wait=KILL_WAIT_S) as found:
+        for path in (ROOT / "tests" / "clusters" / "jobs").glob("*.*"):
+            shutil.copy(path, found.folder)
+        yield found
+
+
+def submit(slurm: Slurm, kind: str, *more: str) -> int:
+    own = ["--gpus-per-node=1", "--cpus-per-task=4", "--time=30", "--partition=low", *more]
+    own += [] if kind == "one node" else [f"--nodes={NODES}"]
+    return slurm.submit(*own, str(SCRIPTS / KINDS[kind]), "ticks.yaml")
+
+
+def saved(slurm: Slurm) -> int:
+    """Return the last step that it has whole."""
+    found = (slurm.folder / "runs").glob("ticks*/checkpoints/step-*")
+    return max((int(path.name.removeprefix("step-")) for path in found), default=0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("time_", range(TIMES))
+@pytest.mark.parametrize(("way", "slurm"), WAYS.items(), indirect=["slurm"], ids=WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> None:
+    if kind != "one node" and way == "scancel --full":
+        pytest.skip("srun ends Ray's and Dask's steps then, as docs/operations.md says")
+    job = submit(slurm, kind, *(["--time=3", "--signal=TERM@75"] if way == "time limit" else []))
+    slurm.wait_for_line(job, r"^step 25 ", within=200)
+    began, node = time.monotonic(), int(slurm.node(job).removeprefix("n"))
+    if way.startswith("preempted"):
+        (slurm.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 5\n")
+        slurm.submit("--partition=high", f"--nodes={NODES}", "--exclusive", "urgent.sh")
+    elif way == "node killed":
+        slurm.machines[node].kill()
+    elif way == "requeue":
+        slurm("scontrol", "requeue", str(job))
+    elif way != "time limit":
+        words = {"scancel --signal": ["--signal=TERM"], "scancel --full": ["--full", "--signal=TERM"], "scancel": []}
+        slurm("scancel", *words[way], str(job))
+    if way != "node killed":
+        step = int(slurm.wait_for_line(job, r"^stopped by SIGTERM.*; saved up to step (\d+), ", within=150))
+        print(f"{kind}, {way}: saved step {step} after {time.monotonic() - began:.1f} s")
+        assert step == saved(slurm)
+        last = re.findall(r"^step (\d+) ", slurm.printed(job), re.MULTILINE)[-1]
+        assert step == int(last)  # nothing is lost
+    if way == "scancel":
+        slurm.wait_for(job, "CANCELLED", within=KILL_WAIT_S + 30)
+        wait_until(lambda: idle(slurm) == NODES, "its nodes are free")
+        assert slurm.printed(job).count("ticks: running in runs/ticks") == 1
+        return
+    if way == "node killed":
+        if kind != "one node":
+            slurm.machines[node].boot()
+        step = saved(slurm)
+    resumed = int(slurm.wait_for_line(job, r"going on after step (\d+)$", within=200))
+    print(f"{kind}, {way}: went on after {time.monotonic() - began:.1f} s")
+    assert resumed == step
+    slurm.wait_for_line(job, rf"^step {step + 5} ", within=60)  # it counts what it has restored
