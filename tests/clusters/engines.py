@@ -59,9 +59,15 @@ class OnMachines:
 
 
 def ray_on(
-    machines: Machines, *, cpus: int = 4, head_cpus: int = 0, options: Sequence[str] = (), env: Mapping[str, str] = {}
+    machines: Machines,
+    *,
+    cpus: int = 4,
+    head_cpus: int = 0,
+    later: int = 0,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] = {},
 ) -> OnMachines:
-    """Start a Ray: its head on n0, a node on each of the others."""
+    """Start a Ray: its head on n0, a node on each of the others but for the last ones, which join later."""
     head = machines[0]
     small = ["--object-store-memory=100000000", "--disable-usage-stats", *options]
 
@@ -71,7 +77,7 @@ def ray_on(
 
     books = ["--head", "--port=6379", f"--node-ip-address={head.address}", f"--num-cpus={head_cpus}"]
     head.run("ray", "start", *books, "--include-dashboard=false", *small, env=env)
-    _each(machines, join)
+    _each([*machines][1 : len(machines) - later], join)
 
     def count() -> int:
         done = head.run("python", "-c", _COUNTS_RAYS, check=False)
@@ -84,11 +90,12 @@ def dask_on(
     machines: Machines,
     *,
     workers: int = 1,
+    later: int = 0,
     options: Sequence[str] = (),
     scheduler: Sequence[str] = (),
     env: Mapping[str, str] = {},
 ) -> OnMachines:
-    """Start a Dask: its scheduler on n0, so many workers on each of the others."""
+    """Start a Dask: its scheduler on n0, so many workers on each of the others but for those that join later."""
     head = machines[0]
     address = f"tcp://{head.address}:8786"
     books = ["dask", "scheduler", "--host", head.address, "--port", "8786", "--no-dashboard", *scheduler]
@@ -103,16 +110,15 @@ def dask_on(
         done = head.run("python", "-c", _COUNTS_DASKS.format(address), check=False)
         return int(done.stdout.split()[-1]) if done.stdout.split() else 0
 
-    _each(machines, join)
+    _each([*machines][1 : len(machines) - later], join)
     found = OnMachines("dask", address, machines, join, count)
-    found.wait_for(workers * (len(machines) - 1))
+    found.wait_for(workers * (len(machines) - 1 - later))
     return found
 
 
-def _each(machines: Machines, join: Callable[[Machine], object]) -> None:
+def _each(nodes: Sequence[Machine], join: Callable[[Machine], object]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    nodes = [*machines][1:]
     with ThreadPoolExecutor(max(1, len(nodes))) as threads:
         for _ in threads.map(join, nodes):
             pass

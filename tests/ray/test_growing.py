@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.clusters import NONE_IDLE, SPARING, started
@@ -63,3 +67,59 @@ def test_more_than_it_makes(runtime: Runtime) -> None:
     assert len(caught.value.nodes) == 1
     with pytest.raises(PlacementError, match="can never fit"):
         runtime.reserve(1, cpus=1, grow=False)
+
+
+def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both generations, as Ray's own classes have it; a cluster without one reports a type for each node."""
+    from ray._private import worker
+    from ray.autoscaler._private.autoscaler import AutoscalerSummary
+    from ray.autoscaler._private.node_provider_availability_tracker import (
+        NodeAvailabilityRecord,
+        NodeAvailabilitySummary,
+        UnavailableNodeInformation,
+    )
+    from ray.autoscaler.v2 import schema, sdk
+
+    from colocate_ray.growing import autoscaler
+
+    report: dict[str, Any] = {}
+    status: Any = schema.ClusterStatus()
+    store = SimpleNamespace(internal_kv_get=lambda key, namespace: json.dumps(report) if report else None)
+    monkeypatch.setattr(worker.global_worker, "gcs_client", store, raising=False)
+    context = SimpleNamespace(gcs_address="")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(sdk, "get_cluster_status", lambda address: status)
+    assert autoscaler() is None
+
+    why = UnavailableNodeInformation("OutOfCapacity", "none left")
+    availability = NodeAvailabilitySummary({"big": NodeAvailabilityRecord("big", False, 0.0, why)})
+    said: Any = AutoscalerSummary(
+        active_nodes={"head": 1},
+        idle_nodes=None,
+        pending_nodes=[("10.0.0.1", "cpu", "setting-up")],
+        pending_launches={"cpu": 2},
+        failed_nodes=[("10.0.0.2", "cpu")],
+        node_availability_summary=availability,
+    )
+    report["autoscaler_report"] = asdict(said)
+    found = autoscaler()
+    assert found is not None
+    assert found.words == (
+        "Ray's autoscaler has 1 head, and waits for 3 cpu; a node cpu failed; no big is to be had: none left"
+    )
+    report["autoscaler_report"] |= {"active_nodes": {"node_12ab": 1}, "pending_nodes": [], "pending_launches": {}}
+    assert autoscaler() is None
+
+    report.clear()
+    node = partial(schema.NodeInfo, "", instance_id="", ip_address="", node_status="IDLE")
+    launch: Any = schema.LaunchRequest("", "cpu", 2, schema.LaunchRequest.Status.PENDING, 0)
+    status.idle_nodes.append(node(ray_node_type_name="headgroup", node_id=""))
+    status.pending_launches.append(launch)
+    status.failed_launches.append(replace(launch, details="no quota"))
+    assert autoscaler() is None  # nothing is said by one
+    status.stats.autoscaler_version = "7"
+    found = autoscaler()
+    assert found is not None
+    assert found.words == (
+        "Ray's autoscaler has 1 headgroup, and waits for 2 cpu; 2 cpu couldn't be launched: no quota"
+    )
