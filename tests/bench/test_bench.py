@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.usefixtures("no_leaks")
 def test_stub() -> None:
     """The stub executor is an executor: groups start, answer calls on all of their slots, keep, and close."""
-    with Runtime._of(Connection("stub", StubExecutor(), 0, False, None, 60.0, None, None)) as runtime:
+    with Runtime._of(Connection("stub", StubExecutor(), 0, False, None, 60.0, None, None, None)) as runtime:
         pool = runtime.reserve(slots=300)
         group = pool.spawn({"echo": colocate.role(Echo), "rows": colocate.role(Rows).on(slots=range(299, 99, -1))})
         rows = group.role("rows", Rows)

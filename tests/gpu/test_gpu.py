@@ -42,6 +42,7 @@ from colocate.testing.executors import (  # noqa: E402
     Failures,
     RandomNumbers,
     Residents,
+    SavingBeside,
     Sharing,
     Streams,
     TensorResidents,
@@ -54,6 +55,7 @@ from colocate.testing.executors.turns import STEP  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
+from colocate.torch import host_copy  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
 from colocate_local.threads import LocalThreads  # noqa: E402
 from colocate_rollout import Sampling  # noqa: E402
@@ -99,7 +101,7 @@ class GpuRuntime(Runtime):
 
 def connect(seed: int = 0, strict: bool = False, threads: bool = False) -> Runtime:
     executor = OneGpuOfThreads() if threads else OneGpu()
-    return GpuRuntime._of(Connection("local", executor, seed, strict, None, 60.0, None, None))
+    return GpuRuntime._of(Connection("local", executor, seed, strict, None, 60.0, None, None, None))
 
 
 @contextlib.contextmanager
@@ -213,6 +215,59 @@ class OnDevice(Trainer):
         """Of the tokens of rows, one for each prompt."""
         host = copy.deepcopy(self.model).cpu()
         return [log_probs(host, prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+class Halved(Role):
+    """Takes a copy of its state, on the host or on the device, and writes it beside its steps."""
+
+    def __init__(self, on_host: bool, mib: int) -> None:
+        self.on_host = on_host
+        self.x = torch.zeros(mib << 18, device=self.ctx.device)
+
+    @method(collect=First())
+    def step(self, times: int = 1) -> float:
+        """In place, as an optimizer does. Nothing waits for the device."""
+        for _ in range(times):
+            self.x.add_(1.0)
+        return float(times)
+
+    @method(collect=First())
+    def value(self) -> tuple[float, float]:
+        return float(self.x.min()), float(self.x.max())
+
+    def save(self, directory: str) -> Iterator[None]:
+        taken = host_copy({"x": self.x}) if self.on_host else {"x": self.x.clone()}
+        assert not self.on_host or DRY or taken["x"].is_pinned()
+        yield
+        torch.save(taken, Path(directory, "x.pt"))
+
+    def restore(self, directory: str) -> None:
+        self.x = torch.load(Path(directory, "x.pt"), map_location=self.x.device)["x"]
+
+
+class TestSaving(SavingBeside):
+    """Checkpoints that are written beside the calls."""
+
+    device: ClassVar[str] = DEVICE
+
+    def connect(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+    @pytest.mark.parametrize("on_host", [True, False])
+    def test_a_state_of_a_device(self, tmp_path: Path, on_host: bool) -> None:
+        """It is that between two steps, whatever the device had yet to compute, and computes meanwhile."""
+        with spawned({"halved": colocate.role(Halved, on_host, 1 if DRY else 1024)}, name="halved") as group:
+            halved = group.role("halved", Halved)
+            for _ in range(3):
+                halved.step(20)
+                saving = group.checkpoint(tmp_path / "one", wait=False)
+                before = halved.value()
+                while not saving.done():
+                    halved.step(20)
+                saving.result()
+                assert halved.value() > before
+                group.restore(tmp_path / "one")
+                assert halved.value() == before
 
 
 class TestEngines:
