@@ -129,19 +129,26 @@ class Connection:
             self._listen(self._heard)
         self._introduced = stream
 
-    def on_scheduler(self, function: Callable[..., Any], *args: Any, within_s: float | None = None) -> Any:
-        """Run a function in the scheduler, and wait while it shows that it is alive.
+    def on_scheduler(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        within_s: float | None = None,
+        silence_s: float = _SILENCE_S,
+        pong_s: float = _PONG_WITHIN_S,
+    ) -> Any:
+        """Run a function in the scheduler, and wait while it shows that it is alive: each `silence_s`, in `pong_s`.
 
         Raises:
             EngineError: It doesn't answer in time, or is stopped, stuck or gone.
         """
-        return self._asked(partial(self._while_it_lives, function, *args), within_s)
+        return self._asked(partial(self._while_it_lives, silence_s, pong_s, function, *args), within_s)
 
-    async def _while_it_lives(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _while_it_lives(self, silence_s: float, pong_s: float, function: Callable[..., Any], *args: Any) -> Any:
         answer = asyncio.ensure_future(self._client.run_on_scheduler(function, *args))
         try:
-            while not (await asyncio.wait([answer], timeout=_SILENCE_S))[0]:
-                await asyncio.wait_for(self._client.run_on_scheduler(far.describe), _PONG_WITHIN_S)
+            while not (await asyncio.wait([answer], timeout=silence_s))[0]:
+                await asyncio.wait_for(self._client.run_on_scheduler(far.describe), pong_s)
             return answer.result()
         finally:
             answer.cancel()

@@ -56,6 +56,8 @@ from colocate_dask.private import PrivateCluster
 
 _START_S = 60.0  # for the first keeper in a worker, which imports colocate
 ANSWER_S = 30.0
+_LISTED_S = 2.5
+_RELEASE_SILENCE_S = 1.25
 _KILL_S = 5.0
 
 
@@ -141,6 +143,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         self._share = share
         self._held: dict[str, Lot] = {}
         self._withdrawn: set[str] = set()
+        self._unreleased: set[str] = set()  # what the scheduler hasn't confirmed, as it was silent
         self._own = own
         self._ledger = Ledger([own], _device) if own is not None else None
         self._gpus = names(own.gpus) if own is not None else ()  # of the private cluster
@@ -190,6 +193,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 held.taken = self._ledger.reserve(request)
             else:
                 self._connection.renew()
+                for earlier in list(self._unreleased):
+                    self._released(earlier)
             places = self._place(held, request)
         except BaseException:  # nothing stays pending
             self._free(held)
@@ -249,7 +254,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return [_running(held) for held in self._listed() if not held.present]
 
     def _listed(self) -> list[Held]:
-        found: list[Held] = self._connection.on_scheduler(reservations.held, within_s=ANSWER_S)
+        found: list[Held] = self._connection.on_scheduler(reservations.held, within_s=_LISTED_S)
         return found
 
     def close(self) -> None:
@@ -381,13 +386,22 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     def _give_back(self, held: Lot) -> None:
         try:
-            stuck = self._connection.on_scheduler(reservations.release, held.id, within_s=ANSWER_S)
+            stuck = self._released(held.id)
         except EngineError as error:
             if isinstance(error.__cause__, TimeoutError):
-                raise
-            return  # without a scheduler there is nothing to give back to
+                self._unreleased.add(held.id)
+            return  # without a scheduler there is nothing to give back to; to one that is silent it is said again
         if stuck:
             raise EngineError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
+
+    def _released(self, reservation: str) -> list[str]:
+        """Free a reservation; the stuck workers."""
+        patience = {"silence_s": _RELEASE_SILENCE_S, "pong_s": _RELEASE_SILENCE_S}
+        found: list[str] = self._connection.on_scheduler(
+            reservations.release, reservation, within_s=ANSWER_S, **patience
+        )
+        self._unreleased.discard(reservation)
+        return found
 
     def _kill(self, held: Lot, worker: str) -> None:
         """End the process of a Dask worker whose keeper is stuck. On a dialling thread."""

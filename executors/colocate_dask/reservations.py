@@ -33,6 +33,7 @@ _ANSWER_S = 8.0
 _DOUBT_S = 3.0
 _ASK_AGAIN_S = 1.0
 _KILL_S = 3.0
+_QUIET_S = 1.0  # a worker that hasn't ended its slot by then may lie on a machine that is gone, or silent
 # A nanny replaces a worker within a second or so. Until then the worker counts as one that isn't free, lest a request
 # be refused for ever that can be met in a moment.
 _REPLACED_S = 15.0
@@ -457,8 +458,11 @@ class Reservations(SchedulerPlugin):
     async def _end(self, hold: _Hold) -> None:
         """Free one worker, after what ran there has gone."""
         worker = hold.grant.worker
+        ending = undocumented.call(self._scheduler, worker, far.end, hold.reservation, within_s=_ANSWER_S)
         try:
-            await undocumented.call(self._scheduler, worker, far.end, hold.reservation, within_s=_ANSWER_S)
+            if await _ends_or_is_away(self._background(ending), worker):
+                # Its keeper takes its driver for gone, and ends what runs there; nobody gets it until it answers.
+                self._silent.add(worker)
         except Exception as error:  # it is stopped, stuck or gone: its process has to end
             if self._holds.get(worker) is hold:
                 _logger.warning("colocate: Dask worker %s doesn't end its slot (%r): ending it", worker, error)
@@ -479,6 +483,21 @@ class Reservations(SchedulerPlugin):
             await asyncio.wait_for(hold.gone.wait(), _KILL_S)
         except Exception:  # there is no nanny, or it is stuck as well
             pass
+
+
+async def _ends_or_is_away(ending: asyncio.Task[Any], worker: str) -> bool:
+    """Wait for what a worker was asked for; True where its machine takes no connection, and that isn't waited for."""
+    host, port = undocumented.host_and_port(worker)
+    await asyncio.wait([ending], timeout=_QUIET_S)
+    if host is not None and (not ending.done() or ending.exception() is not None):
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _QUIET_S)
+            writer.close()
+        except OSError:  # TimeoutError is one
+            ending.cancel()
+            return True
+    await ending
+    return False
 
 
 # -- what a driver runs on the scheduler

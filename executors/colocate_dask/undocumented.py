@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distributed.comm.addressing import get_address_host_port
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
@@ -38,6 +39,14 @@ def sockets_of(client: Any) -> list[socket.socket]:
 def plugin_of(scheduler: Any, name: str) -> Any:
     """A scheduler plugin by its name; None when it isn't registered."""
     return scheduler.plugins.get(name)
+
+
+def host_and_port(address: str) -> tuple[str | None, int | None]:
+    """Where an address is reached; None for one within a process."""
+    if not address.startswith(("tcp://", "tls://")):
+        return None, None
+    host, port = get_address_host_port(address)
+    return str(host), int(port)
 
 
 def pause(scheduler: Any, worker: str, reason: str) -> None:

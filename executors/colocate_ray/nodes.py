@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from colocate.errors import EngineError, PlacementError
 from colocate.executor import Node, Request
 from colocate.placement import can_ever_fit, table, words
-from colocate_ray.silence import ANSWERS_WITHIN_S, ID, Silence, answering
+from colocate_ray.silence import ID, Silence
 
 _HEAD_ANSWERS_WITHIN_S = 4.0
 _COUNTED = ("CPU", "GPU", "memory", "object_store_memory")
@@ -111,11 +111,10 @@ class Nodes:
         """Ids of the nodes that still set something aside for a placement group."""
         return {node_id for node_id, free in _free().items() if any(group_id in resource for resource in free)}
 
-    @staticmethod
-    def gone(node_ids: set[str]) -> set[str]:
+    def gone(self, node_ids: set[str]) -> set[str]:
         """Those of some nodes that don't answer. Ray itself finds out only after many seconds."""
         alive = {node["NodeID"]: _address(node) for node in _every() if node["Alive"] and node["NodeID"] in node_ids}
-        return node_ids - answering(alive, ANSWERS_WITHIN_S)
+        return node_ids - alive.keys() | self._silence.among(alive)
 
     def leaving(self) -> dict[str, float | None]:
         """Nodes that are drained, by name, with their deadline if they have one; Ray has no public way to ask."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 # What any gRPC client says first; a server answers with its settings.
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-ANSWERS_WITHIN_S = 1.0
+_ANSWERS_WITHIN_S = 1.0
 ID = "ray.io/node-id"  # Ray's own label of each node
 _STILL_SILENT_WITHIN_S = 0.2  # who was silent just now, and answers again, does so at once
 
@@ -30,10 +30,11 @@ class Silence:
             servers: Their hosts and ports, by whatever they are called.
         """
         known = self._silent & servers.keys()
-        answered = answering({name: servers[name] for name in servers.keys() - known}, ANSWERS_WITHIN_S)
+        answered = answering({name: servers[name] for name in servers.keys() - known}, _ANSWERS_WITHIN_S)
         answered |= answering({name: servers[name] for name in known}, _STILL_SILENT_WITHIN_S)
-        self._silent = frozenset(servers.keys() - answered)
-        return self._silent
+        silent = servers.keys() - answered
+        self._silent = self._silent - servers.keys() | silent
+        return frozenset(silent)
 
 
 def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[str]:

@@ -1,0 +1,168 @@
+"""Machines that go silent: what is waited out, what ends, and what others have meanwhile. `cut_s` says how long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.clusters.engines import OnMachines
+
+SOON_S = 10.0
+"""The bar is 3 s on a quiet machine."""
+
+DRIVER = """
+import json, sys, threading, time
+import colocate
+from colocate import Role, method
+from tests.clusters.machines import ask
+
+class Waits(Role):
+    @method
+    def wait(self, seconds):
+        time.sleep(seconds)
+        return self.ctx.rank
+    @method
+    def sum(self):
+        import torch
+        found = torch.ones(1)
+        torch.distributed.all_reduce(found, group=self.ctx.process_group())
+        return found.item()
+
+engine, address, cut_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+runtime = colocate.connect(engine, address=address, cut_s=cut_s)
+
+def reserve(slots, timeout=60):
+    return runtime.reserve(slots=slots, strategy="spread", cpus=1, timeout=timeout)
+
+def timed(what, function):
+    began = time.monotonic()
+    try:
+        answer = function()
+        said = answer if isinstance(answer, bool | int | float | str | list) else None
+    except Exception as error:
+        answer, said = error, f"{type(error).__name__}: {error}"
+    print(json.dumps([what, round(time.monotonic() - began, 2), said]), flush=True)
+    return answer
+
+def ends():
+    timed("close", pool.close)
+    timed("audit", lambda: str(runtime.audit()))
+    timed("others", lambda: reserve(len(OTHERS)).close())
+    timed("runtime", runtime.close)
+    print(json.dumps(["over", 0, None]), flush=True)
+"""
+UNUSED = """
+reserve(3).close()
+ask("cut", "n4")
+timed("others", lambda: reserve(3).close())
+timed("others", lambda: reserve(3).close())
+timed("all", lambda: reserve(4, timeout=0).close())
+timed("runtime", runtime.close)
+print(json.dumps(["over", 0, None]), flush=True)
+"""
+USED = """
+OTHERS = ["n1"]
+pool = reserve(2)
+waits = pool.spawn({"waits": colocate.role(Waits)}).role("waits", Waits)
+waits.sum()
+call = waits.wait.submit(HEALS_S + 4 if HEALS_S else 600)
+ask("cut", "n2")
+if HEALS_S:
+    threading.Timer(HEALS_S, ask, ("heal", "n2")).start()
+timed("call", lambda: call.result(120))
+if HEALS_S:
+    timed("sum", waits.sum)
+ends()
+"""
+BOOTED = """
+OTHERS = ["n1"]
+pool = reserve(2)
+call = pool.spawn({"waits": colocate.role(Waits)}).role("waits", Waits).wait.submit(600)
+ask("cut", "n2")
+ask("kill", "n2")
+ask("boot", "n2")
+timed("call", lambda: call.result(120))
+ends()
+"""
+BOOKS = """
+OTHERS = ["n1"]
+pool = reserve(2)
+waits = pool.spawn({"waits": colocate.role(Waits)}).role("waits", Waits)
+ask("VERB", "n0")
+time.sleep(1)
+timed("call", lambda: waits.wait(0))
+ends()
+"""
+
+
+class Driver:
+    """Runs the text of a driver, and says how long each thing took it."""
+
+    def __init__(self, cluster: OnMachines, text: str, cut_s: float, on: int = 0) -> None:
+        script = cluster.machines.shared / "driver.py"
+        script.write_text(DRIVER + text)
+        self.process = cluster.driver(script, str(cut_s), on=on)
+
+    def says(self, what: str) -> tuple[float, Any]:
+        """What comes next: seconds, and the result."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        said, seconds, result = json.loads(line)
+        print(said, seconds, result)
+        assert said == what
+        return seconds, result
+
+    def ends(self) -> None:
+        """Everything is closed soon, with nothing left and nothing gone wrong; others are had."""
+        for what, wanted in {"close": None, "audit": "clean", "others": None, "runtime": None}.items():
+            seconds, result = self.says(what)
+            assert result == wanted or (wanted and result.startswith(wanted)), result
+            assert seconds < SOON_S
+        self.says("over")
+        assert self.process.wait() == 0
+
+
+def test_one_that_nobody_uses(cluster: Callable[..., OnMachines]) -> None:
+    """Others are had at once."""
+    driver = Driver(cluster(4), UNUSED, 15)
+    for _ in range(2):
+        seconds, result = driver.says("others")
+        assert (result, seconds < SOON_S) == (None, True)
+    _, result = driver.says("all")
+    assert result.startswith("PlacementTimeout")
+    assert "answer" in result
+    driver.says("runtime")
+    driver.says("over")
+
+
+def test_a_short_cut(cluster: Callable[..., OnMachines]) -> None:
+    """Of ten seconds, where nobody has said how long: the call goes on, and the process group."""
+    driver = Driver(cluster(2), USED.replace("HEALS_S", "10"), 15)
+    _, result = driver.says("call")
+    assert result == [0, 1]
+    _, result = driver.says("sum")
+    assert result == [2.0, 2.0]
+    driver.ends()
+
+
+@pytest.mark.parametrize("cut_s", [3, 15])
+def test_a_cut_for_good(cluster: Callable[..., OnMachines], cut_s: float) -> None:
+    """It is given up after as long as was said, or a second earlier: whoever is probed each second."""
+    driver = Driver(cluster(2), USED.replace("HEALS_S", "0"), cut_s)
+    seconds, result = driver.says("call")
+    assert result.startswith("WorkerDied: worker 1")
+    assert cut_s - 1.5 < seconds < cut_s + SOON_S
+    driver.ends()
+
+
+def test_a_machine_that_boots_anew(cluster: Callable[..., OnMachines]) -> None:
+    """It says itself that it knows nothing of what ran there, whatever silence is borne."""
+    driver = Driver(cluster(2), BOOTED, 60)
+    seconds, result = driver.says("call")
+    assert result.startswith("WorkerDied: worker 1")
+    assert seconds < SOON_S
+    driver.ends()
