@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Runtime
+from colocate.config import load_config
 from colocate.driver import restarts_of
 from colocate.errors import RoleError
 from colocate.testing.gate import Gate
@@ -137,3 +141,37 @@ def test_a_run_that_fails_has_what_was_begun(runtime: Runtime, group: ColocatedG
     with pytest.raises(ValueError, match="a bad step"):
         job()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def job(run: colocate.Run, *, gate: Gate) -> None:
+    """Is asked to end while its group writes."""
+    group = run.groups["policy"]
+    group.role("halved", Halved).become(gate=gate.address)
+    write(run, group, 1)
+    gate.wait_for(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert run.stopping
+    threading.Timer(0.2, gate.open).start()
+
+
+def test_a_job_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being written is waited for, and counts."""
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "name": "asked",
+        "pools": {"main": {"slots": 2}},
+        "groups": {"policy": {"pool": "main", "roles": {"halved": f"{Halved.__module__}:Halved"}}},
+    }
+    with Gate() as gate, colocate.launch(load_config(config | {"job": f"{__name__}:ends"})) as launched:
+        GATES.append(gate)
+        record = launched.run(quiet=True)
+    assert record.stopped == "SIGTERM"
+    assert [path.name for path in (record.directory / "checkpoints").iterdir()] == ["step-000001"]
+
+
+GATES: list[Gate] = []
+
+
+def ends(run: colocate.Run) -> None:
+    """The job, with what a config can't give it."""
+    job(run, gate=GATES.pop())

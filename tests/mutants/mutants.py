@@ -265,6 +265,22 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "self.restored = self.restored if checkpoint is None else None",
             _on_processes("test_it_goes_on_from_its_checkpoint"),
         ),
+        Mutant(
+            "uncopied-state",
+            "What a role writes beside its calls is what it had between two of them.",
+            f"{_WORKER}/serving/saver.py",
+            "if watch.written()",
+            "if not watch",
+            _on_threads("test_state_that_was_not_copied[False]"),
+        ),
+        Mutant(
+            "written-by-one",
+            "What a `save` does after a second `yield` runs when all ranks have written.",
+            "core/colocate/_worker_group/saving.py",
+            "while any(told.more for told in self._ask(dict.fromkeys(self._slots), folder)):",
+            "if any(told.more for told in self._ask(dict.fromkeys(self._slots), folder)):",
+            _on_threads("test_other_halves[False]"),
+        ),
     ),
     "sleep": (
         Mutant(

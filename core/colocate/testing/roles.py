@@ -18,6 +18,8 @@ and `restore(directory)` need no call: they are tried together.
 from __future__ import annotations
 
 import contextlib
+import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -111,13 +113,13 @@ class RoleSuite:
         first, second = self._make(), self._make()
         for name, given in self.calls().items():
             getattr(first, name)(*given.args, **given.kwargs)
-        first.save(str(one))
+        _save(first, one)
         second.restore(str(one))
-        second.save(str(two))
+        _save(second, two)
         assert _contents(two) == _contents(one)
 
     def test_save_and_restore_together(self, tmp_path: Path) -> None:
-        """Its ranks may save into one folder at the same time, and restore from it."""
+        """Its ranks may save into one folder at the same time, and restore from it; also while they are called."""
         if not self._can_be_saved():
             return
         with self._group() as group:
@@ -126,6 +128,10 @@ class RoleSuite:
             group.restore(tmp_path / "one")
             group.checkpoint(tmp_path / "two")
             assert _contents(tmp_path / "two" / "role") == _contents(tmp_path / "one" / "role")
+            saving = group.checkpoint(tmp_path / "three", wait=False)
+            self._call_all(group, "while it is saved")
+            saving.result()
+            assert _contents(tmp_path / "three" / "role") == _contents(tmp_path / "two" / "role")
 
     def _can_be_saved(self) -> bool:
         return all(hook(self._class(), name) is not None for name in _CHECKPOINT)
@@ -168,6 +174,13 @@ def _told(method: str, where: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in the call of {method!r}, {where}")
         raise
+
+
+def _save(role: Any, folder: Path) -> None:
+    """Have a role save itself, all halves of it."""
+    halves = role.save(str(folder))
+    if inspect.isgenerator(halves):
+        deque(halves, maxlen=0)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
