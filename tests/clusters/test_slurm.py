@@ -95,3 +95,12 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
     print(f"{kind}, {way}: went on after {time.monotonic() - began:.1f} s")
     assert resumed == step
     slurm.wait_for_line(job, rf"^step {step + 5} ", within=60)  # it counts what it has restored
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("slurm", [0], indirect=True, ids=["low"])
+def test_dask_jobqueue(slurm: Slurm) -> None:
+    """Each Dask worker is a job: a pool waits for as many as it needs, and one whose job is cancelled is replaced."""
+    pytest.importorskip("dask_jobqueue", reason="pip install dask-jobqueue")
+    done = slurm.machines[0].run("python", "jobqueue.py", cwd=slurm.folder, timeout=400, check=False)
+    assert done.stdout.split()[-2:] == ["restarted", "replaced"], f"{done.stdout}\n{done.stderr}"
