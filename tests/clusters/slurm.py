@@ -89,7 +89,7 @@ class Slurm:
     def node(self, job: int) -> str:
         """Return the node on which its batch script runs."""
         (found,) = re.findall(r"BatchHost=(\S+)", self("scontrol", "show", "job", str(job)))
-        return found
+        return str(found)
 
     def printed(self, job: int) -> str:
         """Return what a job has printed until now."""
