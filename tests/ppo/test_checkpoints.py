@@ -44,6 +44,14 @@ def test_from_two_ranks(problems: Problems, tmp_path: Path, slots: int) -> None:
         team = Team.of(found)
         learn(team, problems, team.actor.weights(), minibatch=4)
         found.checkpoint(folders[0])
+        if slots == 1:  # the same beside steps, of which each begins as many operations
+            saving = found.checkpoint(tmp_path / "beside", wait=False)
+            while not saving.done():
+                learn(team, problems, team.actor.weights(), minibatch=4)
+            saving.result()
+            for role in ("actor", "critic", "reference"):
+                beside, waiting = (tensors_of(folder / role) for folder in (tmp_path / "beside", folders[0]))
+                torch.testing.assert_close(beside, waiting, rtol=0, atol=0)
     if slots == 1:
         for role in (Actor(**SMALL), Critic(), Reference()):
             name = type(role).__name__.lower()
