@@ -122,7 +122,9 @@ def test_sigterm_asks_however_often(held: Callable[..., Held], phase: str) -> No
     assert out.splitlines()[-1].startswith("stopped by SIGTERM, the first of ")
     assert out.splitlines()[-1].endswith("; saved up to step 1, go on with --resume")
     assert run.saved == ["step-000001"]
-    assert "SIGTERM: stopping after a checkpoint\n" in (run.folder / "runs/demo/log.txt").read_text()
+    log = (run.folder / "runs/demo/log.txt").read_text().splitlines()
+    assert "SIGTERM: stopping after a checkpoint" in log
+    assert log[-1] == out.splitlines()[-1]
 
 
 def test_before_the_job(held: Callable[..., Held]) -> None:

@@ -64,14 +64,15 @@ def _run(
                     job = stack.enter_context(opened(config, stage))
                 record = execute(begun, job.runtime, job.groups, job.start_up, signals)
             screen.say(_closed(record))
+            if record.stopped is not None:
+                saved = [step for step, _ in begun.folder.checkpoints()]
+                goes_on = (
+                    f"saved up to step {saved[-1]}, go on with --resume" if saved else "nothing is saved to go on from"
+                )
+                screen.say(f"stopped by {record.stopped}{_again(signals.count)}; {goes_on}")
     if json:
         print_json(_summary(record))
-    if record.stopped is None:
-        return 0
-    saved = begun.folder.checkpoints()
-    goes_on = f"saved up to step {saved[-1][0]}, go on with --resume" if saved else "nothing is saved to go on from"
-    screen.say(f"stopped by {record.stopped}{_again(signals.count)}; {goes_on}")
-    return 128 + signal.Signals[record.stopped]
+    return 0 if record.stopped is None else 128 + signal.Signals[record.stopped]
 
 
 def _again(count: int) -> str:
