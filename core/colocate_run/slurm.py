@@ -17,11 +17,12 @@ def ends_at() -> float | None:
 
 
 def time_limit() -> str | None:
-    """Return the same in words."""
-    if (ends := ends_at()) is None:
-        return None
-    left = ends - time.time()
-    return f"Slurm's time limit is at {time.strftime('%H:%M:%S', time.localtime(ends))}, in {left:.0f} s"
+    """Return in words how long this job has after SIGTERM; None where nobody has said: Slurm, or a pod's manifest."""
+    if (ends := ends_at()) is not None:
+        left = ends - time.time()
+        return f"Slurm's time limit is at {time.strftime('%H:%M:%S', time.localtime(ends))}, in {left:.0f} s"
+    grace = os.environ.get("COLOCATE_GRACE_S", "")
+    return f"it has {grace} s" if grace.isdecimal() else None
 
 
 def refuse_many_tasks() -> None:
