@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from ruamel.yaml import YAML
 from tests.docs.blocks import ROOT
+
+jsonschema: Any = pytest.importorskip("jsonschema")
 
 FILES = ROOT / "docs" / "examples" / "operations"
 CRDS = Path(__file__).with_name("crds")
