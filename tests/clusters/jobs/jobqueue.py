@@ -37,7 +37,7 @@ def main() -> None:
         walltime="00:20:00",
         local_directory="/tmp",
     )
-    cluster.adapt(minimum=2, maximum=3, interval="1s")
+    cluster.adapt(minimum=0, maximum=3, interval="1s")
     with (
         cluster,
         colocate.connect("dask", address=cluster.scheduler_address) as runtime,
