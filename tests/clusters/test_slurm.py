@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.clusters.machines import ROOT
-from tests.clusters.slurm import Slurm, idle, lacks, slurm_on
+from tests.clusters.slurm import Slurm, idle, lacks, slurm_on, start_daemons
 
 from colocate.testing.waiting import wait_until
 
@@ -91,6 +91,7 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
     if way == "node killed":
         if kind != "one node":
             slurm.machines[node].boot()
+            start_daemons(slurm, node)
         step = saved(slurm)
     resumed = int(slurm.wait_for_line(job, r"going on after step (\d+)$", within=200))
     print(f"{kind}, {way}: went on after {time.monotonic() - began:.1f} s")
