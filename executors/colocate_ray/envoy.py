@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from colocate.errors import EngineError
+from colocate.errors import ColocateError, EngineError
 from colocate.gpus import VARIABLE, listed
 from colocate.keeper import Asked, DriverProxy
 from colocate_ray.private import engine_error, new_folder
@@ -15,6 +15,7 @@ from colocate_ray.terms import HEAD, Cluster
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
 _ASKS_EVERY_S = 2.0  # whether the head of a cluster answers
+_DOUBTS_AFTER_S, _ANSWERS_WITHIN_S = 1.0, 1.5  # the same, where what is asked for takes a moment otherwise
 MARK = "COLOCATE_ENVOY"  # in the environment of an envoy, and of what it has started
 # What the driver's shell, or a job that it was submitted as, says of other clusters.
 _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
@@ -45,16 +46,20 @@ class Envoy(DriverProxy):
             self.close()
             raise error
 
-    def call(self, name: str, *arguments: Any, within_s: float | None = None, patience_s: float = 0.0) -> Any:
-        """Have it do something, and wait for the result: while the envoy lives, and at most so many seconds.
+    def call(self, name: str, *arguments: Any, within_s: float | None = None) -> Any:
+        """Have it do something, and wait for the result: while envoy and head live, and at most so many seconds.
 
         Raises:
-            ColocateError: It failed, or took longer, or the envoy is gone.
+            EngineError: The envoy is gone, or the head doesn't answer; the envoy goes on with it when that does.
+            ColocateError: It failed, or took longer.
         """
-        if within_s is not None:
-            return super().call(name, *arguments, within_s=within_s)
         asked = self.post(name, *arguments)
-        self._wait_on_head(asked, patience_s)
+        if within_s is None:
+            self._wait_on_head(asked)
+        elif not self.wait([asked], min(within_s, _DOUBTS_AFTER_S)):
+            self._ask_head(_ANSWERS_WITHIN_S)
+            if not self.wait([asked], within_s):
+                raise ColocateError(f"{self._engine} hasn't done within {within_s:g} s what it was asked for ({name})")
         [answer] = asked.result()
         return answer
 
@@ -62,14 +67,15 @@ class Envoy(DriverProxy):
         """The error when it has ended by itself: of a private Ray, with what that has logged last."""
         return super().lost(why) if self.folder is None else engine_error(self.folder, why)
 
-    def _wait_on_head(self, asked: Asked, patience_s: float) -> None:
+    def _wait_on_head(self, asked: Asked) -> None:
         """Wait while the head of the cluster answers: Ray itself waits on one that doesn't, for ever."""
-        silence_s = max(patience_s, _ASKS_EVERY_S)
-        while not self.wait([asked], silence_s):
-            head = self.post(HEAD)
-            self.wait([head])
-            head.result()
-            silence_s = _ASKS_EVERY_S
+        while not self.wait([asked], _ASKS_EVERY_S):
+            self._ask_head()
+
+    def _ask_head(self, *within_s: float) -> None:
+        head = self.post(HEAD, *within_s)
+        self.wait([head])
+        head.result()
 
 
 def _environment(cluster: Cluster) -> dict[str, str]:

@@ -145,7 +145,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         try:
             if request.id in self._withdrawn:  # who withdraws looks the other way round: one of the two sees it
                 raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
-            reserve = partial(self._envoy.call, "reserve", patience_s=request.timeout)
+            reserve = partial(self._envoy.call, "reserve")
             slots: list[Slot] = reserve(number, request, self._keepers.key)
             return Reservation(tuple(self._place(number, slot) for slot in slots), number)
         except EngineError:  # a head that answers again would go on with it
@@ -199,7 +199,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         """Have keepers in the bundles that Ray places anew, of the same placement group."""
         number, gone = reservation.handle, [place.handle for place in lost]
         indices = [index for _, index in gone]
-        replace = partial(self._envoy.call, "replace", patience_s=request.timeout)
+        replace = partial(self._envoy.call, "replace")
         slots: list[Slot] | None = replace(number, indices, request, self._keepers.key)
         if slots is None:
             return None
@@ -265,13 +265,12 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         if not request.detachable:
             return super().reserve(request)
         number, key = next(self._numbers), wire.new_key()
-        patience_s = request.timeout
-        name, address = self._envoy.call("open_owner", request, key, patience_s=patience_s)
+        name, address = self._envoy.call("open_owner", request, key)
         lead = self._keepers.slot(address, key=key)
         try:
             if (lost := lead.wait_connected()) is not None:
                 raise EngineError(f"the Ray actor that owns pool {request.owner!r} can't be reached: {lost}")
-            slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request, patience_s=patience_s)
+            slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request)
             for slot in slots:
                 ends = partial(self._end_by_owner, name, slot.index)
                 self._slots[number, slot.index] = self._keepers.slot(

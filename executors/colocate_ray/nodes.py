@@ -18,7 +18,6 @@ from colocate.executor import Node, Request
 from colocate.placement import can_ever_fit, table, words
 from colocate_ray.silence import ID, Silence
 
-_HEAD_ANSWERS_WITHIN_S = 4.0
 _COUNTED = ("CPU", "GPU", "memory", "object_store_memory")
 _HEAD, _LEAST = "node:__internal_head__", 0.0001  # the least that Ray counts
 
@@ -144,14 +143,14 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def head_silent() -> str | None:
+def head_silent(within_s: float) -> str | None:
     """Why the head of the cluster doesn't answer, in Ray's words; None when it does.
 
     It is asked whether it has some key in its store: of all questions to it the cheapest that Ray gives a time limit.
     """
     client: Callable[[], Any] = internal_kv.internal_kv_get_gcs_client
     try:
-        client().internal_kv_exists(b"", None, timeout=_HEAD_ANSWERS_WITHIN_S)
+        client().internal_kv_exists(b"", None, timeout=within_s)
     except RpcError as error:
         return str(error).rstrip(".")
     return None

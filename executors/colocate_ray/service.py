@@ -17,7 +17,7 @@ from colocate_ray.terms import Cluster
 if TYPE_CHECKING:
     from colocate_ray.owners import OwnedPlacing
 
-_LEAVES_WITHIN_S = 5
+_LEAVES_WITHIN_S = 2.5
 _TRIES = "3"  # to join, of a second each, where Ray makes twenty
 
 
@@ -63,7 +63,7 @@ class Service(Proxied):
         if self._joined:
             import ray
 
-            signal.alarm(_LEAVES_WITHIN_S)  # a cluster that is gone answers nothing
+            signal.setitimer(signal.ITIMER_REAL, _LEAVES_WITHIN_S)  # a cluster that is gone answers nothing
             if self._placing is not None:
                 self._placing.abandon()
             ray.shutdown()

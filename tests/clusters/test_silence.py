@@ -166,3 +166,17 @@ def test_a_machine_that_boots_anew(cluster: Callable[..., OnMachines]) -> None:
     assert result.startswith("WorkerDied: worker 1")
     assert seconds < SOON_S
     driver.ends()
+
+
+@pytest.mark.parametrize("verb", ["kill", "cut"])
+def test_the_books_are_gone(cluster: Callable[..., OnMachines], verb: str) -> None:
+    """Calls go on where the scheduler or the head isn't there; closing isn't disturbed, who asks for it is told."""
+    driver = Driver(cluster(2), BOOKS.replace("VERB", verb), 15, on=1)
+    _, result = driver.says("call")
+    assert result == [0, 1]
+    for what in ("close", "audit", "others", "runtime"):
+        seconds, result = driver.says(what)
+        assert result is None or (what in ("audit", "others") and result.startswith("EngineError: "))
+        assert seconds < SOON_S
+    driver.says("over")
+    assert driver.process.wait() == 0

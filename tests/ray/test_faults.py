@@ -59,17 +59,15 @@ def of_ray(runtime: Runtime, name: str) -> psutil.Process:
     ids=["gcs-killed", "raylet-stopped", "raylet-killed"],
 )
 def test_engine(name: str, number: signal.Signals) -> None:
-    """Without its control store or its raylet a Ray confirms nothing: that is said, all ends, and is gone."""
+    """Without its control store or its raylet a Ray confirms nothing: all ends, and is gone."""
     runtime = colocate.connect("ray", cpus=2)
     pool = runtime.reserve(2)
     group = pool.spawn({"echo": colocate.role(Echo)})
     workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
     everything = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
     send(of_ray(runtime, name).pid, number)
-    wrong = ended(pool.close, grace=1.0)
+    ended(pool.close, grace=1.0)
     workers.wait()
-    if number == signal.SIGSTOP:
-        assert "Ray" in wrong[-1]
     assert pool.state == "closed"
     ended(runtime.close)
     everything.wait()
