@@ -111,6 +111,7 @@ def begins(process: subprocess.Popen[str], said: list[str]) -> int | None:
     return None
 
 
+@pytest.mark.timeout(900)
 def test_ray(image: Image) -> None:
     """Head, worker, probes, the job; it is asked to end as its pod goes, and the next try goes on."""
     job = manifest("rayjob.yaml")["spec"]
@@ -140,6 +141,7 @@ def test_ray(image: Image) -> None:
     wait_until(lambda: len(list(saved.glob("step-*"))) == 2, "it has saved")
 
 
+@pytest.mark.timeout(900)
 def test_dask(image: Image) -> None:
     """Scheduler, worker, driver: told to end by its pod, it writes a checkpoint, and the next try goes on."""
     args = {what: shlex.join(pod["containers"][0]["args"]) for what, pod in pods("daskjob.yaml").items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dis
 import faulthandler
 import gc
 import os
@@ -261,6 +262,9 @@ _RAISES = {"interrupt": KeyboardInterrupt, "exit": Ended}
 # -- where
 
 
+_RETURNS = dis.opmap["RETURN_VALUE"]
+
+
 class Places:
     """Raises the signal at the first place that hasn't been, of those that are ours."""
 
@@ -272,10 +276,12 @@ class Places:
         self.fired = ""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not _is_framework(frame.f_code.co_filename):
+        if not _is_framework(frame.f_code.co_filename) or _is_in_del(frame):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and not self.fired:
+        # As a function returns, Python runs no handler before the caller has what is returned; and it ignores what a
+        # handler raises amid `__del__`, in whomever's.
+        if event == "opcode" and not self.fired and frame.f_code.co_code[frame.f_lasti] != _RETURNS:
             place = frame.f_code, frame.f_lasti
             if place not in self._seen:
                 self._seen.add(place)
@@ -284,6 +290,12 @@ class Places:
                     self.fired = f"{frame.f_code.co_filename}:{frame.f_lineno} (offset {frame.f_lasti})"
                     signal.raise_signal(signal.SIGUSR1)
         return self
+
+
+def _is_in_del(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_framework(file: str) -> bool:
