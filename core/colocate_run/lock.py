@@ -44,6 +44,7 @@ class FolderLock:
     _owner: dict[str, Any]
     _process: int = attrs.field(factory=os.getpid, init=False)
     _over: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _beating: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # the file isn't closed meanwhile
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None] = lambda text: None) -> FolderLock:
@@ -103,18 +104,21 @@ class FolderLock:
         if self._process != os.getpid():
             return
         self._over.set()
-        with contextlib.suppress(OSError):
-            if _is_there(self._path, self._file):
-                self._path.unlink()
-        os.close(self._file)
+        with self._beating:
+            with contextlib.suppress(OSError):
+                if _is_there(self._path, self._file):
+                    self._path.unlink()
+            os.close(self._file)
 
     def _beats(self) -> None:
         beat, failed = 0, False
         while not self._over.wait(BEAT_S):
             beat += 1
             try:
-                self.check()
-                self._beat(beat)
+                with self._beating:
+                    if not self._over.is_set():
+                        self.check()
+                        self._beat(beat)
             except (OSError, ClosedError) as error:
                 if not failed:
                     _log.warning("the lock of a run's folder: %s", error)

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import CommandLine
 
 from colocate.errors import ClosedError, ConfigError
-from colocate.testing.waiting import wait_until
+from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_run import lock
 from colocate_run.folder import RunFolder
 from colocate_run.lock import LOCK, FolderLock, locked
@@ -162,6 +162,29 @@ class TestOtherMachines:
             ):
                 pass
             assert [step for step, _ in run.checkpoints()] == [1]
+
+    def test_nothing_is_written_when_it_is_released(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By a beat that was about to be: another file may have its descriptor then."""
+        mine = FolderLock.take(folder)
+        looks, goes_on, check = threading.Event(), threading.Event(), FolderLock.check
+
+        def slow(self: FolderLock) -> None:
+            check(self)
+            looks.set()
+            goes_on.wait()
+
+        monkeypatch.setattr(FolderLock, "check", slow)
+        assert looks.wait(PATIENCE_S)
+        (beater,) = (each for each in threading.enumerate() if each.name == "colocate-lock")
+        releasing = threading.Thread(target=mine.release)
+        releasing.start()
+        releasing.join(0.1)  # it isn't over before the beat is
+        with (folder / "another").open("w+") as other:
+            goes_on.set()
+            releasing.join(PATIENCE_S)
+            beater.join(PATIENCE_S)
+            assert other.read() == ""
+        assert not (folder / LOCK).exists()
 
     @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"boot": 1}', b"\xff", b"[" * 10**5])
     def test_a_lock_that_says_nothing(self, folder: Path, text: bytes) -> None:
