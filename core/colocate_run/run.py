@@ -115,7 +115,6 @@ class Run:
             GroupRestarted: A group that has gone on with fewer slots has all of them again (`at_least` of its pool).
         """
         self._check("log")
-        self._regrow()
         for name, what in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
             if name in scalars:
                 raise ValueError(f"run.log: {name!r} is where a line has {what}; call the number otherwise")
@@ -134,6 +133,7 @@ class Run:
         if self._observers:
             told = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
             self._observers.soon(Driver(self.runtime), LOGGED, told)
+        self._regrow()
 
     def total(self, steps: int) -> None:
         """Say how many steps there will be, for the progress bar."""
@@ -213,8 +213,9 @@ class Run:
             group = self.groups.get(name)
             if group is None or not group.alive:  # which the job makes itself, or has closed
                 continue
-            last = restarts_of(group).checkpoint
-            if name != back or last is None or last.folder != folder:
+            restarts = restarts_of(group)
+            last = restarts.checkpoint
+            if name != back or last is None or last.folder != folder or not restarts.is_current:
                 self._screen.say(f"restoring group {name} from {folder.relative_to(self.directory)}")
                 with self.timed("restore"):
                     group.restore(folder)
@@ -241,6 +242,9 @@ class Run:
             if not complete and group.name != restarted.group:
                 fail(group, restarted)  # it has come as far as the other: all begin anew, or none can
             group.wait_ready()
+            if not complete and not restarts_of(group).is_current:  # it came back from one that is lost
+                fail(group, restarted)
+                group.wait_ready()
         step = self.rewind()
         if step is None:
             self._back_to(-1)
@@ -284,7 +288,7 @@ class Run:
         """Have groups that have gone on with fewer slots go on with all of them, if there are more since a checkpoint.
 
         Raises:
-            GroupRestarted: One does: the job begins again with that checkpoint. The step that it logs is done again.
+            GroupRestarted: One does: the job begins again with that checkpoint. A step after that is done again.
         """
         looks, self._looks_for_slots = self._looks_for_slots, False
         if looks and not self.stopping:

@@ -11,7 +11,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate.errors import ColocateError, GroupRestarted
 from colocate.testing.probes.lasting import Lasting
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_run.folder import RunFolder
 from colocate_run.recording import _until_done
 from colocate_run.run import Run, StopSignals
@@ -39,7 +39,7 @@ def policy(run: Run) -> ColocatedGroup:
 
 def fail(group: ColocatedGroup) -> None:
     """Have a group fail, and so begin its restart."""
-    group._node.fail(ColocateError("on purpose"))
+    group._node.fail(ColocateError("on purpose", group=group.name))
 
 
 def write(run: Run, step: int, error: BaseException | None = None, group: str = "policy") -> None:
@@ -83,6 +83,31 @@ def test_a_group_that_goes_on_is_restored_too(run: Run, policy: ColocatedGroup) 
 
     _until_done(run, job)
     assert calls == [[1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["an earlier one", "none"])
+def test_a_group_that_is_back_from_a_checkpoint_which_came_to_nothing(
+    run: Run, policy: ColocatedGroup, complete: bool
+) -> None:
+    """What it had written in there isn't what the run goes on from: it is as the run is."""
+    role, calls = policy.role("lasting", Lasting), []
+
+    def job() -> None:
+        calls.append(role.add())
+        if len(calls) > 1:
+            return
+        if complete:
+            write(run, 1)
+        role.add(5)
+        with run.checkpoint(2) as directory:
+            policy.checkpoint(directory / "policy", tag=2)
+            fail(policy)
+            wait_until(lambda: policy.state == "ready", "it is back")
+            role.add()
+
+    run.groups = {"policy": policy}
+    _until_done(run, job)
+    assert calls == [[1], [2 if complete else 1]]
 
 
 def test_a_group_of_the_jobs(run: Run) -> None:

@@ -221,8 +221,8 @@ def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> No
     assert [each.node for each in pool.slots] == ["n0", "n2"]  # on n1 no fewer have died
 
 
-def job(run: Any) -> None:
-    """Loses a slot after the first step, and finds another after the second."""
+def job(run: Any, late: bool = False) -> None:
+    """Loses a slot after the first step, and finds another after the second. It logs before checkpoints, or after."""
     group, pool = run.groups["g"], run.runtime._node
     count = group.role("count", Resizable)
     begins = 0 if run.resumed is None else int(run.resumed.name.rpartition("-")[2]) + 1
@@ -232,16 +232,21 @@ def job(run: Any) -> None:
         pool.machines = Machines(run.runtime, pytest.MonkeyPatch(), replaces=True)
     for step in range(begins, 4):
         count.add()
-        run.log(step, slots=len(sizes(group)))
+        slots = len(sizes(group))
+        if not late:
+            run.log(step, slots=slots)
         with run.checkpoint(step) as folder:
             group.checkpoint(folder / "g")
+        if late:
+            run.log(step, slots=slots)
         if step == 0:
             pool.machines.lose(group, 1)
         pool.machines.there = 4 if step else -1
 
 
-def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins again after a checkpoint, when there are more slots."""
+@pytest.mark.parametrize(("late", "begins"), [(False, ["0 3", "1 2", "2 3"]), (True, ["0 3", "1 2", "3 3"])])
+def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, begins: list[str]) -> None:
+    """It begins again after a checkpoint, when there are more slots, and has logged each step once."""
     monkeypatch.chdir(tmp_path)
     config = {
         "name": "resized",
@@ -253,9 +258,9 @@ def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 "roles": {"count": "colocate.testing.probes.lasting:Resizable"},
             }
         },
-        "job": "tests.unit.test_resizing:job",
+        "job": {"use": "tests.unit.test_resizing:job", "with": {"late": late}},
     }
     with colocate.launch(colocate.load_config(config)) as launched:
         record = launched.run(quiet=True)
-    assert (tmp_path / "seen").read_text().split("\n") == ["0 3", "1 2", "2 3", ""]
-    assert [(row["step"], row["slots"]) for row in record.metrics] == [(0, 3), (1, 2), (2, 3), (3, 3)]
+    assert (tmp_path / "seen").read_text().split("\n") == [*begins, ""]
+    assert [(row["step"], row["slots"]) for row in record.metrics] == [(0, 3), (1, 2), (2, 2 if late else 3), (3, 3)]

@@ -118,6 +118,7 @@ class Restarts:
         self.limit = limit  # how many there may be without a checkpoint in between; 0: the first failure is the last
         self.checkpoint: Checkpoint | None = None  # the last one; None as long as there is none
         self.restored: Tag = None  # the tag of the one that the roles were restored from
+        self._began: str | None = None  # which one that was
         self.written: Checkpoint | None = None  # the last one that was made since; None for none
         # Held by whoever writes a checkpoint: they get their names in the order in which their states were
         self.writing = threading.Lock()
@@ -173,7 +174,13 @@ class Restarts:
         """Note that the roles are as a checkpoint has them, or as constructed."""
         self.checkpoint = checkpoint
         self.restored = None if checkpoint is None else checkpoint.tag
+        self._began = None if checkpoint is None else checkpoint.identity
         self.written = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether roles began from the last checkpoint. One that they began from may have been lost since."""
+        return self._began == (None if self.checkpoint is None else self.checkpoint.identity)
 
     def moved(self, before: Path, after: Path) -> None:
         """Note that a folder which the last checkpoint may lie in has another name."""
