@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate.driver import Driver, Restarts, fail, found_in, regrow, restarts_of
-from colocate.errors import ClosedError, GroupRestarted
-from colocate.texts import shown
+from colocate.errors import ClosedError, ColocateError, GroupRestarted
+from colocate.texts import error_text, shown
 from colocate_report.record import Leaving, LogRecord, Row, RunRecord, scalars_of
 from colocate_report.trace import Trace
 from colocate_run.folder import RunFolder
@@ -291,10 +291,16 @@ class Run:
             GroupRestarted: One does: the job begins again with that checkpoint. A step after that is done again.
         """
         looks, self._looks_for_slots = self._looks_for_slots, False
-        if looks and not self.stopping:
-            told = [error for group in self.groups.values() if group.alive and (error := regrow(group)) is not None]
-            for error in told[:1]:
-                raise error
+        told: list[ColocateError] = []
+        for name, group in self.groups.items() if looks and not self.stopping else ():
+            try:
+                if group.alive and (restarts := regrow(group)) is not None:
+                    told.append(restarts)
+            except ColocateError as error:  # the cluster doesn't answer, say: it goes on with what it has
+                words = error_text(error).partition("\n")[0]
+                self._screen.say(f"whether there are more slots for group {name} isn't known: {words}")
+        if told:
+            raise told[0]
 
     def _complete(self, step: int, directory: Path) -> None:
         """A checkpoint is."""

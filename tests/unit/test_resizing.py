@@ -11,7 +11,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate.errors import ConfigError, GroupRestarted, PlacementError, RoleError, WorkerDied
+from colocate.errors import ConfigError, EngineError, GroupRestarted, PlacementError, RoleError, WorkerDied
 from colocate.executor import Place, Request, Reservation
 from colocate.testing.probes.lasting import Drawing, Lasting, Resizable
 from colocate.testing.probes.rows import Rows
@@ -24,6 +24,7 @@ class Machines:
     def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, replaces: bool) -> None:
         self.gone: list[Place] = []
         self.there = 4  # how many machines there are
+        self.silent = False  # whether it doesn't answer
         self.held: dict[int, int] = {}  # how many slots, by the reservation's handle
         executor = runtime._node.services.executor
         self._reserve, self._release = executor.reserve, executor.release
@@ -47,6 +48,8 @@ class Machines:
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation:
         assert request.slots == len(lost)
+        if self.silent:
+            raise EngineError("the cluster doesn't answer")
         if len(reservation.places) > self.there:
             raise PlacementError("there are too few machines")
         new = [attrs.evolve(each, node="new") if any(each is x for x in lost) else each for each in reservation.places]
@@ -264,3 +267,40 @@ def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, begi
         record = launched.run(quiet=True)
     assert (tmp_path / "seen").read_text().split("\n") == [*begins, ""]
     assert [(row["step"], row["slots"]) for row in record.metrics] == [(0, 3), (1, 2), (2, 2 if late else 3), (3, 3)]
+
+
+def silent_job(run: Any) -> None:
+    """Loses a slot after the first step; then the cluster doesn't answer for a while."""
+    group = run.groups["g"]
+    count, begins = group.role("count", Resizable), 0 if run.resumed is None else 1
+    if not begins:
+        run.runtime._node.machines = Machines(run.runtime, pytest.MonkeyPatch(), replaces=True)
+    for step in range(begins, 3):
+        count.add()
+        with run.checkpoint(step) as folder:
+            group.checkpoint(folder / "g")
+        if step == 0:
+            run.runtime._node.machines.lose(group, 1)
+            continue
+        run.runtime._node.machines.silent = True
+        run.log(step, slots=len(sizes(group)))
+
+
+def test_a_job_whose_cluster_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on with the slots that it has."""
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "name": "silent",
+        "pools": {"main": {"slots": 3, "at_least": 2, "regrow_timeout": 0.1}},
+        "groups": {
+            "g": {
+                "pool": "main",
+                "on_failure": "restart",
+                "roles": {"count": "colocate.testing.probes.lasting:Resizable"},
+            }
+        },
+        "job": "tests.unit.test_resizing:silent_job",
+    }
+    with colocate.launch(colocate.load_config(config)) as launched:
+        record = launched.run(quiet=True)
+    assert [(row["step"], row["slots"]) for row in record.metrics] == [(1, 2), (2, 2)]
