@@ -6,6 +6,7 @@ import os
 import subprocess
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
@@ -14,7 +15,7 @@ from tests.distributions.install import Installed
 
 import colocate
 from colocate import RoleSpec
-from colocate.errors import WorkerDied
+from colocate.errors import RoleError, WorkerDied
 from colocate.testing.executors import ExecutorSuite, Smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
@@ -188,3 +189,30 @@ def test_a_cable_that_is_pulled(cable: Cable) -> None:
         assert waits.result(PATIENCE_S) == [0]
         assert late.result(PATIENCE_S) == [None, None]
         assert both.role("all", Collective).sum(1.0) == [2.0, 2.0]
+
+
+def test_a_large_value_crosses_the_cable_once(cable: Cable) -> None:
+    """One of the other machine's workers passes it on to the others there, amid calls and after one that has failed."""
+    with colocate.connect("far", **TestTwoMachines.options) as runtime:
+        group = runtime.reserve(4, cpus=0, strategy="spread").spawn(ROLES)
+        echo, faulty = group.role("echo", Echo), group.role("faulty", Faulty)
+        there = [slot.node for slot in group.owner.slots].count("there")
+        assert there == 2
+        value = bytes(range(256)) * (1 << 14)
+        for again in range(3):
+            before = sent(cable)
+            assert echo.echo([value, again]) == [[value, again]] * 4
+            assert len(value) < sent(cable) - before < 1.5 * len(value)
+            with pytest.raises(RoleError):
+                faulty.fail.options(ranks=[2])("x")
+        kept = echo.echo.keep(value)
+        with group.pipeline():
+            calls = [echo.echo.submit(each) for each in (value, 1, value[::-1])]
+        assert [call.result(PATIENCE_S) for call in calls] == [[each] * 4 for each in (value, 1, value[::-1])]
+        assert kept.fetch() == [value] * 4
+
+
+def sent(cable: Cable) -> int:
+    """How many bytes have gone to the other machine."""
+    (line,) = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if f"{cable.end}:" in line)
+    return int(line.partition(":")[2].split()[8])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from colocate._definitions.ids import Need
@@ -66,8 +66,12 @@ class Lost(Packed):
     @classmethod
     def of(cls, error: OSError) -> Lost:
         """Make one, given what is lacking."""
-        number, text = error.errno, error.strerror or str(error)
-        return cls(pickle.dumps(_Lacking((_raise, (number, text)))))
+        return cls.when_unpacked(_raise, error.errno, error.strerror or str(error))
+
+    @classmethod
+    def when_unpacked(cls, raises: Callable[..., NoReturn], *why: Any) -> Lost:
+        """Make one by what is to be raised."""
+        return cls(pickle.dumps(_Lacking((raises, why))))
 
     def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
         """Return this: none of several values has arrived."""

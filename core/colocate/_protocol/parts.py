@@ -56,6 +56,13 @@ class Took(Message):
 
 
 @message
+class Passed(Message):
+    """The body of a message of the driver's, which whoever is asked passes on; answered by `Value`."""
+
+    key: int  # the body
+
+
+@message
 class Value(Message):
     """Here it is. Body: it."""
 

@@ -16,6 +16,10 @@ Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 AHEAD = 64
 """How many rows of a call that yields them a rank tells of before any are read."""
 
+# How a large body gets to several workers of other machines: its key, how many workers take it from who gets this, and
+# where this one takes it from; "" where it comes with the message.
+Passed: TypeAlias = "tuple[int, int, str]"
+
 # How many operations were begun on each process group, and of how many ranks that is, by the group's name.
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
 
@@ -86,6 +90,7 @@ class Call(Message):
         uses: Whether there are residents among the arguments.
         frees: Residents that nobody needs any more.
         observed: Whether somebody wants to know what it is given of residents (`Done.taken`).
+        passed: How its body comes, where workers pass it on.
     """
 
     seq: int
@@ -96,6 +101,7 @@ class Call(Message):
     uses: bool
     frees: Sequence[int]
     observed: bool = False
+    passed: Passed | None = None
 
     @property
     def numbered(self) -> Sequence[Call]:
@@ -109,6 +115,7 @@ class Batch(Message):
 
     frees: Sequence[int]  # residents that nobody needs any more
     calls: Sequence[tuple[Call, Where]]  # the calls, and where in the body each has its own
+    passed: Passed | None = None  # see `Call`
 
     @property
     def numbered(self) -> Sequence[Call]:
@@ -117,13 +124,13 @@ class Batch(Message):
 
     def head(self) -> Head:
         """Return what travels of it."""
-        return "Batch", self.frees, [(call.head(), where) for call, where in self.calls]
+        return "Batch", self.frees, [(call.head(), where) for call, where in self.calls], self.passed
 
     @classmethod
     def of(cls, *values: Any) -> Batch:
         """As `Message.of`."""
-        frees, calls = values
-        return cls(frees, [(Call(*head[1:]), where) for head, where in calls])
+        frees, calls, passed = values
+        return cls(frees, [(Call(*head[1:]), where) for head, where in calls], passed)
 
 
 @message

@@ -20,6 +20,7 @@ import cloudpickle
 
 from colocate._definitions.packed import Plain
 from colocate._protocol.taken import Taken
+from colocate._protocol.to_worker import Passed
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
@@ -233,6 +234,14 @@ class Peers(abc.ABC):
     @abc.abstractmethod
     def took(self, source: Source, rank: int, keeps: bool) -> None:
         """Tell the rank that offers it (`Store.offer`) that it was taken, and perhaps kept."""
+
+    def passed(self, passed: Passed) -> Any:
+        """The body of a message of the driver's, which another worker passes on; within one process none is."""
+        raise NotImplementedError
+
+    def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> Any:
+        """Where such a body is to arrive that comes with its message; None where nobody takes it from here."""
+        raise NotImplementedError
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
         """A call is over: those residents of other workers that it had the very values of, and wrote into.

@@ -35,8 +35,10 @@ from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import Plan, plan
 from colocate._values.mesh import Mesh
+from colocate._worker_group.passing import PASSED_BYTES, ways
 from colocate._worker_group.sleepers import Mark, Slept
 from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
 from colocate.worker.memory.sleep import Outcome
@@ -315,7 +317,7 @@ class Messages:
     They are made on the thread of whoever calls, who may have much to encode, and holds nothing.
     """
 
-    __slots__ = ("_calls", "_frames", "_needs", "_puts", "_told", "_worker_group", "drafts")
+    __slots__ = ("_calls", "_frames", "_needs", "_puts", "_told", "_unlocated", "_worker_group", "drafts")
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         """Encode them.
@@ -330,6 +332,7 @@ class Messages:
         self._frames: list[tuple[Any, list[int]]] = []
         self._calls: list[PendingCall] = []  # of each place for a number, and what puts it there
         self._puts: list[Callable[[int], object]] = []
+        self._unlocated: Sequence[Worker] = ()
         lots, everywhere = _lots(drafts)
         frees: tuple[int, ...] = ()
         if worker_group.residents.ended and everywhere == len(worker_group.workforce.workers):
@@ -345,12 +348,34 @@ class Messages:
                 message = to_worker.Batch(frees, list(zip(calls, wheres, strict=True)))
             if body is not None:
                 self._needs = self._needs or bool(getattr(body, "needs", ()))
-            frame, puts = worker_group.services.executor.numbered(message, body)
-            self._frames.append((frame, slots))
-            self._puts += puts
-            for draft, _ in lot:
-                self._calls.append(draft.call)
-                self._needs = self._needs or draft.call.is_for_all
+            others: Sequence[tuple[int, to_worker.Passed]] = ()
+            if len(slots) > 1 and packed_bytes(body) >= PASSED_BYTES:
+                slots, others = self._pass_on(message, slots)
+            self._add(lot, message, body, slots)
+            for slot, passed in others:  # after it: whoever waits for a body knows that it has been sent
+                message.passed = passed  # type: ignore[misc]
+                self._add(lot, message, None, [slot])
+
+    def _pass_on(
+        self, message: to_worker.Call | to_worker.Batch, slots: list[int]
+    ) -> tuple[list[int], Sequence[tuple[int, to_worker.Passed]]]:
+        """Who gets a large body from here, and who from other workers, of machines that aren't this one."""
+        group = self._worker_group
+        workers = group.workforce.workers
+        found, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
+        if not found:
+            return slots, ()
+        (_, message.passed), *others = found  # type: ignore[misc]
+        apart = {slot for slot, _ in others}
+        return [slot for slot in slots if slot not in apart], others
+
+    def _add(self, lot: list[tuple[Draft, int]], message: Any, body: Any, slots: list[int]) -> None:
+        frame, puts = self._worker_group.services.executor.numbered(message, body)
+        self._frames.append((frame, slots))
+        self._puts += puts
+        for draft, _ in lot:
+            self._calls.append(draft.call)
+            self._needs = self._needs or draft.call.is_for_all
 
     def post(self) -> bool:
         """Send the calls at once, on the caller's thread; False where there is something to be seen to first."""
@@ -404,6 +429,8 @@ class Messages:
         sent = False
         order.gate.shut("a message")  # what is posted amid it would come before it at some workers, behind it at others
         try:
+            for worker in self._unlocated:  # the next large body is passed on
+                worker.locate(lambda *_: None)
             slots = [slot for _, slots in self._frames for slot in slots]
             worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:

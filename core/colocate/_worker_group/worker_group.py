@@ -36,6 +36,7 @@ from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
 from colocate._worker_group.ledgers import Ledgers
+from colocate._worker_group.passing import ways
 from colocate._worker_group.published import Published, Questions, Tell
 from colocate._worker_group.saved import Checkpoint, Tag
 from colocate._worker_group.saving import Saves, Saving
@@ -561,6 +562,8 @@ class WorkerGroup(Link):
         with self.order.lock:
             if self.life.ready():
                 self._tell_state(State.READY)
+                for worker in ways(self.workforce.workers, 0)[1]:  # large arguments will be passed on by them
+                    worker.locate(lambda *_: None)
 
     def fail(self, error: ColocateError) -> None:
         """Fail, until a restart or for good: every pending call ends with this error, every worker is ended."""

@@ -193,6 +193,12 @@ class Worker:
         self._questions.fail_all(EngineError("the worker has ended"))
         self.workforce.exited(self)
 
+    @property
+    def address(self) -> str | None:
+        """Where other workers reach it, if that is known."""
+        asked = self._where
+        return None if asked is None else asked.answers.get(self.slot)
+
     def locate(self, then: Callable[[str | None, str], None]) -> None:
         """Find out where other workers reach it; if they don't: None, and why."""
         with self.workforce.order.lock:

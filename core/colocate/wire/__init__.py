@@ -3,6 +3,7 @@
 from colocate._definitions.codec import explain, pack, unpack
 from colocate._definitions.packed import InArea, Packed
 from colocate.wire._forks import track, track_socket
+from colocate.wire.arriving import Arriving
 from colocate.wire.event_loop import LOOPBACK, EventLoop, Listener, listen, listen_widely, listening_within
 from colocate.wire.framing import HOLE, Area, Frame, Head, InFile, Message, encode, numbered
 from colocate.wire.hello import KEY_BYTES, connect, new_key
@@ -17,6 +18,7 @@ __all__ = [
     "KEY_BYTES",
     "LOOPBACK",
     "Area",
+    "Arriving",
     "EventLoop",
     "Frame",
     "Head",

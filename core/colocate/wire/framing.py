@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 import attrs
 
 from colocate._definitions.packed import Buffer, InArea, Lost, Packed
+from colocate.wire.arriving import Arrives, Arriving
 from colocate.wire.memory_files import NONE_FREE, keep_length, map_private, mapped, memory_file, new_file
 from colocate.wire.tls import send_file
 
@@ -99,7 +100,8 @@ class Frame:
 class _FileFrame(Frame):
     """One whose payload lies in a file. Where files can't be passed, the payload's bytes are sent."""
 
-    __slots__ = ("_file", "_holders", "_lock", "_passed", "payload_bytes")
+    __slots__ = ("_file", "_holders", "_lock", "_passed", "arriving", "payload_bytes")
+    arriving: Arriving  # where its payload is one
 
     def __init__(
         self, passed: bytearray, inline: bytearray, file: int, payload_bytes: int, places: Sequence[int]
@@ -165,6 +167,22 @@ class InFile:
         return _OpenFrame(by_file, by_bytes, os.dup(self.file), self.length, ())
 
 
+class _ArrivingFrame(_OpenFrame):
+    """One of a body that arrives: its bytes are sent as they come, the file itself when all have."""
+
+    __slots__ = ()
+
+    def __init__(self, header: bytes, arriving: Arriving) -> None:
+        by_file, by_bytes = _heads(header, arriving.sizes, arriving.length)
+        super().__init__(by_file, by_bytes, os.dup(arriving.file), arriving.length, ())
+        self.arriving = arriving
+
+    def sending(self, passes_files: bool) -> Sending:
+        if passes_files:
+            self.arriving.wait(self.payload_bytes - 1)
+        return _SendingOn(self, passes_files)
+
+
 class Area:
     """A file to write one body after the other into, each over the one before, when nobody reads that any more.
 
@@ -213,7 +231,7 @@ class Area:
         self._file, self._memory = -1, None
 
 
-def encode(head: Head, body: Packed | InFile | None = None) -> Frame:
+def encode(head: Head, body: Packed | InFile | Arriving | None = None) -> Frame:
     """Make a frame. The body is copied: its memory may change afterwards.
 
     Args:
@@ -224,6 +242,8 @@ def encode(head: Head, body: Packed | InFile | None = None) -> Frame:
         The frame; close it when it has been given to all lanes.
     """
     header = pickle.dumps(head, protocol=5)
+    if isinstance(body, Arriving):
+        return _ArrivingFrame(header, body)
     return body.frame(header) if isinstance(body, InFile) else _frame(header, (), body)
 
 
@@ -355,7 +375,7 @@ class Sending:
             else:
                 self._left = memoryview(self._left)[written:]
         frame = self.frame
-        until = min(frame.payload_bytes, self._from + _STRIDE_BYTES)
+        until = min(self._there(), self._from + _STRIDE_BYTES)
         while self._from < until:
             self._from += send_file(sock, frame._file, self._from, until - self._from)
         return self._from == frame.payload_bytes
@@ -367,6 +387,10 @@ class Sending:
     def abandon(self) -> None:
         """In a forked child."""
         self.frame.abandon()
+
+    def _there(self) -> int:
+        """Up to where the payload can be sent."""
+        return self.frame.payload_bytes
 
     def _pass_file(self, sock: socket.socket) -> None:
         """Send the first bytes with the file attached to them."""
@@ -381,6 +405,16 @@ class Sending:
             self._left = self.frame._inline
             self._from = 0
         self._pass = False
+
+
+class _SendingOn(Sending):
+    """One whose payload is still arriving: whoever writes it waits for that."""
+
+    __slots__ = ()
+
+    def _there(self) -> int:
+        assert isinstance(self.frame, _ArrivingFrame)
+        return self._from if self._from == self.frame.payload_bytes else self.frame.arriving.wait(self._from)
 
 
 class Reader:
@@ -399,6 +433,8 @@ class Reader:
         self._sizes: tuple[int, ...] = ()
         self._payload: memoryview | None = None  # being filled directly by the socket, when it is long
         self._filled = 0
+        self.arrives: Arrives | None = None  # says where a long payload is to arrive
+        self._arriving: Arriving | None = None
         self._unread = 0  # so much more of a payload that there is no room for
 
     def read(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
@@ -429,9 +465,13 @@ class Reader:
             raise EOFError("closed in the middle of a message" if amid else "closed")
         if payload is not None:
             self._filled += count
+            if (arriving := self._arriving) is not None:
+                arriving.grew(self._filled)
             if self._filled < len(payload):
                 return []
-            self._payload = None
+            self._payload = self._arriving = None
+            if arriving is not None:
+                return [(self._head, self._from_file(_FILE, len(payload), self._sizes, arriving.again()))]
             return [(self._head, _split(payload, self._sizes))]
         if self._unread:
             self._unread -= count
@@ -454,6 +494,8 @@ class Reader:
                 os.close(file)
         self._rest = bytearray()
         self._payload = None
+        if self._arriving is not None:
+            self._arriving.fail()
 
     def _receive(self, sock: socket.socket, scratch: memoryview) -> int:
         if not self._passes_files:
@@ -485,7 +527,7 @@ class Reader:
                 continue
             sizes = struct.unpack_from(f"<{count}Q", view, table)
             if kind != _INLINE:
-                messages.append((head, self._from_file(kind, length, sizes)))
+                messages.append((head, self._from_file(kind, length, sizes, self._next_file())))
                 continue
             at = min(start + length, end)
             payload = memoryview(bytearray(view[start:at])) if start + length == at else None
@@ -495,11 +537,13 @@ class Reader:
                 messages.append((head, _split(payload, sizes)))
         return messages, at
 
-    def _from_file(self, kind: int, length: int, sizes: tuple[int, ...]) -> Packed:
-        """Return the body in the file which has come along; who unpacks it is told when there is no room for it."""
+    def _next_file(self) -> int:
         if not self._files:
             raise ValueError("a message came without its memory")
-        file = self._files.popleft()
+        return self._files.popleft()
+
+    def _from_file(self, kind: int, length: int, sizes: tuple[int, ...], file: int) -> Packed:
+        """Return the body in a file; who unpacks it is told when there is no room for it."""
         if file < 0:
             return Lost.of(OSError(errno.EMFILE, NONE_FREE))
         try:
@@ -521,11 +565,14 @@ class Reader:
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
         """Have the payload come next; return the message at once when there is no room for that."""
         try:
-            self._payload = memoryview(bytearray(length))
-        except MemoryError:
+            self._arriving = None if self.arrives is None else self.arrives(head, sizes, length)
+            self._payload = memoryview(bytearray(length)) if self._arriving is None else self._arriving.memory
+        except (MemoryError, OSError):
             self._unread = length - len(first)
             return [(head, Lost.of(OSError(errno.ENOMEM, f"no memory is free for a message of {length} bytes")))]
         self._head, self._sizes = head, sizes
         self._payload[: len(first)] = first
         self._filled = len(first)
+        if self._arriving is not None:
+            self._arriving.grew(self._filled)
         return []

@@ -18,6 +18,7 @@ from colocate._signals import at_once
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
 from colocate._system.readable import readable
+from colocate.wire.arriving import Arrives
 from colocate.wire.framing import Frame, Head, Posted, Reader, Sending, encode
 from colocate.wire.tls import secured
 
@@ -136,9 +137,17 @@ class SocketLane:
         finally:
             frame.close()
 
-    def pass_to(self, on_message: OnMessage) -> None:
-        """Have something else get the messages from the next one on. On the thread that receives them."""
-        self._on_message = on_message
+    @property
+    def is_local(self) -> bool:
+        """Whether its other end is on this machine, and is passed files."""
+        return self._passes_files
+
+    def pass_to(self, on_message: OnMessage, arrives: Arrives | None = None) -> None:
+        """Have something else get the messages from the next one on. On the thread that receives them.
+
+        `arrives` says where long bodies are to arrive.
+        """
+        self._on_message, self._reader.arrives = on_message, arrives
 
     def close(self, reason: str = "closed on this side") -> None:
         """Close the lane; from any thread. What isn't sent yet is dropped (see `drain`), and `on_closed` follows."""

@@ -18,12 +18,13 @@ from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate._system.threads import Thread
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
+from colocate.wire.arriving import Arrives, Arriving
 from colocate.wire.event_loop import EventLoop, listen_widely
 from colocate.wire.framing import Frame, Head, InFile, Message, Reader, encode
 from colocate.wire.hello import dial, prove, until_let_in
 from colocate.wire.tls import Tls
 
-Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | InFile | None]]
+Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | InFile | Arriving | None]]
 
 _SCRATCH_BYTES = 16 << 10
 
@@ -95,7 +96,7 @@ class PeerChannel:
                 self._address = ",".join(listener.address for listener in listeners)
             return self._address
 
-    def request(self, address: str, head: Head, aborts: int | None = None) -> Message:
+    def request(self, address: str, head: Head, aborts: int | None = None, arrives: Arrives | None = None) -> Message:
         """Ask a peer, and wait for as long as its handler takes.
 
         Args:
@@ -103,6 +104,7 @@ class PeerChannel:
             head: The question.
             aborts: The value that `aborts` had when the caller last knew that it may ask; an `abort` since then ends
                 this request too.
+            arrives: Says where a long answer is to arrive.
 
         Returns:
             The answer's head and body.
@@ -116,7 +118,7 @@ class PeerChannel:
         try:
             with suppress(OSError):  # whoever has closed it may have said why
                 connection.send(frame)
-            (fine, *answer), body = connection.receive()
+            (fine, *answer), body = connection.receive(arrives)
             keep = fine  # otherwise it may be about to close the connection, for want of a thread
         except (EOFError, OSError, ValueError) as error:
             reason = connection.aborted or f"the connection ended before it answered ({error})"
@@ -297,8 +299,9 @@ class _Connection:
         finally:
             sending.close()
 
-    def receive(self) -> Message:
-        """Wait for the next message."""
+    def receive(self, arrives: Arrives | None = None) -> Message:
+        """Wait for the next message; `arrives` says where a long body is to arrive."""
+        self._reader.arrives = arrives
         while True:
             for message in self._reader.read(self.sock, self._scratch):
                 return message  # A connection never has two under way.

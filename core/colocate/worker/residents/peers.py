@@ -14,12 +14,14 @@ from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.questions import WhereIs
 from colocate._protocol.taken import Taken
+from colocate._protocol.to_worker import Passed
 from colocate._protocol.uses import Peers, Source, Taking, Written
 from colocate._role.context import running_call
 from colocate._values import batch
 from colocate._values.leaving import tensor_bytes, tensors
 from colocate.errors import SerializationError
 from colocate.worker.lane import Work
+from colocate.worker.residents.passing import Passing
 from colocate.worker.residents.store import Entry, Store
 
 if TYPE_CHECKING:
@@ -177,6 +179,7 @@ class ChannelPeers(_HostPeers):
         super().__init__(host)
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
         self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.boot.ports, host.broken)
+        self._passing = Passing(host.boot.secret, tls)
         self._addresses: dict[tuple[str, int, int], str] = {}
         self._borrower = Borrower(host.boot.device)
         self._by_host: set[tuple[str, int, int]] = set()  # who can't lend to this worker
@@ -186,6 +189,14 @@ class ChannelPeers(_HostPeers):
         """Where other workers reach this one; it listens from now on."""
         return self._channel.address
 
+    def passed(self, passed: Passed) -> Any:
+        """Return the body of a message, which another worker passes on."""
+        return self._passing.take(passed)
+
+    def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
+        """Say where a body is to arrive; None where nobody takes it from here."""
+        return self._passing.arrives(passed, sizes, length)
+
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
         super().abort(reason)
@@ -193,6 +204,7 @@ class ChannelPeers(_HostPeers):
 
     def close(self) -> None:
         """End its threads and sockets."""
+        self._passing.close()
         self._channel.close(0.5)
 
     def _fetch(
@@ -262,8 +274,8 @@ class ChannelPeers(_HostPeers):
             raise Poisoned(answer.why)
         return answer, body
 
-    def _answer(self, head: Head) -> tuple[Head, wire.Packed | wire.InFile | None]:
-        body: wire.Packed | wire.InFile | None
+    def _answer(self, head: Head) -> tuple[Head, wire.Packed | wire.InFile | wire.Arriving | None]:
+        body: wire.Packed | wire.InFile | wire.Arriving | None
         try:
             answer, body = self._found(read(head))
         except Poisoned as error:
@@ -272,8 +284,10 @@ class ChannelPeers(_HostPeers):
             answer, body = parts.Unsendable(error.message, error.argument, error.path), None
         return answer.head(), body
 
-    def _found(self, question: Message) -> tuple[Message, wire.Packed | wire.InFile | None]:
+    def _found(self, question: Message) -> tuple[Message, wire.Packed | wire.InFile | wire.Arriving | None]:
         host = self._host
+        if isinstance(question, parts.Passed):
+            return parts.Value(0.0), self._passing.asked(question.key)
         if isinstance(question, parts.Rows):
             return parts.Number(host.store.wait(question.key).rows(f"resident {question.key}")), None
         if isinstance(question, parts.Weight):

@@ -28,7 +28,7 @@ from colocate._values.codec import Codec
 from colocate._values.leaving import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
-from colocate.wire import Turns
+from colocate.wire import Arriving, Turns
 from colocate.worker.background import Background, Standing
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
@@ -99,15 +99,25 @@ class WorkerHost(WorkerContext):
         self._stands = threading.Condition()
         self.scope.ends(lambda concerns, reason: self._look_again())
 
-    # -- messages, on the receiving thread: nothing here blocks or runs role code
+    # -- messages, on the receiving thread: nothing here runs role code, or waits but for the rest of a message
+
+    def arrives(self, head: Head, sizes: Sequence[int], length: int) -> Arriving | None:
+        """Say where a message's body is to arrive which is passed on; None where it isn't."""
+        message = read(head)
+        passed = message.passed if isinstance(message, to_worker.Call | to_worker.Batch) else None
+        return None if passed is None else self.peers.arrives(passed, sizes, length)
 
     def receive(self, head: Head, body: Any) -> None:
         """Take a message."""
         match read(head):
             case to_worker.Call() as call:
+                if call.passed is not None and call.passed[2]:
+                    body = self.peers.passed(call.passed)
                 if (called := self._work_of(call, body)) is not None:
                     self.lane_for(call.role).put(called)
             case to_worker.Batch() as batch:
+                if batch.passed is not None and batch.passed[2]:
+                    body = self.peers.passed(batch.passed)
                 if batch.frees:
                     self.store.free(batch.frees)
                 for call, its_body in take_apart(batch.calls, body):

@@ -112,7 +112,7 @@ class Service:
         else:
             self._host.adopt(wire.unpack(body))
         if self._heeds and self._host is not None and self._lane is not None:
-            self._lane.pass_to(self._host.receive)
+            self._lane.pass_to(self._host.receive, self._host.arrives)
         self.say(hello(), None)
 
     def _closed(self, reason: str) -> None:
