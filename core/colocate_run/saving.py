@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -39,6 +40,7 @@ class Checkpoints:
         self.times: list[float] = []
         self._taken = 0.0
         self._under_way: tuple[int, Future[None]] | None = None
+        self._process = os.getpid()
 
     @contextlib.contextmanager
     def write(self, step: int) -> Iterator[Path]:
@@ -91,12 +93,12 @@ class Checkpoints:
             over.set_result(None)
 
     def settle(self) -> None:
-        """Wait for the one that is under way, if one is.
+        """Wait for the one that is under way, if one is; not in a forked child, where nobody completes it.
 
         Raises:
             BaseException: It has failed, by this; nobody else is told.
         """
-        if self._under_way is not None:
+        if self._under_way is not None and self._process == os.getpid():
             _, over = self._under_way
             try:
                 over.result()

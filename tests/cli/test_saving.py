@@ -18,7 +18,7 @@ from colocate.driver import restarts_of
 from colocate.errors import RoleError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.halves import Halved
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Told:
@@ -141,6 +141,29 @@ def test_a_run_that_fails_has_what_was_begun(runtime: Runtime, group: ColocatedG
     with pytest.raises(ValueError, match="a bad step"):
         job()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_fork_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
+    """A child that comes to the end of the block doesn't wait for what nobody writes there."""
+    child = -1
+    with Gate() as gate:
+        try:
+            with colocate.record(runtime, tmp_path / "run") as run:
+                group.role("halved", Halved).become(gate=gate.address)
+                write(run, group, 1)
+                gate.wait_for(2)
+                if child := os.fork():
+                    try:
+                        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, "the child has ended")
+                    except BaseException:
+                        os.kill(child, signal.SIGKILL)
+                        raise
+                    finally:
+                        gate.open()
+        finally:
+            if not child:
+                os._exit(0)
+    assert steps(run) == ["step-000001"]
 
 
 def job(run: colocate.Run, *, gate: Gate) -> None:
