@@ -205,8 +205,6 @@ class Bundle:
         instead = advice(
             culprit, "Make it inside the role, or have it in a module beside the script, which the workers import"
         )
-        if hasattr(value, "_torchdynamo_orig_callable"):
-            why = f"it is what torch.compile makes of a function ({why})"
         to_driver = self._table.script in ("runs it", "another")
         goes = "goes to the driver" if to_driver else "goes to the workers with the script's code"
         return SerializationError(
