@@ -189,11 +189,10 @@ def _is_one_of(value: str | None, wanted: str) -> bool:
 
 
 class Placed(Protocol):
-    """What says where slots have to lie: a request, or a pool of a config."""
+    """What says where slots have to lie: a request, or a pool of a config. All of it is as `Request` has it."""
 
     @property
-    def strategy(self) -> str:
-        """As that of `Request`; so are the others."""
+    def strategy(self) -> str: ...  # noqa: D102
 
     @property
     def labels(self) -> Mapping[str, str]: ...  # noqa: D102

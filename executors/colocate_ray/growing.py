@@ -50,8 +50,8 @@ def autoscaler() -> Autoscaler | None:
 def _first_generation() -> Autoscaler | None:
     from ray._private import worker  # an actor's has no other way to the store
 
-    client: Any = worker.global_worker.gcs_client
-    status = client.internal_kv_get(_STATUS, None)
+    here: Any = worker.global_worker
+    status = here.gcs_client.internal_kv_get(_STATUS, None)
     report = json.loads(status).get("autoscaler_report") if status else None
     if report is None:
         return None

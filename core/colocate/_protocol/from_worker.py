@@ -244,8 +244,8 @@ class Saved(Message):
     @classmethod
     def of(cls, *values: Any) -> Saved:
         """As `Message.of`."""
-        *others, failure = values
-        return cls(*others, None if failure is None else Failure(*failure))
+        token, more, open_ones, digests, failure = values
+        return cls(token, more, open_ones, digests, None if failure is None else Failure(*failure))
 
 
 @message

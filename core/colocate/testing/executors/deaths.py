@@ -197,7 +197,7 @@ class Vanishing(ExecutorCase):
                 self.vanish(second)
                 wait_until(partial(executor.lost, second), "the slot is lost")
                 stays = not executor.lost(first) and not executor.lost(spare)
-                wait_until(lambda now=generation: group.generation == now, "it is restarted")
+                wait_until(partial(_is_at, group, generation), "it is restarted")
                 group.wait_ready(PATIENCE_S)
                 assert group.role("echo", Echo).noop() == [None, None]
                 if stays:
@@ -258,3 +258,7 @@ class Vanishing(ExecutorCase):
             workers.close()
             with own.reserve(1, cpus=0) as pool:
                 assert pool.spawn(ROLES).role("echo", Echo).noop() == [None]
+
+
+def _is_at(group: colocate.ColocatedGroup, generation: int) -> bool:
+    return group.generation == generation
