@@ -199,6 +199,8 @@ def test_a_large_value_crosses_the_cable_once(cable: Cable) -> None:
         there = [slot.node for slot in group.owner.slots].count("there")
         assert there == 2
         value = bytes(range(256)) * (1 << 14)
+        echo.echo(value)
+        echo.noop()  # where workers are reached is known by now
         for again in range(3):
             before = sent(cable)
             assert echo.echo([value, again]) == [[value, again]] * 4
