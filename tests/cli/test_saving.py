@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate.config import load_config
 from colocate.driver import restarts_of
-from colocate.errors import RoleError
+from colocate.errors import ForkedError, RoleError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.halves import Halved
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -144,25 +145,39 @@ def test_a_run_that_fails_has_what_was_begun(runtime: Runtime, group: ColocatedG
 
 
 def test_a_fork_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
-    """A child that comes to the end of the block doesn't wait for what nobody writes there."""
-    child = -1
+    """A child that asks is told that it's none of its own, and one that comes to the end of the block doesn't wait."""
+    child, told, ends = -1, 1, (0, 0)
+
+    def ended() -> bool:
+        nonlocal ends
+        ends = os.waitpid(child, os.WNOHANG)
+        return ends[0] == child
+
     with Gate() as gate:
         try:
             with colocate.record(runtime, tmp_path / "run") as run:
                 group.role("halved", Halved).become(gate=gate.address)
                 write(run, group, 1)
+                saving = restarts_of(group).saving
+                assert saving is not None
                 gate.wait_for(2)
                 if child := os.fork():
                     try:
-                        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, "the child has ended")
+                        wait_until(ended, "the child has ended")
                     except BaseException:
                         os.kill(child, signal.SIGKILL)
                         raise
                     finally:
                         gate.open()
+                else:
+                    with contextlib.suppress(ForkedError):
+                        saving.result(PATIENCE_S)
+                        told = 2
+                    told -= 1
         finally:
             if not child:
-                os._exit(0)
+                os._exit(told)
+    assert ends[1] == 0
     assert steps(run) == ["step-000001"]
 
 

@@ -45,7 +45,7 @@ def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
 
 def begin(worker_group: WorkerGroup, folder: Path, tag: Tag) -> Saving:
     """As `write`, but roles have only taken their states when this returns: the rest goes on beside the calls."""
-    saving = Saving(tag, folder.absolute(), worker_group.services.dispatcher.soon)
+    saving = Saving(worker_group, tag, folder.absolute())
     begun = _begun(worker_group, folder, tag, wait=False)
     complete = begun.__enter__()
     try:

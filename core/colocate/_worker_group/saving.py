@@ -17,7 +17,7 @@ from colocate._role.call import Underway
 from colocate._system.deadline import NEVER
 from colocate._worker_group.saved import Tag
 from colocate._worker_group.workforce import Worker
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, ForkedError
 
 
 class Saves:
@@ -86,12 +86,11 @@ class Saving(Underway):
         is_void: Whether its group has failed meanwhile, which is told by itself.
     """
 
-    __slots__ = ("_is_asked", "_soon", "folder", "is_void", "tag")
+    __slots__ = ("_is_asked", "_link", "folder", "is_void", "tag")
 
-    def __init__(self, tag: Tag, folder: Path, soon: Callable[[Callable[[], object]], None]) -> None:
-        """Args: soon: Has callbacks run, on a thread for users'."""
+    def __init__(self, link: Link, tag: Tag, folder: Path) -> None:
         super().__init__(f"the checkpoint {tag!r}")
-        self.tag, self.folder, self._soon = tag, folder, soon
+        self._link, self.tag, self.folder = link, tag, folder
         self._is_asked = self.is_void = False
 
     @property
@@ -104,6 +103,11 @@ class Saving(Underway):
         self.wait()
         return None if self._is_asked or self.is_void else self._failure()
 
+    def _wait(self, timeout: float | None) -> None:
+        if self._link.forked:
+            raise ForkedError(f"{self.label} is written by the process that forked this one; its end is told there")
+        super()._wait(timeout)
+
     def _failure(self) -> BaseException | None:
         self._is_asked = True
         return super()._failure()
@@ -112,4 +116,4 @@ class Saving(Underway):
         if own:
             callback(self)
         else:
-            self._soon(partial(callback, self))
+            self._link.services.dispatcher.soon(partial(callback, self))
