@@ -337,7 +337,7 @@ def _folder(
     """Return the folder of a run, which has it for itself until the stack ends, and what it has so far."""
     root = Path("runs")
     if resume and store is not None:
-        store.bring(name, root)
+        store.bring(name, root, screen.say)
     found = _to_resume(name, root, resume, screen) if resume else None
     folder = found or RunFolder.create(name, root, *([] if store is None else [store.has]))
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from colocate.driver import atomic_folder
 from colocate.errors import ColocateError, ConfigError
 from colocate.texts import error_text
 from colocate_run.folder import RunFolder
+from colocate_run.lock import locked
 
 OF_RUN = ("config.yaml", "metrics.jsonl")
 """Files of a run's folder that go along: who goes on elsewhere has what was logged."""
@@ -93,11 +94,11 @@ class Store:
                 f"the checkpoint of step {step} is in {path}, and couldn't be brought to {there}: {error_text(error)}"
             ) from error
 
-    def bring(self, name: str, root: Path) -> None:
+    def bring(self, name: str, root: Path, say: Callable[[str], None] = lambda text: None) -> None:
         """Have the newest run of a name be on this machine, as far as it is saved, where that is farther than here.
 
         Raises:
-            ConfigError: It can't be.
+            ConfigError: It can't be, or another driver writes into its folder here.
         """
         pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
         runs = [(int(match[1] or 1), run) for run in self._names("") if (match := pattern.fullmatch(run))]
@@ -110,15 +111,20 @@ class Store:
             if record["name"] != name:  # demo-2 may be the first of a config called so
                 continue
             folder = RunFolder((root / run).absolute())
-            if not (here := folder.checkpoints()) or here[-1][0] < record["step"]:
-                try:
-                    self._get(folder, record)
-                except Exception as error:
-                    raise ConfigError(f"can't go on from {self.url}/{run}: {error_text(error)}") from error
+            if _is_behind(folder, record):
+                folder.path.mkdir(parents=True, exist_ok=True)
+                with locked(folder.path, say):
+                    if _is_behind(folder, record):  # another driver may have brought it just now
+                        self._bring(folder, record)
             return
 
+    def _bring(self, folder: RunFolder, record: Mapping[str, Any]) -> None:
+        try:
+            self._get(folder, record)
+        except Exception as error:
+            raise ConfigError(f"can't go on from {self.url}/{folder.path.name}: {error_text(error)}") from error
+
     def _get(self, folder: RunFolder, record: Mapping[str, Any]) -> None:
-        folder.path.mkdir(parents=True, exist_ok=True)
         source = f"{self._root}/{folder.path.name}/{folder.of(record['step']).name}"
         with atomic_folder(folder.of(record["step"])) as part:
             targets = {name: part / name for name in record["files"]}
@@ -157,3 +163,9 @@ class Store:
             for each in (f"{name}.json", name):
                 if each in there:
                     self._files.rm(f"{self._root}/{run}/{each}", recursive=True)
+
+
+def _is_behind(folder: RunFolder, record: Mapping[str, Any]) -> bool:
+    """Whether a run has come farther there than here."""
+    here = folder.checkpoints()
+    return not here or here[-1][0] < int(record["step"])

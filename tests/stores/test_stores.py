@@ -13,6 +13,7 @@ from colocate import Role, Run, method
 from colocate.config import load_config
 from colocate.errors import ColocateError, ConfigError
 from colocate_run.folder import RunFolder
+from colocate_run.lock import locked
 from colocate_run.store import Store
 
 pytest.importorskip("fsspec", reason="the extra `stores`")
@@ -55,6 +56,21 @@ def test_a_checkpoint_there_and_back(url: str, tmp_path: Path) -> None:
     assert files(there.of(10)) == files(here.of(10))
     assert [row["step"] for row in there.rewind(10)] == [1, 2, 10]
     assert sorted(path.name for path in there.path.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+
+
+def test_nothing_is_brought_to_a_folder_that_another_driver_has(url: str, tmp_path: Path) -> None:
+    """What it has logged stays its own."""
+    Store(url).put(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
+    there = made(tmp_path / "there", "demo", 1)
+    with locked(there.path, lambda text: None):
+        there.append({"step": 5})
+        there.close()
+        before = files(there.path)
+        with pytest.raises(ConfigError, match="is being written by the driver with pid"):
+            Store(url).bring("demo", tmp_path / "there")
+        assert files(there.path) == before
+    Store(url).bring("demo", tmp_path / "there")
+    assert [step for step, _ in there.checkpoints()] == [1, 2]
 
 
 def test_one_that_is_not_whole_does_not_count(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
