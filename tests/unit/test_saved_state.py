@@ -13,7 +13,7 @@ import torch
 
 from colocate import Role
 from colocate.torch import host_copy, save_state
-from colocate.worker.serving.saver import _read_later
+from colocate.worker.serving.read_later import ReadLater, variables
 
 
 def test_a_copy_has_nothing_of_the_state() -> None:
@@ -114,4 +114,79 @@ def test_what_is_read_after_the_yield(save: Any, names: list[str]) -> None:
     """Of a frame those variables that are read before they are set, if there may be tensors in them."""
     going = save({"net": {"weight": torch.zeros(2)}})
     next(going)
-    assert list(_read_later(going.gi_frame)) == names
+    assert list(variables(going.gi_frame)) == names
+
+
+class Owner(Role):
+    """Has what the second halves below read."""
+
+    def __init__(self) -> None:
+        self.n, self.big, self.files = 1, 1000, 0
+        self.kept = {"weight": torch.zeros(2)}
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+
+    @property
+    def doubled(self) -> int:
+        return 2 * self.n
+
+    def step(self) -> None:
+        """As a call that goes on meanwhile."""
+        self.n, self.big, self.files = 3, int("1000"), 5
+        self.kept["weight"] += 1
+        self.net(torch.ones(1)).sum().backward()
+        self.optimizer.step()
+
+    def number(self) -> Generator[None, None, object]:
+        yield
+        return self.n, self.big
+
+    def copy(self) -> Generator[None, None, object]:
+        n = self.n
+        yield
+        self.files += 1
+        return n, self.ctx, self.doubled, self.step, self.files
+
+    def function(self) -> Generator[None, None, object]:
+        yield
+        return [key for key in "ab" if self.n], (lambda: self.kept)
+
+    def alias(self) -> Generator[None, None, object]:
+        me = self
+        yield
+        return len(me.kept)
+
+    def delegated(self) -> Generator[None, None, object]:
+        return (yield from self.number())
+
+    def states(self) -> Generator[None, None, object]:
+        yield
+        return self.net.state_dict(), self.optimizer.state_dict()
+
+    def own_state(self) -> Generator[None, None, object]:
+        state = host_copy(self.net.state_dict())
+        yield
+        return self.net.extra_repr(), state
+
+
+@pytest.mark.parametrize(
+    ("save", "changed"),
+    [
+        (Owner.number, ["self.n"]),
+        (Owner.copy, []),
+        (Owner.function, ["self.n", "self.kept"]),
+        (Owner.alias, ["self.kept"]),
+        (Owner.delegated, ["self.n"]),
+        (Owner.states, ["self.net", "self.optimizer"]),
+        (Owner.own_state, []),
+    ],
+)
+def test_what_of_the_role_is_read_after_the_yield(save: Any, changed: list[str]) -> None:
+    """Attributes that were set anew, and tensors in them: not what is equal, or its own doing, and no methods."""
+    owner = Owner()
+    going = save(owner)
+    next(going)
+    read = ReadLater(going, owner, strict=False)
+    assert read.changed() == []
+    owner.step()
+    assert read.changed() == changed

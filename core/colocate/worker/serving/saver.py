@@ -7,12 +7,10 @@ yields once more, it goes on when all ranks have come as far: one of them may th
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from colocate._protocol import from_worker, to_worker
@@ -20,17 +18,16 @@ from colocate._protocol.message import Message
 from colocate._role.context import reset_current, second_halves, set_current
 from colocate._system.jobs import JobThread, report_exception
 from colocate._values.codec import Codec
-from colocate._values.leaving import Watch
 from colocate.worker.device import Device
 from colocate.worker.serving import failure
 from colocate.worker.serving.contents import being_written, digests_of
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.over import going_on, wait_until_over
+from colocate.worker.serving.read_later import ReadLater
 from colocate.worker.serving.role_instance import RoleInstance
 
 SAVE = "save"
-_KINDS = ("Tensor", "ndarray", "dict", "list", "tuple")  # of variables whose tensors and arrays are watched
 
 
 class SecondHalf:
@@ -46,7 +43,7 @@ class SecondHalf:
         self._strict = strict
         self._rests: list[Generator[Any, Any, Any]] = []
         self._going_on: list[Any] = []
-        self._watched: list[tuple[str, Watch]] = []
+        self._read: list[ReadLater] = []
 
     @calls_role_code
     def take_state(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
@@ -71,10 +68,8 @@ class SecondHalf:
         self._going_on += going_on
 
     def is_left(self) -> bool:
-        """Return whether there is more to do. What is to be written is watched from then on."""
-        for rest in self._rests:
-            for name, value in _read_later(getattr(rest, "gi_frame", None)).items():
-                self._watched.append((name, Watch(value, self._strict)))
+        """Return whether there is more to do. What it reads later is watched from then on."""
+        self._read = [ReadLater(rest, self.role.instance, self._strict) for rest in self._rests]
         return bool(self._rests or self._going_on)
 
     @calls_role_code
@@ -92,8 +87,7 @@ class SecondHalf:
                 wait_until_over(SAVE, self._going_on.pop())
         finally:
             reset_current(token)
-        watched, self._watched = self._watched, []
-        if changed := [name for name, watch in watched if watch.written()]:
+        if changed := [name for read in self._read for name in read.changed()]:
             raise RuntimeError(
                 f"what {SAVE}() writes after its yield has changed meanwhile, in {', '.join(changed)}: it is the "
                 "role's own, whose calls go on. Take copies before the yield (colocate.torch.host_copy(state))"
@@ -181,21 +175,3 @@ class Saver:
     def _refuse(self, asked: to_worker.AskSaved, error: BaseException, role: str | None) -> None:
         told, body = failure.failed(error, self._codec, self._definitions, role, False)
         self._say(from_worker.Saved(asked.token, False, (), {}, told), body)
-
-
-def _read_later(frame: FrameType | None) -> Mapping[str, Any]:
-    """Return the variables of a frame that its code reads from here on, before it sets them anew, by name."""
-    if frame is None:
-        return {}
-    first: dict[str, bool] = {}  # whether the first thing done to each is to read it
-    for each in dis.get_instructions(frame.f_code):
-        if each.offset > frame.f_lasti and any(kind in each.opname for kind in ("_FAST", "DEREF", "CLOSURE")):
-            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            steps = [step for step in each.opname.split("_") if step in ("LOAD", "STORE", "DELETE", "CLEAR")]
-            for name, step in zip(names, steps, strict=False):
-                if steps[-1] != "CLEAR":  # else it is put aside, as a comprehension has one of its name
-                    first.setdefault(name, step == "LOAD")
-    values = {name: value for name, value in frame.f_locals.items() if first.get(name)}
-    return {
-        name: value for name, value in values.items() if any(each.__name__ in _KINDS for each in type(value).__mro__)
-    }
