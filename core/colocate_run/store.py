@@ -15,6 +15,7 @@ from typing import Any
 
 from colocate.driver import atomic_folder
 from colocate.errors import ColocateError, ConfigError
+from colocate.plugins import pip_line
 from colocate.texts import error_text
 from colocate_run.folder import RunFolder
 from colocate_run.lock import locked
@@ -49,7 +50,7 @@ class Store:
             self._names("")
         except ImportError as error:
             raise ConfigError(
-                f"checkpoints: {url}: {error}; pip install 'colocate[stores]' brings it for s3"
+                f"checkpoints: {url}: {error}; the extra `stores` brings it for s3: {pip_line('stores')}"
             ) from error
         except Exception as error:  # of whatever library there is for it
             raise ConfigError(f"checkpoints: {url} isn't to be had: {error_text(error)}") from error

@@ -23,7 +23,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("README.md", "trains for about a minute; the test test_the_commands_of_the_demo checks it"): 2,
     ("configuration.md", "needs variables of Slurm's"): 1,
     ("dask.md", "needs a cluster"): 4,
-    ("ray.md", "needs a cluster"): 4,
+    ("ray.md", "needs a cluster"): 3,
     ("ray.md", "one start of a Ray is enough for the tests of this page"): 1,
     ("from-verl.md", "verl and Ray are not installed with the tests"): 1,
     ("verl.md", "installs; tests/docs/test_first_hour.py does, in a fresh environment"): 1,

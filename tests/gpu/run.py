@@ -41,6 +41,7 @@ PARTS = {
         "TestWeights",
         "TestSharing",
         "TestBackground",
+        "TestSaving",
         "TestEngines",
         "TestSync",
         "TestDevices",

@@ -48,6 +48,9 @@ class Recorder:
         self.asked += 1
         return self.stop_after is not None and self.asked > self.stop_after
 
+    def is_due(self, step: int, every: int = 0) -> bool:
+        return every > 0 and step % every == 0
+
     def log(self, step: int, **scalars: float) -> None:
         self.rows.append({"step": step, **scalars})
 
