@@ -155,7 +155,7 @@ class Training:
                 metrics |= self._evaluate()
             run.log(progress.step, **metrics, **self._recovery.told())
             self._tell_progress()
-            if progress.step < steps and not run.stopping and run.is_due(progress.step, self._checkpoint_every):
+            if progress.step < steps and run.is_due(progress.step, self._checkpoint_every) and not run.stopping:
                 self._checkpoint()
 
     def _warm_up_step(self) -> None:

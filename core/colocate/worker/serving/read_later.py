@@ -82,6 +82,7 @@ def _look(code: CodeType, after: int, roles: Collection[str], read: dict[str, bo
     attribute: str | None = None
     is_copied = False  # as by `self.count += 1`
     for each in dis.get_instructions(code):
+        argument: Any = each.argval
         if each.offset <= after or each.opname == "EXTENDED_ARG":
             continue
         if isinstance(each.argval, CodeType):  # a function, or a comprehension
@@ -89,15 +90,15 @@ def _look(code: CodeType, after: int, roles: Collection[str], read: dict[str, bo
         former, attribute = attribute, None
         if each.opname.endswith(("_ATTR", "_METHOD")) and variable in roles:
             if each.opname.startswith("LOAD") and not is_copied:
-                attribute = each.argval
-                read.setdefault(each.argval, False)
+                attribute = argument
+                read.setdefault(argument, False)
             else:
-                own.add(each.argval)
-        elif former is not None and each.argval == "state_dict":
+                own.add(argument)
+        elif former is not None and argument == "state_dict":
             read[former] = True
         is_copied = each.opname == "COPY"
         if not is_copied:
-            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            names = argument if isinstance(argument, tuple) else (argument,)
             variable = names[-1] if "LOAD_FAST" in each.opname or each.opname == "LOAD_DEREF" else None
 
 
