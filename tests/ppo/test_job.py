@@ -137,7 +137,7 @@ def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path, waits
     """Stopped in the warm-up and in the middle of PPO: the same numbers to the last bit, whoever wrote meanwhile."""
     changes = [*TINY, f"+job.with.checkpoint_waits={waits}"]
     first = run("ppo-small.yaml", changes, tmp_path, stop_after=3)
-    second = run("ppo-small.yaml", changes, tmp_path, stop_after=7, resumed=first.resumed)
+    second = run("ppo-small.yaml", changes, tmp_path, stop_after=8, resumed=first.resumed)
     third = run("ppo-small.yaml", changes, tmp_path, resumed=second.resumed)
     assert first.rows == []
     assert [row["step"] for row in second.rows] == [0, 1, 2, 3]
