@@ -231,6 +231,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             return None
         if request.together or request.strategy.startswith("strict"):  # which those that stay have to be seen for
             return None
+        self._connection.renew()
         gone = {id(place.handle) for place in lost}
         workers = [worker for worker, slot in held.slots.items() if id(slot) in gone]
         self._connection.on_scheduler(reservations.release, held.id, workers, within_s=ANSWER_S)

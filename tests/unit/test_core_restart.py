@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from colocate._calls.pending import PendingCall
 from colocate._signals.at_work import waited_for
 from colocate._views import checkpoint
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError
-from colocate.executor import Request, Reservation
+from colocate.errors import ClosedError, ColocateError, EngineError, GroupRestarted, PlacementError
+from colocate.executor import Request, Reservation, Watchable
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -118,6 +119,56 @@ def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) 
         assert len(attempts) == 4
         assert group.role("lasting", Lasting).add() == [1]
         assert len(pool[1:].spawn({"rows": colocate.role(Rows)}).role("rows", Rows).seen([1])) == 1
+
+
+@pytest.mark.parametrize(
+    ("joined", "timeout", "logs", "comes"),
+    [
+        (True, PATIENCE_S, None, True),
+        (True, 0, None, False),
+        (True, math.inf, {}, False),
+        (False, math.inf, None, False),
+    ],
+    ids=["joined", "not waited for", "ended", "private"],
+)
+def test_a_cluster_that_does_not_answer(
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    joined: bool,
+    timeout: float,
+    logs: dict[str, str] | None,
+    comes: bool,
+) -> None:
+    """It is waited for like slots, which isn't a try, unless it has ended or is this driver's own; the log says so."""
+    executor = runtime._node.services.executor
+    reserve = executor.reserve
+    untried: list[ColocateError] = [EngineError("silent", logs=logs) for _ in range(4)]
+    if comes:
+        untried.insert(0, PlacementError("there is no place"))
+
+    def refused_at_first(request: Request) -> Reservation:
+        if untried:
+            raise untried.pop(0)
+        return reserve(request)
+
+    with runtime.reserve(1, regrow_timeout=timeout) as pool:
+        group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
+        monkeypatch.setattr(executor, "lost", lambda place: len(untried) > 0)
+        monkeypatch.setattr(executor, "reserve", refused_at_first)
+        if joined:
+            monkeypatch.setattr(executor, "__class__", ABCMeta("Joined", (type(executor), Watchable), {}))
+        fail(group)
+        if comes:
+            group.wait_ready(PATIENCE_S)
+            assert group.role("lasting", Lasting).add() == [1]
+            told = [record.getMessage() for record in caplog.records if "waits for slots" in record.getMessage()]
+            assert [each.rpartition(": ")[2] for each in told] == ["there is no place", "silent"]
+        else:
+            with pytest.raises(ColocateError, match="on purpose") as caught:
+                group.wait_ready(PATIENCE_S)
+            assert "silent" in caught.value.__notes__[0]
+            assert len(untried) == 3
 
 
 def test_slots_that_never_come(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ from colocate._system.tracebacks import without_own_frames
 from colocate._worker_group.spawn import Declared, declare, refuse_fixed
 from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
 from colocate._worker_group.workforce import Worker
-from colocate.errors import ColocateError, ConfigError, Mistake, PlacementError
-from colocate.executor import OwnProcess, Place, Request, Reservation
+from colocate.errors import ColocateError, ConfigError, EngineError, Mistake, PlacementError
+from colocate.executor import OwnProcess, Place, Request, Reservation, Watchable
 from colocate.placement import where
 
 _log = logging.getLogger("colocate")
@@ -180,12 +180,19 @@ class Slots(Home):
 
         These are spares, or are reserved: in their place, or all of the pool's anew where an executor can't do that. Of
         groups that have lost the same slots the first does so, and the others find them. What doesn't fit, or can never
-        fit into the machines that are left, is waited for: others may come.
+        fit into the machines that are left, is waited for: others may come. So is a cluster that doesn't answer, unless
+        it is this driver's own or the process that was in it has ended.
         """
         newly = any(map(self._is_lost, worker_group.indices))  # what it was without already isn't waited for again
+        missing: ColocateError | None
         while True:
             with self._renewing:
-                missing = self._renew(worker_group)
+                try:
+                    missing = self._renew(worker_group)
+                except EngineError as error:
+                    if error.logs is not None or not isinstance(self.connection.services.executor, Watchable):
+                        raise
+                    missing = error
                 is_over = not newly or (self._regrows_until is not None and self._regrows_until.is_over)
                 if missing is None or (is_over and self._goes_on_with_fewer()):
                     self._regrows_until = None
@@ -195,7 +202,7 @@ class Slots(Home):
                     return [self.places[index] for index in worker_group.indices]
                 if self._regrows_until is None:
                     self._regrows_until = Deadline(self.regrow_timeout)
-                    worker_group.restarts.waits_for(missing, self.regrow_timeout)
+                worker_group.restarts.waits_for(missing, self.regrow_timeout)
                 if self._regrows_until.is_over:
                     missing.add_note(f"that was tried for {self.regrow_timeout:g} s (regrow_timeout)")
                     raise missing
@@ -335,7 +342,7 @@ class Slots(Home):
         Raises:
             _Refused: They can't be had now.
         """
-        reserve, has_spares = self.connection.services.executor.reserve, self.wanted is not self.request
+        reserve, has_spares = self.connection.services.executor.reserve, self.wanted != self.request
         for request in (self.wanted, self.request) if has_spares else (self.request,):
             try:
                 with _refused():

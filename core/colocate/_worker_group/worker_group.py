@@ -43,7 +43,7 @@ from colocate._worker_group.saving import Saves, Saving
 from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, resize, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
-from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, RoleStartError, WorkerDied
+from colocate.errors import ClosedError, ColocateError, EngineError, GroupRestarted, RoleStartError, WorkerDied
 from colocate.executor import Place, Request
 
 _log = logging.getLogger("colocate")
@@ -126,7 +126,7 @@ class Restarts:
         self.saving: Saving | None = None  # the last one that was written beside calls, and perhaps is yet
         self._group = group
         self._used = 0
-        self._missing: PlacementError | None = None  # why slots in place of lost ones can't be had yet
+        self._missing: ColocateError | None = None  # why slots in place of lost ones can't be had yet
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -255,9 +255,11 @@ class Restarts:
 
     # -- on its thread
 
-    def waits_for(self, missing: PlacementError, timeout: float) -> None:
-        """Tell that slots in place of lost ones can't be had now, and are waited for."""
-        self._missing = missing
+    def waits_for(self, missing: ColocateError, timeout: float) -> None:
+        """Note why slots in place of lost ones can't be had now, and tell it, unless it is as before."""
+        before, self._missing = self._missing, missing
+        if before is not None and isinstance(before, EngineError) == isinstance(missing, EngineError):
+            return
         within = "" if timeout >= FOREVER_S else f" for {timeout:g} s at most (regrow_timeout)"
         self._log(f"group {self._group.name!r} waits for slots in place of lost ones{within}: {message_of(missing)}")
 

@@ -178,7 +178,7 @@ class DriverProxy:
 
     def lost(self, why: str) -> EngineError:
         """Return the error of all that is asked for when the process has ended by itself. `folder` is still there."""
-        return EngineError(why)
+        return EngineError(why, logs={})
 
     def _end(self) -> None:
         self._end_process()
