@@ -55,6 +55,7 @@ class Notices:
         while True:
             try:
                 self._note(self._driver.leaving())
+                failed = False
             except ColocateError as error:  # whoever calls something is told that the cluster doesn't answer
                 if not failed:
                     _log.info("which nodes are to go isn't known for now: %s", error)

@@ -224,6 +224,14 @@ def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> No
     assert [each.node for each in pool.slots] == ["n0", "n2"]  # on n1 no fewer have died
 
 
+def resizable(job: object) -> dict[str, Any]:
+    """A config of three slots that may be two, and what is run on them."""
+    roles = {"count": "colocate.testing.probes.lasting:Resizable"}
+    pool = {"slots": 3, "at_least": 2, "regrow_timeout": 0.1}
+    groups = {"g": {"pool": "main", "on_failure": "restart", "roles": roles}}
+    return {"name": "resized", "pools": {"main": pool}, "groups": groups, "job": job}
+
+
 def job(run: Any, late: bool = False) -> None:
     """Loses a slot after the first step, and finds another after the second. It logs before checkpoints, or after."""
     group, pool = run.groups["g"], run.runtime._node
@@ -251,18 +259,7 @@ def job(run: Any, late: bool = False) -> None:
 def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, begins: list[str]) -> None:
     """It begins again after a checkpoint, when there are more slots, and has logged each step once."""
     monkeypatch.chdir(tmp_path)
-    config = {
-        "name": "resized",
-        "pools": {"main": {"slots": 3, "at_least": 2, "regrow_timeout": 0.1}},
-        "groups": {
-            "g": {
-                "pool": "main",
-                "on_failure": "restart",
-                "roles": {"count": "colocate.testing.probes.lasting:Resizable"},
-            }
-        },
-        "job": {"use": "tests.unit.test_resizing:job", "with": {"late": late}},
-    }
+    config = resizable({"use": "tests.unit.test_resizing:job", "with": {"late": late}})
     with colocate.launch(colocate.load_config(config)) as launched:
         record = launched.run(quiet=True)
     assert (tmp_path / "seen").read_text().split("\n") == [*begins, ""]
@@ -289,18 +286,7 @@ def silent_job(run: Any) -> None:
 def test_a_job_whose_cluster_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on with the slots that it has."""
     monkeypatch.chdir(tmp_path)
-    config = {
-        "name": "silent",
-        "pools": {"main": {"slots": 3, "at_least": 2, "regrow_timeout": 0.1}},
-        "groups": {
-            "g": {
-                "pool": "main",
-                "on_failure": "restart",
-                "roles": {"count": "colocate.testing.probes.lasting:Resizable"},
-            }
-        },
-        "job": "tests.unit.test_resizing:silent_job",
-    }
+    config = resizable("tests.unit.test_resizing:silent_job")
     with colocate.launch(colocate.load_config(config)) as launched:
         record = launched.run(quiet=True)
     assert [(row["step"], row["slots"]) for row in record.metrics] == [(1, 2), (2, 2)]
