@@ -269,8 +269,8 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "uncopied-state",
             "What a role writes beside its calls is what it had between two of them.",
             f"{_WORKER}/serving/saver.py",
-            "if watch.written()",
-            "if not watch",
+            "for name in read.changed()]",
+            "for name in read.changed() and ()]",
             _on_threads("test_state_that_was_not_copied[False]"),
         ),
         Mutant(
