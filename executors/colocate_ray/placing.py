@@ -20,7 +20,6 @@ import colocate
 from colocate.errors import CapabilityError, ColocateError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Node, Request, Running
 from colocate.gpus import indices as numbers
-from colocate.keeper import Thread
 from colocate.placement import words
 from colocate_ray import listing
 from colocate_ray.growing import Autoscaler, autoscaler
@@ -38,7 +37,6 @@ _SHOWN_WITHIN_S = 1.0  # nodes report every tenth of a second
 _DOUBT_AFTER_S = 0.5
 # Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
 _SETTLES_WITHIN_S = 5.0
-_LOOKS_AFTER_NODE_S = 60.0
 _LOOKS_AGAIN_S = 2.0  # which nodes answer, while slots are waited for
 _STEP_S = 0.02
 _REPLACED_STEP_S = 0.1
@@ -53,7 +51,6 @@ class Held:
     group: PlacementGroup | None = None
     placed: dict[int, str] = attrs.field(factory=dict)  # the nodes of its bundles, by Ray's ids
     holders: dict[int, Holding] = attrs.field(factory=dict)  # by the index of the bundle
-    replaced: bool = False  # whether bundles that Ray places anew have somebody who waits for them
     released: threading.Event = attrs.field(factory=threading.Event)
     _making: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -218,7 +215,6 @@ class Placing:
         held = self._held.get(number)
         if held is None or held.group is None:
             return None
-        held.replaced = True
         deadline, found = time.monotonic() + request.timeout, _table(held.group)
         # Ray itself misses a node after many seconds only.
         while found["state"] != "CREATED" or self.nodes.gone({found["placed"][index] for index in indices}):
@@ -298,7 +294,9 @@ class Placing:
     def _wait_shown(self, held: Held, group: PlacementGroup) -> None:
         """Wait until Ray's account shows it, which may have just begun: then its end can be seen there."""
         deadline, nodes = time.monotonic() + _SHOWN_WITHIN_S, set(held.placed.values())
-        while not nodes <= self.nodes.holding(group.id.hex()) and time.monotonic() < deadline:
+        while missing := nodes - self.nodes.holding(group.id.hex()):
+            if time.monotonic() > deadline or missing <= self.nodes.gone(missing):
+                return
             self._pause.wait(_STEP_S)
 
     def _confirm(self, group: str, whose: str) -> None:
@@ -388,19 +386,9 @@ class Placing:
     def _ended(self, holder: Holding, words: str) -> None:
         """A holder is gone. On a thread of Ray's."""
         for number, held in list(self._held.items()):
-            lost = [index for index, each in list(held.holders.items()) if each is holder]
-            for index in lost:
-                self._lost(number, index, words)
-            if lost:
-                Thread(target=self._look_after, args=(held,), name="colocate-ray-loss").start()
-
-    def _look_after(self, held: Held) -> None:
-        """If it went with its node, withdraw the whole: Ray would reserve a slot elsewhere, perhaps for nobody."""
-        deadline = time.monotonic() + _LOOKS_AFTER_NODE_S
-        while not held.released.wait(0.5) and time.monotonic() < deadline and not held.replaced:
-            if held.group is not None and _state(held.group) != "CREATED":
-                remove_placement_group(held.group)
-                return
+            for index, each in list(held.holders.items()):
+                if each is holder:
+                    self._lost(number, index, words)
 
 
 def _bundle(request: Request) -> dict[str, float]:

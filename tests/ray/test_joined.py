@@ -379,6 +379,24 @@ def test_lost_node(cluster: Any, runtime: Runtime) -> None:
     everything_is_free(runtime)
 
 
+def test_what_a_lost_node_leaves(cluster: Any, runtime: Runtime) -> None:
+    """What lives on the other slots of the pool has them as before: nobody else is given them."""
+    before = {node.name for node in runtime._node.services.executor.nodes()}
+    cluster.tell("add")
+    with runtime.reserve(4, cpus=1) as pool:
+        groups = {
+            slot.node: pool[slot.index : slot.index + 1].spawn({"echo": colocate.role(Echo)}) for slot in pool.slots
+        }
+        (lost,) = groups.keys() - before
+        cluster.tell("remove")
+        assert death_of(groups.pop(lost))
+        wait_until(lambda: len(runtime._node.services.executor.nodes()) == 2, "Ray itself knows")
+        with pytest.raises(PlacementTimeout):
+            runtime.reserve(3, cpus=1, timeout=3)
+        assert [group.role("echo", Echo).noop() for group in groups.values()] == [[None]] * 2
+    everything_is_free(runtime)
+
+
 def test_a_drained_node(cluster: Any, runtime: Runtime, tmp_path: Path) -> None:
     """A run is told of it, if it has workers there, and asks for a checkpoint, once."""
     cluster.tell("add")
