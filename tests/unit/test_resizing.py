@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import attrs
@@ -208,6 +210,35 @@ def test_a_spare_that_is_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch)
     pool = runtime.reserve(slots=1, spares=1)
     machines.gone.append(pool._node.spares[0])
     wait_until(lambda: [(each.node, each.state) for each in pool.spares] == [("new", "spare")], "there is a spare")
+
+
+def test_a_pool_is_closed_while_a_spare_is_replaced(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given back is what is held from then on, not what was before."""
+    machines = Machines(runtime, monkeypatch, replaces=True)
+    asked, goes_on, replaced, released = Event(), Event(), list[Reservation](), list[Reservation]()
+    executor = runtime._node.services.executor
+
+    def replace(*args: Any) -> Reservation:
+        asked.set()
+        assert goes_on.wait(PATIENCE_S)
+        replaced.append(machines.replace(*args))
+        return replaced[0]
+
+    def release(reservation: Reservation) -> None:
+        released.append(reservation)
+        machines.release(reservation)
+
+    monkeypatch.setattr(executor, "replace", replace)
+    monkeypatch.setattr(executor, "release", release)
+    pool = runtime.reserve(slots=1, spares=1)
+    machines.gone.append(pool._node.spares[0])
+    assert asked.wait(PATIENCE_S)
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(pool.close)
+        wait_until(lambda: pool._node._closing.is_set(), "it is being closed")
+        goes_on.set()
+        closing.result(PATIENCE_S)
+    assert [each.places for each in released] == [each.places for each in replaced]
 
 
 def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> None:

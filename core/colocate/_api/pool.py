@@ -33,6 +33,7 @@ from colocate._system.limits import (
     LOOKS_FOR_SLOTS_EVERY_S,
     REGROWN_WITHIN_S,
     REPLACED_EVERY_S,
+    RESTART_ENDS_WITHIN_S,
     SLOW_EVERY_S,
     SPARED_EVERY_S,
     THREAD_ENDS_WITHIN_S,
@@ -358,6 +359,8 @@ class Slots(Home):
         while not self._closing.wait(LOOKS_FOR_SLOTS_EVERY_S):
             try:
                 with self._renewing, contextlib.suppress(_Refused):
+                    if self._closing.is_set():
+                        return
                     missing = [place for place in self.spares if lost(place)]
                     if missing and self.reservation is not None and not self._replace(missing, SPARED_EVERY_S):
                         return
@@ -417,19 +420,21 @@ class Slots(Home):
         """Close it on behalf of `by`."""
         if not self.take_closing(by, force):
             return
-        self._closing.set()
         with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
-            reservation = self.reservation
+            self._closing.set()
         errors: list[BaseException] = []
         try:
             errors += self.close_children(grace)
         finally:
+            renewed = self._renewing.acquire(timeout=RESTART_ENDS_WITHIN_S)  # what is just being replaced is held then
             try:
-                if reservation is not None:
-                    self._give_back(reservation)
+                if self.reservation is not None:
+                    self._give_back(self.reservation)
             except Exception as error:
                 errors.append(error)
             finally:
+                if renewed:
+                    self._renewing.release()
                 if self._spares_thread is not None:
                     self._spares_thread.join(THREAD_ENDS_WITHIN_S)
                 self.disown()
