@@ -67,7 +67,7 @@ def saved(slurm: Slurm) -> int:
 def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> None:
     saves = way != "node killed" and (kind == "one node" or way in STEPS_STAY)
     if kind != "one node" and way in ("scancel", "scancel --full"):
-        pytest.skip("srun ends Ray's and Dask's steps then, as docs/operations.md says")
+        pytest.skip("srun ends Ray's and Dask's steps then, as docs/reference/fine-print.md says")
     job = submit(slurm, kind, *(["--time=3", "--signal=TERM@75"] if way == "time limit" else []))
     slurm.wait_for_line(job, r"^step 25 ", within=200)
     began, node = time.monotonic(), int(slurm.node(job).removeprefix("n"))
